@@ -204,7 +204,6 @@ def test_a_request_starts_a_sampler(llada: Model) -> None:
 
 @pytest.mark.parametrize("name", samplers.names())
 def test_families_refuse_what_they_do_not_serve(name: str) -> None:
-    """Every field that a family declares: at its default it is let through, at another value it is named."""
     cls = samplers.get(name)
     if not cls.unsupported:
         return

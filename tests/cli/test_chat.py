@@ -88,7 +88,6 @@ def words() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was evaluated in turns before is not evaluated again; on block-causal models the answers are the same."""
     model = tiny(2, topology)
     model.tokenizer = words()
     talk, turns = Talk(work_of(model), None, history=True, chosen=False), []

@@ -82,7 +82,6 @@ class Kept(PrefixCache):
 
 
 def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, with settings, joined with another sampler, and in a chat; Python takes no files."""
     for registry in (paradec.samplers.registry, paradec.caches.registry):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     file = tmp_path / "own.py"
@@ -132,7 +131,6 @@ def test_attention_and_its_settings() -> None:
 
 
 def test_suffix_windows(tmp_path: Path) -> None:
-    """They reach the request, cost less, and are part of what a comparison was, as an attention is."""
     flags = ("--sampler", "low_confidence", "--block-length", 8)
     data = report(PROMPT, *flags, "--suffix", "uniform:16:4", "--seed", 0)
     request: dict[str, Any] = {"sampler": "low_confidence", "block_length": 8, "suffix": "uniform:16:4", "seed": 0}
@@ -160,7 +158,6 @@ def test_several_answers_and_several_prompts() -> None:
 
 
 def test_the_summary_of_several_rows_adds_up() -> None:
-    """Tokens over forwards, both summed over the rows, as `Output.tokens_per_forward` is."""
     prompts = [PROMPT, "Reverse: pear fig apple kiwi", "Copy: fig"]
     flags = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--block-length", 4)
     request = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 4}
@@ -181,7 +178,6 @@ def test_the_summary_of_several_rows_adds_up() -> None:
 
 @pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
 def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows fit, the answers are those of one batch, and so is what they cost."""
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
     whole = json.loads(ok(*command, *flags))
     assert len(set(whole["text"])) > 1
@@ -197,7 +193,6 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
 
 
 def test_rows_that_fit() -> None:
-    """Fewer of longer rows, of larger vocabularies and where two branches are evaluated; never none."""
     model = paradec.load()
     assert work.rows_that_fit(model, 64, 1) == work.MOST_ROWS
     counts = [work.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
@@ -460,7 +455,6 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_module_runs_as_a_command() -> None:
-    """The real process: exit codes, streams, and no terminal."""
     process = start("samplers", stdin=subprocess.DEVNULL)
     stdout, stderr = process.communicate()
     assert (process.returncode, stderr) == (0, "") and "threshold" in stdout
@@ -490,7 +484,6 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
 
 
 def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
-    """No --sampler is the model's; a masked one says what is kept; encoder calls are counted."""
     from byte_tokenizers import byte_level_tokenizer
     from canvases import tiny_module
 

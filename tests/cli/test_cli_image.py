@@ -96,11 +96,7 @@ def mar(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-# ---- diffusion ------------------------------------------------------------------------------------------------------
-
-
 def test_packaged_dit(tmp_path: Path) -> None:
-    """The pictures are the pipeline's, plain ones above; at interval 1 both are the same."""
     given = ["--model", "digits-dit", "--class", "3,8", "--steps", "6", "--compare"]
     found, sheet = run(tmp_path, *given, "--sampler", "taylorseer", "--interval", "3")
     assert found["full_steps"] == [0, 3] and len(found["calls"]) == 6 and found["sampler"]["interval"] == 3
@@ -130,9 +126,6 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     assert "8 calls, 4 full, 4 forecast, 0 mixed; 50% evaluated" in lines[3] and len(lines) == 4
     assert "a run of 8 steps: models distilled to a few steps" in lines[2]
     assert Image.open(sheet).size == (2 * 8 + 2, 8)
-
-
-# ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
@@ -192,9 +185,6 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     assert Image.open(run(tmp_path, *given)[1]).tobytes() == pixels  # the seed decides
 
 
-# ---- what has no meaning --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -252,9 +242,6 @@ def test_load_points_to_accelerate() -> None:
         paradec.load("digits-dit")
 
 
-# ---- drafters -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
 def test_drafter(tmp_path: Path, sampler: str) -> None:
     arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")
@@ -264,7 +251,6 @@ def test_drafter(tmp_path: Path, sampler: str) -> None:
 
 
 def test_a_preset_of_pictures(tmp_path: Path) -> None:
-    """What Python saved is what the command asks for; options that are given win, and other fields are refused."""
     path, sheet = tmp_path / "mine.json", tmp_path / "sheet.png"
     sampler = paradec.samplers.create("sjd", window=3)
     paradec.Request(sampler=sampler, seed=5, temperature=0.8, top_k=40).save(path)
@@ -283,7 +269,6 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
 
 
 def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:
-    """Small ones are enlarged by whole numbers; --enlarge says otherwise; large ones stay as they are."""
     sheet = tmp_path / "sheet.png"
     for options, side in (((), 252), (("--enlarge", "2"), 56)):
         done = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])

@@ -99,7 +99,6 @@ def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path)
 
 
 def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
-    """What was answered stays, what failed or was cut off is asked again, and draws are those of one run."""
     flags = ("--temperature", 1, "--seed", 3, "--batch", 2)
     source, whole = prompts(tmp_path, given(*GOOD, "Hello")), tmp_path / "whole.jsonl"
     assert run("generate", "--in", source, "--out", whole, *flags).exit_code == 1
@@ -198,7 +197,6 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
 
 
 def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
-    """A part of a line is cut away; a text of somebody else's is not, nor a whole line that cannot be read."""
     source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
     for text in (b"my notes", b'{"line": 1, \n', b'{"line": ' + b"[" * 5000 + b"\n"):
         out.write_bytes(text)
@@ -268,7 +266,6 @@ STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-leng
 def test_whatever_becomes_of_a_batch_answers_are_written_once(
     copies: int, ended_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole lines, in the prompts' order at the end; of an interrupted batch those whose rows had all ended."""
     source, out = prompts(tmp_path, given(*UNEVEN)), tmp_path / "answers.jsonl"
     flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)
     raised = {"interrupt": KeyboardInterrupt, "no memory": torch.OutOfMemoryError, "an error": FloatingPointError("x")}

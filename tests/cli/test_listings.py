@@ -39,7 +39,6 @@ def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pyt
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
 def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its paper and all its settings, with their defaults and what they mean; nothing is cut."""
     registry = getattr(paradec, f"{kind}s")
     for name in registry.names():
         cls = registry.get(name)
@@ -53,7 +52,6 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 def test_every_one_for_programs(kind: str) -> None:
-    """Whatever is registered: settings, and a docstring that says what each means."""
     registry, entries = getattr(paradec, kind), json.loads(ok(kind, "--json"))
     lines = [line.split("\t") for line in ok(kind).partition("\n\n")[0].splitlines()]
     assert lines[0] == ["name", "family", "settings", "paper", "summary"]
@@ -75,7 +73,6 @@ def test_one_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("sampler", ["wino", "credit+localleap", "sjd"])
 def test_caches_of_a_sampler(sampler: str) -> None:
-    """The verdicts of the table, for every cache and kind of model."""
     found = json.loads(ok("caches", "--sampler", sampler, "--json"))
     assert len(found) == len(MODELS) * len(paradec.caches.names())
     lines = ok("caches", "--sampler", sampler).splitlines()
@@ -88,7 +85,6 @@ def test_caches_of_a_sampler(sampler: str) -> None:
 
 
 def test_caches_of_a_model(tmp_path: Path) -> None:
-    """By config.json alone: no weights are there."""
     config = json.loads((TINY / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = json.loads(ok("caches", "--model", tmp_path, "--json"))

@@ -98,9 +98,6 @@ def test_steps_stay_to_be_seen_and_what_that_takes_is_no_time_of_the_model(
     assert float(seconds) < took - 0.2 * 6 + 0.01
 
 
-# ---- what is waited for ---------------------------------------------------------------------------------------------
-
-
 def test_what_is_loaded_is_said_at_once_and_wiped_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

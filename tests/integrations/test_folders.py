@@ -31,7 +31,6 @@ def module_of(file: Path) -> Any:
 
 
 def test_generate_s_folder(tmp_path: Path) -> None:
-    """Files, requirements by the name of the distribution, and what the written function decodes."""
     files = export_folder("generate", tmp_path / "mine")
     names = ["README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"]
     assert [str(file.relative_to(tmp_path / "mine")) for file in files] == names

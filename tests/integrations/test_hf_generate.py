@@ -49,7 +49,6 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
     "settings", [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
 )
 def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
-    """A padded batch: same tokens as paradec.generate, cut after the longest answer."""
     plain, loaded, arguments = pair
     blocks = {} if "block_length" in settings else {"block_length": 12}
     ours = {name.removeprefix("kv_"): value for name, value in settings.items()}

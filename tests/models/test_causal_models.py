@@ -97,12 +97,8 @@ def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
     return out[0, len(row) :].tolist()
 
 
-# ---- by their path ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    """Models with a key/value store and without, with windows, experts or a recurrence, in a batch and alone."""
     model = paradec.load(saved(tmp_path, kind), dtype="float64")
     module = getattr(transformers, type(model.module).__name__).from_pretrained(tmp_path, dtype=torch.float64)
     expected = [greedy(module, row, 8) for row in ROWS]
@@ -195,9 +191,6 @@ def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
         paradec.load(folder)
 
 
-# ---- GGUF ------------------------------------------------------------------------------------------------------------
-
-
 def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
     """The beginning of a GGUF file."""
 
@@ -254,9 +247,6 @@ def test_how_a_gguf_file_is_named(tmp_path: Path) -> None:
         paradec.load(gguf_file="b.gguf")
 
 
-# ---- in memory -------------------------------------------------------------------------------------------------------
-
-
 def test_wrap_takes_a_causal_model_as_it_is() -> None:
     module = module_of("llama")
     model = paradec.wrap(module)
@@ -272,7 +262,6 @@ def test_wrap_takes_a_causal_model_as_it_is() -> None:
 
 
 def test_what_may_be_masked_is_asked_for() -> None:
-    """Weights of a masked model in a causal class are not taken for causal ones."""
     asked = "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"
     module = module_of("llama")
     with_mask = words()
@@ -325,9 +314,6 @@ def test_experts_without_a_kernel() -> None:
         paradec.wrap(Mine(config).float())
 
 
-# ---- drafters --------------------------------------------------------------------------------------------------------
-
-
 def test_a_plain_module_drafts() -> None:
     module, small = module_of("llama"), module_of("qwen3", seed=3)
     model = paradec.wrap(module)
@@ -366,9 +352,6 @@ def test_what_cannot_draft_is_refused_when_the_sampler_is_made() -> None:
     for drafter in (bert, torch.nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=f"drafter={type(drafter).__name__} cannot be taken as it is"):
             samplers.create("speculative", drafter=drafter)
-
-
-# ---- every entry point of text ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -471,9 +454,6 @@ def test_transformers_own_generate(speaking: Any) -> None:
     assert cut.shape[1] <= 9 and torch.equal(cut[0], expected[1, : cut.shape[1]])
     with pytest.raises(ValueError, match="prediction is needed"):
         module.generate(ids, max_new_tokens=4, custom_generate=paradec.hf_generate, mask_token_id=3)
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: object) -> Any:

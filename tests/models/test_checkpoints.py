@@ -49,9 +49,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# ---- the published maths, written out ------------------------------------------------------------------------------
-
-
 def naive_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
     """[L, V] float64 logits of one row, as LLaDA's and Dream's modeling files compute them."""
     w = {name: value.double() for name, value in weights.items()}
@@ -257,9 +254,6 @@ def test_unknown_harmless_fields_are_accepted(tmp_path: Path) -> None:
     assert_as_published(write(tmp_path, changed(LLADA, **extra)))
 
 
-# ---- dtypes, devices, shards, revisions ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float64, "auto", None])
 def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
@@ -400,9 +394,6 @@ def test_sources_of_another_kind(source: Any) -> None:
         paradec.load(source)
 
 
-# ---- weights that do not fit ---------------------------------------------------------------------------------------
-
-
 def test_missing_and_unexpected_weights(tmp_path: Path) -> None:
     weights = random_weights(DREAM)
     head = weights.pop("lm_head.weight")
@@ -450,9 +441,6 @@ def test_truncated_weights(tmp_path: Path, keep: int) -> None:
     (folder / "model.safetensors").write_bytes(data[:keep])
     with pytest.raises(paradec.CheckpointError, match="cannot be read: model.safetensors"):
         paradec.load(folder)
-
-
-# ---- folders that are no checkpoint of ours ------------------------------------------------------------------------
 
 
 def test_foreign_checkpoints(tmp_path: Path) -> None:
@@ -559,8 +547,6 @@ def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
         paradec.load(folder)
 
 
-# ---- random damage -------------------------------------------------------------------------------------------------
-
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([0, 1, 2, 10**30]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -608,9 +594,6 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
     loads_or_says_why(tmp_path)
 
 
-# ---- weights in memory ----------------------------------------------------------------------------------------------
-
-
 def test_matrices_of_small_models_lie_by_columns(tmp_path: Path) -> None:
     """Columns an odd number of cache lines apart, with the file's values; what is tied or of another dtype stays."""
     expected = random_weights(LLADA)
@@ -627,8 +610,6 @@ def test_matrices_of_small_models_lie_by_columns(tmp_path: Path) -> None:
     assert all(part.weight.is_contiguous() for part in wide.module.modules() if type(part) is torch.nn.Linear)
     torch.testing.assert_close(forward(model).double(), forward(wide), rtol=1e-4, atol=1e-4)
 
-
-# ---- weights stay in their file -------------------------------------------------------------------------------------
 
 LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 10, "n_heads": 8, "mlp_hidden_size": 2048}
 """More bytes of weights than anything else that a load takes."""
@@ -670,7 +651,6 @@ def test_weights_are_pages_of_the_file_while_a_model_has_them(large: Path) -> No
 
 
 def test_weights_that_change_in_memory_leave_the_file(large: Path, tmp_path: Path) -> None:
-    """A file that is replaced, or gone, is still there for those who read it."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((large / name).read_bytes())
     file = tmp_path / "model.safetensors"

@@ -25,7 +25,6 @@ from paradec.core.protocol import decode
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_inference_mode_changes_nothing(kind: str) -> None:
-    """Nor do gradients, which are asked for where nobody says otherwise."""
     assert not expected(kind).requires_grad
     with torch.inference_mode():
         assert torch.equal(decoded(shared(kind), kind), expected(kind))

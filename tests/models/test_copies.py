@@ -48,7 +48,6 @@ def zero(model: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
-    """So does a copy of a copy, whatever becomes of those before it."""
     model = shared(kind)
     tokens = expected(kind)
     copies = [model]
@@ -66,7 +65,6 @@ def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_original_may_be_unwrapped_first(way: str) -> None:
-    """And a copy of a model that was unwrapped is unwrapped."""
     module = decoder().eval()
     model = paradec.wrap(module, prediction="same", topology="bidirectional", **IDS)
     tokens = decoded(model, "Llama")

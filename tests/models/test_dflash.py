@@ -268,7 +268,6 @@ def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
 
 
 def test_over_llamagen(loaded: Any) -> None:
-    """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
     model = tiny_llamagen()
     drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
     given = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}

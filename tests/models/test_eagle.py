@@ -32,18 +32,12 @@ from paradec.samplers.causal.verification import token_distribution
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
-# ---- models and checkpoints -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
     def load(base: Model, **sizes: Any) -> EagleDrafter:
         return paradec.load_drafter(write(tmp_path / "drafter", *checkpoint(**sizes)), base=base)
 
     return load
-
-
-# ---- the maths ------------------------------------------------------------------------------------------------------
 
 
 def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, turned: Callable[..., Tensor]) -> Tensor:
@@ -164,7 +158,6 @@ def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_:
 
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
 def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
-    """Its angles, guidance from features of both branches, conditions embedded as code 0."""
     model = tiny_llamagen(condition)
     sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
     sampler = paradec.samplers.create("speculative", drafter=loaded(model, **sizes), tree=(2, 1, 1))
@@ -222,7 +215,6 @@ def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTre
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
-    """Every row's own tree at every step, against a search by hand."""
     base, tree = tiny_base(), DynamicTree(nodes=9, depth=3, top_k=3)
     drafter, weights = loaded(base), checkpoint()[1]
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, rule="naive")
@@ -258,8 +250,6 @@ def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
                     assert node in layout.children[at, layout.parents[at, node]] and layout.depths[at, node] <= 3
     assert len(shapes) > 1 and max(rooms) > 3  # rows differ
 
-
-# ---- what is decoded ------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {"window": 4},
@@ -334,8 +324,6 @@ def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
                 sampler.commit(state, first)
 
 
-# ---- exactness ------------------------------------------------------------------------------------------------------
-
 EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window": 3}, {}),
     ({"window": 4}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}),
@@ -362,9 +350,6 @@ def test_dynamic_trees_of_a_smaller_model_are_exact() -> None:
     for seed, name in enumerate(("temperature 1", "all")):
         found = exactness.test_case(sampler, model, 2000, seed=seed, **exactness.REQUESTS[name])
         assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 3
-
-
-# ---- LANTERN --------------------------------------------------------------------------------------------------------
 
 
 def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
@@ -500,9 +485,6 @@ def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings:
         for each in (sampler, paradec.samplers.create("sjd", window=1))
     )
     assert torch.equal(greedy.codes, plain.codes)
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])

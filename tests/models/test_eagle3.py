@@ -85,7 +85,6 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tree", [None, (3, 2, 1), DynamicTree(8, 3, 3)], ids=["chain", "static", "dynamic"])
 def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) -> None:
-    """Rows of several lengths; and no draft is a token that the drafter does not have."""
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, **rule)

@@ -248,7 +248,6 @@ def layer_of(name: str) -> int:
     ],
 )
 def test_matrices_that_the_config_does_not_name_are_left_out(fields: dict, merged: Any, tmp_path: Path) -> None:
-    """And said to be: peft leaves them out without a word."""
     base = "llada-tiny"
     pairs = products(base)
     some = {name: pair for name, pair in pairs.items() if merged(name)}

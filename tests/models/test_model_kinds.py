@@ -162,7 +162,6 @@ def test_drafters_and_their_bases(given: dict[str, Any], tmp_path: Any) -> None:
 
 
 def test_models_of_ones_own_are_language_models() -> None:
-    """What can be called and has facts decodes; it need not declare anything."""
     inner = tiny(1)
 
     class Own:
@@ -199,7 +198,6 @@ def raises() -> None:
 @pytest.mark.parametrize("embeddings", ["no method", lambda: None, lambda: object(), raises])
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("self_speculative", "sjd_pac")])
 def test_samplers_on_modules_without_parts(name: str, embeddings: Any) -> None:
-    """They decode, or name themselves, the module and what it lacks before it is called."""
     module = Bare(embeddings)
     model = paradec.wrap(module, topology="causal", prediction="shifted")
     settings = {"drafter": model} if name == "speculative" else {}
@@ -243,7 +241,6 @@ WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "s
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_EMBEDDINGS])
 def test_embeddings_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
-    """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
     model = given[name]
     embeddings = model.token_embeddings()
     assert embeddings.shape[0] == model.facts.vocab_size and embeddings.ndim == 2

@@ -58,7 +58,6 @@ class Calls(MtpDrafter):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_calls(name: str) -> None:
-    """The rounds of transformers' own generate: tokens, hidden states, logits and drafts."""
     base, drafter = loaded(RECORDED / name / "model", torch.float32)
     drafter.__class__ = Calls
     tensors = read_arrays(RECORDED / name / "cases.safetensors")
@@ -125,7 +124,6 @@ def deeper(folder: Path, layers: int) -> Path:
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_path: Path) -> None:
-    """At every step of rows of several lengths, the shortest of one token; drafts are accepted and rejected."""
     _, drafter = loaded(deeper(tmp_path, layers))
     sampler = paradec.samplers.Speculative(drafter=drafter)
     state = sampler.start(drafter.base, PROMPTS, max_new_tokens=14, seed=3, temperature=0.7)

@@ -49,7 +49,6 @@ def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
 
 
 def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
-    """Also where decoding goes on after it."""
     texts, (end, *_) = ["Sort: pear fig apple", "Reverse: kiwi fig"], packaged.facts.eos_token_ids
     out = paradec.generate(packaged, texts, max_new_tokens=16, eos_early_stop=False)
     assert out.tokens == [row.index(end) + 1 for row in out.new_tokens.tolist()]
@@ -57,7 +56,6 @@ def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
 
 
 def test_text_in_text_out(packaged: Model) -> None:
-    """Strings, chat messages and ids of the same prompt give the same answer; a batch gives a list."""
     text = "Sort: pear fig apple"
     chat = [{"role": "user", "content": text}]
     ids = packaged.tokenizer(packaged.tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)[

@@ -59,7 +59,6 @@ def test_decoding_is_the_plain_loop(add: float, cache: str, prediction: str) -> 
 
 @pytest.mark.parametrize("prediction", KINDS)
 def test_a_block_of_ones_own_and_other_cuts(prediction: str) -> None:
-    """Requests whose blocks are not the model's: its mask stays. And one row is what it is in a batch."""
     model = from_prompt(2, prediction)
     for blocks in (FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"):
         plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
@@ -80,7 +79,6 @@ def test_the_last_block_is_decoded_whole_and_cut() -> None:
 
 
 def test_holes_begin_the_blocks() -> None:
-    """Blocks are counted from the first hole; what is given after it stays."""
     model = from_prompt()
     row = [1, 2, MASK, 3, MASK, 5, 6, 7, MASK]
     outs = [decode(model, [row, [9, MASK]], max_new_tokens=2, cache=c) for c in ("none", "block")]
@@ -96,7 +94,6 @@ def test_holes_begin_the_blocks() -> None:
 
 @pytest.mark.parametrize("prediction", KINDS)
 def test_guidance_and_drafts(prediction: str) -> None:
-    """The branch without a prompt has the same blocks; drafts see what their rows see."""
     model = from_prompt(2, prediction)
     guided = [decode(model, guidance_scale=1.7, cache=c, sampler="threshold") for c in ("none", "block", "dual")]
     for out in guided[1:]:
@@ -156,7 +153,6 @@ def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:
 
 
 def test_wrapping() -> None:
-    """Told to `wrap`, for modules that masks can be given to."""
     inner = tiny(2).module
     told: dict[str, Any] = {
         "mask_token_id": MASK,

@@ -146,9 +146,6 @@ def assert_equal(model: Model, other: Model) -> None:
     assert other.default_max_new_tokens == model.default_max_new_tokens
 
 
-# ---- the format that was read ---------------------------------------------------------------------------------------
-
-
 class Quantised(torch.Tensor):
     """A tensor of a class of its own, as torchao's quantised ones are."""
 
@@ -255,7 +252,6 @@ def test_a_block_that_the_name_told_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 def test_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
-    """None shipped, or one taken off: then the ids that it told stand in config.json, and no other one is left."""
     source = write(tmp_path / "bare", model_type, tokenizer=False, mask_token_id=3)
     model = paradec.load(source)
     assert model.tokenizer is None
@@ -296,9 +292,6 @@ def test_a_repository_of_the_hub(hub: Path) -> None:
     last.unlink()
     with pytest.raises(paradec.CheckpointError, match=last.name):
         paradec.load("some/model")
-
-
-# ---- what has no place in the format --------------------------------------------------------------------------------
 
 
 def test_modules_that_no_longer_fit(tmp_path: Path, sources: Callable[[str], Path]) -> None:
@@ -351,12 +344,8 @@ def test_shard_sizes(llada: Model, tmp_path: Path, size: Any) -> None:
     assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
 
 
-# ---- the folder that is there ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
-    """One file, shards, one file again: nothing of the last time is read, and what is no checkpoint's stays."""
     folder = write(tmp_path / "source", model_type)
     (folder / "README.md").write_text("mine")
     original = weights_of(folder)
@@ -422,7 +411,6 @@ def test_weights_that_change_while_they_are_written(tmp_path: Path) -> None:
 def test_an_interrupt_while_files_are_exchanged(
     twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """At any of the renames: all is as before."""
     model, folder = twice
     before, entries = state(folder), sorted(path.name for path in folder.iterdir())
     at, done = 0, False
@@ -485,9 +473,6 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
     expected = next(model for model in models if type(model.module) is type(found.module))
     assert torch.equal(logits(found, IDS), logits(expected, IDS))
     assert not list((tmp_path / "shared").glob(".saving*"))
-
-
-# ---- modules alone, wrapped ones, and others ------------------------------------------------------------------------
 
 
 @pytest.mark.thinned
@@ -614,9 +599,6 @@ def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: 
     assert torch.equal(module(input_ids=torch.tensor([IDS])).logits[0], logits(paradec.load(source), IDS))
 
 
-# ---- rotary angles as transformers 5 writes them --------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, name: str) -> None:
@@ -680,11 +662,7 @@ def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict
     assert "\n" not in str(error.value)
 
 
-# ---- diffusers' pipeline --------------------------------------------------------------------------------------------
-
-
 def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    """What paradec loaded is saved by its own model, and given to the pipeline again."""
     model = paradec.load(sources("sdar"))
     pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=4), model.tokenizer)
     pipe.save_pretrained(tmp_path)

@@ -48,9 +48,6 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return found
 
 
-# ---- what a model does to its module --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_takes_its_module_and_gives_it_back(frozen: bool) -> None:
     module = decoder(attention_dropout=0.5).requires_grad_(not frozen)
@@ -123,9 +120,6 @@ def test_two_threads_on_one_model(kind: str) -> None:
     assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
 
 
-# ---- modules that are more than their class -------------------------------------------------------------------------
-
-
 def offloaded(module: Any) -> Any:
     from accelerate import dispatch_model
 
@@ -174,7 +168,6 @@ MORE = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 @pytest.mark.parametrize("how", MORE)
 def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
-    """Of all columns and of some, those of the module itself with the mask that the topology says."""
     torch.manual_seed(0)
     module = MORE[how](decoder().eval()).eval()
     unlike = decoder().eval()

@@ -40,7 +40,6 @@ def tokens(model: Model, **more: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "llada2-tiny", "sdar-moe-tiny"])
 def test_published_names_reload_the_files(name: str) -> None:
-    """Weights that were spoilt are those of the files again, experts and fused matrices too."""
     folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name
     model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
     before = tokens(model)

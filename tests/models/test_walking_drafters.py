@@ -92,7 +92,6 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1.0, 1.6])
 def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
-    """Rows of several lengths, with and without guidance, shorter than the block too."""
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     prompts = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
     guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
@@ -161,7 +160,6 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[message for *_, message in WRONG])
 def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path, base: Model) -> None:
-    """Of the packaged set, which other sets may lack."""
     rewritten(name, tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         paradec.load_drafter(tmp_path, base=base)

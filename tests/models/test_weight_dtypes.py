@@ -222,7 +222,6 @@ def test_weights_that_are_no_floats(loader: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loader", SAFETENSORS)
 def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
-    """It was made up at random by some."""
     case = file, name, _ = SAFETENSORS[loader](tmp_path)
     weights = load_file(file)
     save_file({other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | told(file))
@@ -252,7 +251,6 @@ def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong dtype is found before transformers is asked for anything."""
     import transformers
 
     file, name, load = text("llada")(tmp_path)
@@ -272,7 +270,6 @@ def test_a_file_of_integers_names_a_few(tmp_path: Path) -> None:
 
 
 def test_integers_that_are_no_weights(tmp_path: Path) -> None:
-    """A video decoder counts its batches."""
     _, _, load = SAFETENSORS["emu3"](tmp_path / "emu3")
     counts = [name for name, value in load().module.state_dict().items() if not value.is_floating_point()]
     assert counts and all(name.endswith("num_batches_tracked") for name in counts)

@@ -46,9 +46,6 @@ def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor 
         return model(query)
 
 
-# ---- what the wrapped module computes ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ENCODERS + UNPADDED_ENCODERS)
 def test_encoders_compute_what_they_compute(name: str) -> None:
     module, ids = encoder(name).eval(), random_ids(2, 9)
@@ -152,9 +149,6 @@ def test_a_module_of_ones_own(kind: str) -> None:
         torch.testing.assert_close(call(model, ids), Opaque.forward(model.module, ids), rtol=0, atol=0)
 
 
-# ---- remote code that the user chose to run ------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The golden LLaDA checkpoint through the modeling file beside it, loaded with trust_remote_code, float64."""
@@ -242,8 +236,6 @@ def test_a_module_that_returns_something_else(output: Any, message: str) -> None
         paradec.generate(model, [1], max_new_tokens=3)
 
 
-# ---- rows are independent ------------------------------------------------------------------------------------------
-
 KINDS = [
     "llada",
     "dream",
@@ -292,9 +284,6 @@ def test_roberta_positions_start_after_the_padding_id() -> None:
     assert wrapped("Bert").facts.max_length == 48
 
 
-# ---- wrapping and unwrapping ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
@@ -335,8 +324,6 @@ def test_dropout_is_off_while_wrapped() -> None:
     model, ids = paradec.wrap(encoder(hidden_dropout_prob=0.5), **IDS), random_ids(1, 9)
     assert torch.equal(call(model, ids), call(model, ids))
 
-
-# ---- facts that are missing or wrong -------------------------------------------------------------------------------
 
 BOTH = {"prediction": "same", "topology": "bidirectional"}
 
@@ -430,9 +417,6 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
     module = nn.Module()
     whole, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
     assert torch.equal(whole, wide)
-
-
-# ---- the cache's argument -------------------------------------------------------------------------------------------
 
 
 def test_a_cache_goes_by_the_name_that_the_module_has() -> None:

@@ -82,7 +82,6 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("which", SCHEDULERS)
 def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(which: str) -> None:
-    """The same draws in the same order; paradec.generate makes them too."""
     module, model = tiny_module(), paradec.wrap(tiny_module(), pad_token_id=PAD)
     converged = 0
     for seed in range(3):

@@ -74,13 +74,9 @@ def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
     return learned if cls is schedulers.Learn2PDScheduler else {}
 
 
-# ---- LLaDA2Pipeline -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
-    """The same canvas, token for token, with as many forwards."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampler = pipe.scheduler.sampler
     facts = paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
@@ -105,7 +101,6 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
 
 @pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
 def test_no_mask_is_left(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
-    """Also where the rule takes more steps than the pipeline planned; draws come from the generator."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampling = {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "num_inference_steps": 1, "gen_length": 6}
     out, again = (run(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
@@ -152,7 +147,6 @@ def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids:
 
 
 def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> None:
-    """What it masks again is filled again, and what it writes stands."""
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
     seen = []
 
@@ -179,12 +173,8 @@ def test_values_of_the_call_that_have_no_effect_are_named(pipe: Any, ids: Tensor
         assert torch.equal(run(pipe, ids), changed)
 
 
-# ---- LLaDA2Pipeline with a block cache -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cls", [BlockRefinementScheduler, schedulers.CreditDecodingScheduler])
 def test_block_cache_is_exact(cls: type, pipe: Any, ids: Tensor) -> None:
-    """The same tokens, from the open block's positions alone; padded prompts, other blocks and other prompts too."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config)
     padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     requests = [{}, {"attention_mask": padded}, {"block_length": 8, "gen_length": 2}]
@@ -256,7 +246,6 @@ def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tens
 
 
 def test_block_causal_modules_attend_as_their_model_does() -> None:
-    """Also where the wrapped module's own attention is another one, which would add a mask of truth values."""
     model = tiny(2, "block_causal")
     module = copy.deepcopy(model.module)
     module.set_attn_implementation("eager")
@@ -293,7 +282,6 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedP
 
 
 def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
-    """Direct calls of it, a second pipeline's, and copies; in the middle of a run as well."""
     model = pipe.model
     plain = [run(pipe, row) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(model, BlockRefinementScheduler(block_length=BLOCK))
@@ -316,9 +304,6 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
         assert session.report().evaluated == 2 * alone and session.report().calls == 2 * calls
         assert pipe.model.config is model.config
     assert pipe.model is model
-
-
-# ---- runs at the same time ------------------------------------------------------------------------------------------
 
 
 def after(step: int, function: Any) -> Any:
@@ -368,8 +353,6 @@ def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
         assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
 
 
-# ---- AmusedPipeline -------------------------------------------------------------------------------------------------
-
 CODES, IMAGE_MASK = 32, 31
 
 
@@ -412,7 +395,6 @@ class OneImage(nn.Module):
 
 @pytest.mark.parametrize(("cls", "steps"), [*((cls, 5) for cls in IMAGE), (schedulers.MaskGITScheduler, 18)])
 def test_images_are_those_of_generate(cls: type, steps: int, amused: AmusedPipeline) -> None:
-    """At a temperature too: there is no prompt whose numbers would differ."""
     amused.scheduler = cls.from_config(AmusedScheduler(mask_token_id=IMAGE_MASK).config)
     embeds, states = torch.ones(1, 8), torch.ones(1, 8, 8)
     out = amused(
@@ -552,7 +534,6 @@ def test_recap_session_needs_amused(pipe: Any) -> None:
 
 
 def test_what_is_given_of_an_image_stays() -> None:
-    """Inpainting and image to image: decided tokens are kept, and the masks fill in the steps that are left."""
     for cls in IMAGE:
         scheduler = cls(mask_token_id=8)
         scheduler.set_timesteps(6)
@@ -596,9 +577,6 @@ def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: typ
     alone, other = filled(masks, [5]), filled(masks, [6])
     assert not torch.equal(alone, other)
     assert torch.equal(filled(torch.cat((whole, masks)), [6, 5]), torch.cat((whole, alone)))
-
-
-# ---- DiffusionGemmaPipeline -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timestep", [0, 3, 7])
@@ -671,9 +649,6 @@ def test_rules_that_fill_masks_are_refused_without_one() -> None:
         if cls not in (schedulers.EntropyBoundScheduler, schedulers.Learn2PDScheduler):
             with pytest.raises(ValueError, match=f"mask_token_id=None: {cls.__name__} fills masks"):
                 cls().step(logits, 0, sample, mask_token_id=None)
-
-
-# ---- configs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [*TEXT, *IMAGE], ids=lambda cls: cls.__name__)
@@ -759,8 +734,6 @@ def test_pipelines_that_cannot_use_a_scheduler(amused: AmusedPipeline, pipe: Any
         )
 
 
-# ---- a fresh process ------------------------------------------------------------------------------------------------
-
 RELOAD = """
 import sys, torch, diffusers, paradec
 try:
@@ -779,7 +752,6 @@ print(type(pipe.scheduler).__name__, pipe.scheduler.sampler.radius, out.tolist()
 
 
 def test_a_saved_pipeline_loads_in_a_fresh_process(tmp_path: Path) -> None:
-    """Once it has imported `paradec.schedulers`; before, diffusers' error names the module."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,

@@ -82,7 +82,6 @@ def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
     [("bidirectional", "same"), ("bidirectional", "shifted"), ("block_causal", "shifted"), ("block_causal", "same")],
 )
 def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) -> None:
-    """Blocks that divide the model's, logits that stand to the left, models without blocks of their own."""
     model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
     # after the open block a bidirectional model sees masks: the last block leaves none of them out
     length = 9 if topology == "bidirectional" else 2
@@ -94,7 +93,6 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
 
 
 def test_rows_of_alike_requests_take_a_step_together() -> None:
-    """And leave no slots behind."""
     hosted, calls = Hosted("threshold", FACTS), []
     forward = type(hosted.sampler).select
 
@@ -161,7 +159,6 @@ def test_a_plain_loop_of_the_threshold_rule() -> None:
 
 
 def test_an_edit_says_what_is_stored() -> None:
-    """A block that is full stays open while a step edits; what closes it without a change was evaluated as it stays."""
     hosted = Hosted(samplers.create("editing", threshold=0.5, editing_threshold=0.5), FACTS)
     hosted.open(0, [1, 2, 3], 1, eos_early_stop=False)
 
@@ -225,7 +222,6 @@ def test_what_is_handed_over_is_not_written_to() -> None:
 
 
 def test_memory_goes_from_row_to_row() -> None:
-    """What Saber remembers of a whole answer, over a row that ends and one that goes on."""
     torch.manual_seed(0)
     logits = [3 * torch.randn(4, VOCAB) for _ in range(8)]
     whole, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)

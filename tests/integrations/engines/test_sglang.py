@@ -166,7 +166,6 @@ def test_the_tensor_of_ids_stays_the_engine_s() -> None:
 
 
 def test_a_block_that_the_engine_begins_anew() -> None:
-    """The tokens are not those that the last step left: they are given, and the rest is decided afresh."""
     algorithm = made("ParadecThreshold", True, threshold=1.0)
     batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
     states = algorithm.init_step_state(batch)
@@ -207,7 +206,6 @@ def test_draws_are_those_of_seed_request_and_place() -> None:
 
 
 def test_parts_of_a_block() -> None:
-    """Shorter blocks within the engine's, with a schedule: the prompt may reach into the later ones."""
     for steps in (2, 4):  # of the whole block, half of them for each part
         for given in ([], [1], [1, 2], [1, 2, 3]):
             algorithm = made("ParadecLowConfidence", True, block_length=2, steps=steps)

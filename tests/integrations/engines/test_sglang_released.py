@@ -103,7 +103,6 @@ PAIRS = {
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, released: SimpleNamespace) -> None:
-    """After every forward the same tokens, the same rounds, the same answer to what is done."""
     theirs, their_config, ours, our_config = PAIRS[pair]
     shipped = released.algorithm.algo_name_to_cls[theirs](config(4, MASK, fdfo, **their_config))
     made = algorithms(released.base.DllmAlgorithm)[ours](config(4, MASK, fdfo, **our_config))
@@ -137,7 +136,6 @@ def test_steps_of_generate(name: str, fdfo: bool, released: SimpleNamespace, mod
 
 
 def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entry point that this package states, through SGLang's own loader and list."""
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     metadata = tmp_path / "parallel_decoding-0.dist-info"
     metadata.mkdir()

@@ -72,7 +72,6 @@ def test_draws_are_those_of_generate(engine: Engine, name: str) -> None:
 
 
 def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
-    """Without an end, by ids of the request, and in the middle of a block."""
     prompt = prompts(3)[3]
     whole = engine.expected(prompt, 12, eos_early_stop=False)
     (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True))
@@ -83,7 +82,6 @@ def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
 
 
 def test_a_template_is_filled(engine: Engine) -> None:
-    """Holes before and after given text, over three blocks; then masks of the answer."""
     prompt = prompts(4)[4]
     template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
     for new in (0, 5):
@@ -101,7 +99,6 @@ def test_a_template_is_filled(engine: Engine) -> None:
 
 
 def test_aborted_requests_leave_nothing(engine: Engine) -> None:
-    """Requests that are aborted while they decode; others go on as if alone, and their slots begin anew."""
     running = engine.llm.llm_engine
     batch = prompts(5)[:4]
     for index, prompt in enumerate(batch):

@@ -33,7 +33,6 @@ def test_pages_are_shared(engine: Engine) -> None:
 
 
 def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
-    """Four requests of two pages and more in six: vLLM takes some out, and brings them back with what they have."""
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     taken, take = [], scheduler._preempt_request
     scheduler._preempt_request = lambda request, *args, **others: (
@@ -51,7 +50,6 @@ def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
 
 
 def test_a_chunk_ends_where_a_block_does(engine: Engine) -> None:
-    """Eighteen tokens a step are four blocks and a half."""
     batch = [text(20 + index, size) for index, size in enumerate((41, 3, 19, BLOCK))]
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9)), strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 9)

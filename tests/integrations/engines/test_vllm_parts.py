@@ -42,7 +42,6 @@ def params(**given: Any) -> Any:
 
 
 def test_the_entry_point_is_light_and_never_raises() -> None:
-    """vLLM calls it in every process, of every model."""
     code = "import sys, paradec.integrations.engines.vllm as _; "
     code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -246,7 +245,6 @@ def test_a_batch_that_comes_and_goes_has_the_tokens_of_generate(name: str, predi
 
 
 def test_a_request_that_cannot_begin_is_a_mask() -> None:
-    """The scheduler ends it with the reason: a mask in its prompt, or steps for fewer blocks."""
     model = tiny(2, "block_causal")
     for prompt, said, words in (
         ([1, MASK], params(), "the mask id"),
@@ -282,7 +280,6 @@ def test_answers_end_where_vllm_ends_them() -> None:
 
 
 def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
-    """And ends where it would have ended."""
     served = Served(tiny(2, "block_causal").facts, {})
     said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
     whole = served.opened([1, 2], said).state(0).canvas[0].tolist()

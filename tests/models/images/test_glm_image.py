@@ -117,7 +117,6 @@ def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> None:
-    """A request does not depend on the one before, nor on positions that the module's own generation left on it."""
     glm, sizes = model(), [(128, 96), (64, 32)]
     prompts = [[100, 101, 102, 64], [103, 64]]
     alone = [paradec.generate_images(glm, prompts, height=h, width=w, seed=3, output_type="latent") for h, w in sizes]
@@ -130,7 +129,6 @@ def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> No
 
 
 def test_rows_that_come_and_go(small_previews: None) -> None:
-    """A row does not depend on its neighbours, nor on who had its slot before."""
     prompts, request = [[100, 101, 102, 64], [103, 64]], {"height": 64, "width": 32, "output_type": "latent"}
     request |= {"temperature": 0, "sampler": "scd"}
     alone = [paradec.generate_images(model(), prompt, **request).tokens[0] for prompt in prompts]
@@ -172,7 +170,6 @@ def test_glm_image_is_checked() -> None:
 
 
 def test_glm_image_loads(tmp_path: Any) -> None:
-    """From the folder of the model, or of the pipeline."""
     assert isinstance(paradec.load(RECORDED / "model"), GlmImageModel)
     (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
@@ -224,7 +221,6 @@ def test_guesses_stay_in_their_raster(init: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
-    """Every token once, from a row's last token or the row above."""
     steps = schedule(GRID, window)
     chosen = [at for step in steps for at in step.chosen]
     assert sorted(chosen) == list(range(GRID.length))

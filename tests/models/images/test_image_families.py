@@ -174,7 +174,6 @@ def test_requests_that_a_model_cannot_take() -> None:
 
 @pytest.mark.parametrize("name", ["emu3", "anole", "lumina-mgpt", "janus"])
 def test_prompts_as_long_as_the_model_takes(name: str) -> None:
-    """The longest that fits beside a picture is taken, by either branch."""
     model, grid, _, request = small_grid(name)
     sizes = {key: request[key] for key in ("height", "width") if key in request}
     prompt = request["prompts"][0]

@@ -274,9 +274,6 @@ def test_taming_names(tmp_path: Path) -> None:
     assert torch.allclose(half.decode(codes), found.float().decode(codes), atol=1e-5)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
 def save_pt(wrapping: str | None) -> Callable[[Path, dict[str, Tensor]], Path]:
     def save(folder: Path, state: dict[str, Tensor]) -> Path:
         file = folder / "c2i_B_256.pt"

@@ -120,7 +120,6 @@ ORDERS: list[Any] = [
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
-    """Every group's logits, step by step, are those of all groups at once with the codes that came of it."""
     model, sampler = tiny_lpd(), samplers.create("groups", order=order)
     rows = [[model.blank_id + 1 + label] for label in (3, 0, 4)]
     state = sampler.start(model, rows, seed=[1, 2, 3])

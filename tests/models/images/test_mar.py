@@ -76,7 +76,6 @@ class Replayed(Sampler):
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 @replays("path")
 def test_replays_the_reference(path: Path) -> None:
-    """Every call's kind and cache sizes, what the head is given and draws, and the final image."""
     case = read_json(path)
     settings, log, model = case["settings"], case["log"], recorded_model(case)
     sampler = Replayed(

@@ -93,7 +93,6 @@ def test_weights_tell_the_sizes(preset: str) -> None:
 
 
 def test_load(model: MARModel, tmp_path: Path) -> None:
-    """A published file of either kind, with the number of heads, or a folder that says it all."""
     weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
     vae = model.vae.state_dict()
     folder = tmp_path / "my-mar"

@@ -146,7 +146,6 @@ class Swept(PictureModel):
 
 
 def test_a_family_of_ones_own_goes_through_the_entry_point() -> None:
-    """With a sampler, a state and a latent that nothing here knows."""
     out = paradec.generate_images(
         Swept(), [0.5, 1.0], sampler=Sweep(gain=2.0), num_images=2, guidance_scale=1.5, output_type="pt"
     )
@@ -234,7 +233,6 @@ def same(one: images.ImageOutput, other: images.ImageOutput) -> None:
 
 
 def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """A request, its file, its path as text and the mapping in it are the arguments; arguments win."""
     model, arguments = case
     expected, preset = paint(model, **arguments), Request(**arguments)
     preset.save(tmp_path / "mine.json")
@@ -248,7 +246,6 @@ def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -
 
 
 def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """With its sampler, and the model's own defaults written out."""
     model, arguments = case
     for asked in ({"seed": 3}, arguments):
         request = images.picture_request(model, asked)
@@ -294,7 +291,6 @@ def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]]
 
 
 def test_steps_are_for_samplers_with_a_schedule() -> None:
-    """The model's own go to those alone; one's own are said to have no effect with others."""
     model = Tiles()
     assert images.picture_request(model, {}).steps == 3
     with warnings.catch_warnings():

@@ -162,7 +162,6 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
 
 
 def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
-    """More rows than slots, of tied and untied structures; and the state itself, of which rows are replaced."""
     some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
     prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
     given = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
@@ -217,7 +216,6 @@ def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
 
 
 def test_copies() -> None:
-    """Residues of one number, of repeated numbers the same one; what a copy lacks is tied among the others."""
     numbers = [1, 2, 2, 4, 5, 6, 2, 2, 4, 7, 1]
     assert dimer(numbers=numbers).copies() == [[0, 10], [1, 6], [2, 7], [3, 8]]
     assert dimer(numbers=numbers).copies("AB") == dimer(numbers=numbers).copies()

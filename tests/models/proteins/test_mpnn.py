@@ -81,7 +81,6 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
 
 
 def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
-    """FreeDave's tokens and log-probabilities are its base's, though it decides several steps in a call."""
     prompts = [model.prompt("long", fixed=range(10)), model.prompt("short", fixed=range(9))]
     for base in ("low_confidence", "random"):
         wanted = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
@@ -163,7 +162,6 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
 
 
 def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> None:
-    """More prompts than slots: rows leave and others take their place."""
     prompts = [model.prompt(number, fixed=fixed) for number in (0, 1) for fixed in (range(9), range(12))]
     given = {"sampler": "random", "temperature": 0.5, "seed": 7, "logprobs": 0}
     together = paradec.generate(model, prompts, **given)
@@ -293,7 +291,6 @@ LINE = "ATOM      1  {:<3} {} {}{:>4}{}   {:8.3f}{:8.3f}{:8.3f}  {}"
 
 
 def test_pdb_files(tmp_path: Path) -> None:
-    """Models, locations, insertion codes, chains, hetero atoms, occupancy, what is missing."""
     file = tmp_path / "made.pdb"
 
     def lines(residue: str, chain: str, number: int, code: str = " ", atoms: str = "N CA C O", **changes: Any) -> str:

@@ -174,7 +174,6 @@ def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception
 
 
 def test_elements_of_files(tmp_path: Path) -> None:
-    """By the element column, else by the name's first two; water, hydrogen and what is unknown are left out."""
     line = "{:<6}{:5d} {:<4} {:>3} A{:>4}    {:8.3f}{:8.3f}{:8.3f}  1.00  0.00          {:>2}"
     rows = [("ATOM", f" {name:<3}", "ALA", 1, name[0]) for name in ("N", "CA", "C", "O", "CB")]
     rows += [("HETATM", "CA  ", "CA", 2, ""), ("HETATM", " CA ", "LIG", 3, ""), ("HETATM", "FE  ", "HEM", 4, "FE")]

@@ -189,7 +189,6 @@ def pictures() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sees", ["vision", None])
 def test_images_are_transformers(sees: str | None) -> None:
-    """With a mask that lets an image see itself both ways, and without; alone and beside others."""
     module = tiny_module(use_bidirectional_attention=sees)
     ids = torch.tensor([[9, 10, 6, IMAGE, IMAGE, 7, 20, 21, 22], [9, 6, IMAGE, IMAGE, 7, 30, 31, 32, 33]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}

@@ -51,7 +51,6 @@ EXACT = {"none", "prefix", "dual", "block"} & set(caches.names())
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
 """Ending inside a block, at the end of one, inside the first, and at its beginning."""
 
-# ---- the published formats -----------------------------------------------------------------------------------------
 
 MODULES = {"sdar": ("Qwen3Config", "Qwen3ForCausalLM"), "fast_dllm_v2": ("Qwen2Config", "Qwen2ForCausalLM")}
 
@@ -69,9 +68,6 @@ def loaded(folders: dict[str, Path]) -> dict[str, Model]:
 @pytest.fixture
 def model(family: str, loaded: dict[str, Model]) -> Model:
     return loaded[family]
-
-
-# ---- what the model must compute, without paradec ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +107,6 @@ def shifted(family: str, logits: Tensor) -> Tensor:
 
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
 
 
 def test_facts(family: str, model: Model) -> None:
@@ -270,7 +263,6 @@ def test_other_families_are_refused_with_the_reason(tmp_path: Path, model_type: 
 
 
 def test_the_ids_of_illada(tmp_path: Path) -> None:
-    """iLLaDA is LLaDA's format with low ids: mask 5, end 2, padding 1."""
     config = {
         "model_type": "llada", "d_model": 16, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 24, "vocab_size": 32,
         "max_sequence_length": 32, "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms",
@@ -286,9 +278,6 @@ def test_the_ids_of_illada(tmp_path: Path) -> None:
     save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
     facts = paradec.load(tmp_path).facts
     assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id) == (5, (2,), 1)
-
-
-# ---- what is computed ----------------------------------------------------------------------------------------------
 
 
 def call(model: Model, rows: list[list[int]], **query: Any) -> Tensor:
@@ -446,9 +435,6 @@ def test_narrower_types_decode(family: str, folders: dict[str, Path], dtype: str
     assert out.new_tokens.shape == (len(PROMPTS), 5)
 
 
-# ---- how answers are cut -------------------------------------------------------------------------------------------
-
-
 def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
     """Fast-dLLM v2's inner blocks: a divisor of the model's block, counted from position 0 too."""
     state = samplers.create("threshold").start(model, [PROMPTS[0]], max_new_tokens=NEW, block_length=2)
@@ -491,8 +477,6 @@ def test_rows_of_other_numbers_of_blocks_take_no_fewer_steps_than_planned(model:
         alone = paradec.generate(model, row, steps=2 * blocks, **request)
         assert torch.equal(alone.new_tokens[0], out.new_tokens[index])
 
-
-# ---- AntiBERTy -----------------------------------------------------------------------------------------------------
 
 # heavy chain variable domain of trastuzumab (PDB 1N8Z, chain B)
 TRASTUZUMAB = (

@@ -77,7 +77,6 @@ def recorded(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Tensor]
 
 @pytest.mark.parametrize(("path", "number"), of_kind("block_causal"))
 def test_forwards(path: Path, number: int) -> None:
-    """Alone, and beside a longer and a shorter row: padding takes no part in the choice of experts."""
     case, tensors = recorded(path, number)
     model = loaded(path.parent)
     with replay(f"{path.parent.name}, {case['name']}"):
@@ -89,7 +88,6 @@ def test_forwards(path: Path, number: int) -> None:
 
 @pytest.mark.parametrize(("path", "number"), of_kind("cached"))
 def test_over_a_store(path: Path, number: int) -> None:
-    """What the reference does not store is overwritten here."""
     case, tensors = recorded(path, number)
     model = loaded(path.parent)
     with replay(f"{path.parent.name}, {case['name']}"):
@@ -123,7 +121,6 @@ def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]
 
 
 def test_it_is_for_whole_blocks(llada22: Any) -> None:
-    """What would cut blocks, or put other columns into them, is refused by name."""
     for request, message in (
         ({"cache": "dual"}, "chooses experts for whole blocks, which the cache cuts; use 'block'"),
         ({"sampler": "s2d2"}, "masks beside the row.*chooses experts for whole blocks"),

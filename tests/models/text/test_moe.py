@@ -69,9 +69,6 @@ def edited(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **
     return folder
 
 
-# ---- logits --------------------------------------------------------------------------------------------------------
-
-
 def blocks(case: dict[str, Any], length: int) -> Tensor:
     """[1, T, T] bool: which column sees which, blocks counted from column 0 whatever the position ids."""
     block = torch.arange(length) // case["block_length"]
@@ -130,7 +127,6 @@ def test_logits(checkpoint: Path, kind: str) -> None:
 
 
 def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
-    """Padding and neighbours change neither the routing nor the result."""
     expected, mask = tensors(checkpoint), forwards(checkpoint)["facts"]["mask"]
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases(checkpoint, "full", "block_causal"):
@@ -177,7 +173,6 @@ def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
 
 
 def test_hidden_states_and_routing(checkpoint: Path) -> None:
-    """Every layer's output, and what the router of one layer chooses and weighs."""
     model, expected = golden_moe(checkpoint), tensors(checkpoint)
     close = {"rtol": 0, "atol": 5e-5}
     for hidden in cases(checkpoint, "hidden"):
@@ -220,9 +215,6 @@ def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> d
     return seen
 
 
-# ---- decoding ------------------------------------------------------------------------------------------------------
-
-
 def padded_batch() -> tuple[Tensor, Tensor]:
     width = max(map(len, PROMPTS))
     ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
@@ -233,7 +225,6 @@ def padded_batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("name", "sampler"), [*((name, "threshold") for name in NAMES), ("llada2-tiny", "editing")])
 def test_rows_alone_and_caches(name: str, sampler: str) -> None:
-    """A row of a padded batch is the row alone; on block-causal models caches lose nothing."""
     model = golden_moe(name, "float64")
     ids, mask = padded_batch()
     request: dict[str, Any] = {
@@ -276,8 +267,6 @@ def test_sizes_that_no_grouped_product_takes(tmp_path: Path) -> None:
         answers.append(paradec.generate(model, PROMPTS, max_new_tokens=6, eos_early_stop=False).new_tokens.tolist())
     assert answers[0] == answers[1]
 
-
-# ---- config.json -----------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, Any]] = [
     *(("llada2-tiny", *entry) for entry in (
@@ -333,7 +322,6 @@ FOLLOWED = [
 
 @pytest.mark.parametrize(("name", "field", "value"), FOLLOWED)
 def test_fields_that_are_followed(tmp_path: Path, name: str, field: str, value: Any) -> None:
-    """They reach the module: its logits are others than those of the file as it is."""
     model = paradec.load(edited(tmp_path, name, **{field: value}), **told(name))
     case = cases(name, "full")[0]
     assert (logits_of(model, case) - tensors(name)[case["name"]]).abs().max() > 1e-2
@@ -446,9 +434,6 @@ def test_the_ends_of_llada2(tmp_path: Path) -> None:
     assert paradec.load(folder, block_length=8).facts.mask_token_id == 95  # by its published name
 
 
-# ---- weights that do not fit -----------------------------------------------------------------------------------------
-
-
 def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) -> None:
     has = json.loads((MOE / name / "config.json").read_text())["num_experts"]
 
@@ -473,9 +458,6 @@ def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) 
     refused(edited(tmp_path / "trained", name, trained), "in the training form.*layers.1.mlp.experts.up_proj")
     seeing = weights | {"model.language_model.norm.weight": weights["model.norm.weight"].clone()}
     refused(edited(tmp_path / "seeing", name, seeing), "of a model with pictures")
-
-
-# ---- where the weights are -----------------------------------------------------------------------------------------
 
 
 def test_what_a_matrix_that_is_split_cannot_be() -> None:
@@ -515,7 +497,6 @@ print("SAME")
 
 @pytest.mark.full
 def test_spread_over_processes(tmp_path: Path) -> None:
-    """`tp_plan="auto"` on two processes: the same tokens as on one."""
     script = tmp_path / "spread.py"
     script.write_text(SPREAD.format(tests=str(SUPPORT)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -523,8 +504,6 @@ def test_spread_over_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0 and done.stdout.count("SAME") == 2, done.stderr[-2000:]
 
-
-# ---- what else is loaded, or refused -------------------------------------------------------------------------------
 
 LLAMA = {
     "model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"], "vocab_size": 32, "hidden_size": 16,

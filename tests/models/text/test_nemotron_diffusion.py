@@ -56,9 +56,6 @@ def special(model: Model) -> set[int | None]:
     return {model.facts.mask_id, *model.facts.eos_token_ids}
 
 
-# ---- forwards --------------------------------------------------------------------------------------------------------
-
-
 def forwards() -> list[Any]:
     found = []
     for path in sorted(golden("autumn").glob("**/forwards.json")):
@@ -136,9 +133,6 @@ def test_forwards(path: Path, number: int) -> None:
         for mode in modes:
             found = calls_of(model_of(folder, mode, "float32"), folder, case)
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
-
-
-# ---- traces ----------------------------------------------------------------------------------------------------------
 
 
 def traces(mode: str) -> list[Any]:
@@ -283,8 +277,6 @@ def test_blocks(path: Path, cache: str) -> None:
             )
 
 
-# ---- rows, requests --------------------------------------------------------------------------------------------------
-
 METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
 
 
@@ -292,7 +284,6 @@ METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
 @pytest.mark.parametrize("sampler", METHODS)
 @pytest.mark.parametrize("cache", ["none", "block"])
 def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
-    """Neither on the cache, at a temperature either, with log-probabilities; in a batch that rows leave and enter."""
     model, request = some(), {"sampler": sampler, "temperature": 0.7, "seed": 3, "max_new_tokens": NEW, "logprobs": 1}
     rows = prompts(model)
     together = paradec.generate(model, rows, cache=cache, **request)
@@ -320,7 +311,6 @@ def test_a_block_s_first_token_is_the_causal_one() -> None:
 
 
 def test_holes_and_guidance() -> None:
-    """Given tokens inside the answer stay, blocks that begin with one have no seed, and the cache changes nothing."""
     model = some()
     mask, (row,) = model.facts.mask_id, prompts(model, (3,))
     block = model.facts.block_length
@@ -350,9 +340,6 @@ def test_what_blocks_from_seeds_cannot_have(request_: dict[str, Any], message: s
     model = some()
     with pytest.raises(ValueError, match=message):
         paradec.generate(model, prompts(model), **{"sampler": "credit", "max_new_tokens": NEW} | request_)
-
-
-# ---- the checkpoint --------------------------------------------------------------------------------------------------
 
 
 def test_what_the_files_say(tmp_path: Path) -> None:
@@ -391,7 +378,6 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
 
 
 def test_a_module_that_is_wrapped() -> None:
-    """Decodes as the loaded model does; blocks that are counted from elsewhere are refused."""
     model = some()
     facts: dict[str, Any] = {"mask_token_id": model.facts.mask_id, "prediction": "same", "topology": "causal_context"}
     facts["block_length"] = model.facts.block_length
@@ -404,7 +390,6 @@ def test_a_module_that_is_wrapped() -> None:
 
 
 def test_what_is_no_decoding_says_so() -> None:
-    """A likelihood, and calls that do not say which columns are an open block."""
     model = some()
     pair, window = torch.tensor([[5, 6]]), WindowLogits(np.array([0]))
     with pytest.raises(ValueError, match="the query says in `visible`"):
@@ -415,7 +400,6 @@ def test_what_is_no_decoding_says_so() -> None:
 
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
 def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
-    """With the adapter, and in whichever mode it is loaded then."""
     model = model_of(FOLDERS[0], topology)
     model.save_pretrained(tmp_path)
     assert (

@@ -206,7 +206,6 @@ def test_a_task_s_constraint_says_where_an_answer_ends(packaged64: Model) -> Non
 
 
 def test_choices_that_are_decoded(packaged64: Model) -> None:
-    """Of continuations of one context that which constrained decoding writes; what is asked alone is scored."""
     lm, scoring = Answering(packaged64, choices="decode"), Answering(packaged64)
     sort, copy = (
         lm.apply_chat_template([{"role": "user", "content": text}])

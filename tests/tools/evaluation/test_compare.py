@@ -49,9 +49,6 @@ def small(packaged: Model) -> Comparison:
     return evaluation.compare(packaged, questions=questions, batch=8, **SMALL)
 
 
-# ---- metrics --------------------------------------------------------------------------------------------------------
-
-
 def test_wilson_solves_its_equation() -> None:
     # the interval's ends are the shares p from which right/asked lies z standard deviations of p away
     z = 1.959963984540054
@@ -138,9 +135,6 @@ def test_bootstrap_covers_the_mean() -> None:
         bootstrap([])
 
 
-# ---- configurations -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MASKED)
 def test_every_masked_sampler_has_a_sweep(name: str) -> None:
     cls = samplers.get(name)
@@ -224,9 +218,6 @@ def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
     assert both.row_calls == sum(alone.row_nfe)
     with pytest.raises(ValueError, match="cannot be read"):
         evaluation.configurations("threshold+")
-
-
-# ---- compare --------------------------------------------------------------------------------------------------------
 
 
 def test_counts_are_those_of_generate(packaged: Model, small: Comparison) -> None:
@@ -328,7 +319,6 @@ def test_answers_are_kept_and_what_was_lost(packaged: Model, small: Comparison, 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_table_is_read_back(format_: str) -> None:
-    """Signs that mean something to a format are text."""
     rows = [["a|b", "x_1 & 5%", "1.0"], ["\\back{s}", 'say "a, b"\nc', "#2"]]
     text = FORMATS[format_](["one", "two", "right %"], rows)
     if format_ == "csv":
@@ -419,7 +409,6 @@ def test_other_draws_are_not_resumed(packaged: Model) -> None:
 
 
 def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: Comparison) -> None:
-    """As the trace of the same decoding says: every position that a step wrote is after the answer."""
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     for result in small.results:
         request = result.configuration.request(12) | {"max_new_tokens": 12, "block_length": 12, "trace": True}
@@ -468,9 +457,6 @@ def test_a_wrong_sweep_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Threshold, "sweep", ({"treshold": 0.5},))
     with pytest.raises(TypeError, match="treshold"):
         evaluation.configurations("threshold")
-
-
-# ---- prompts of one's own -------------------------------------------------------------------------------------------
 
 
 def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
@@ -550,9 +536,6 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         evaluation.read_questions(file)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
@@ -600,7 +583,6 @@ def function(): pass
 
 
 def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their own settings; a file that has changed is measured again, and nothing else is."""
     monkeypatch.setattr(samplers.registry, "_targets", dict(samplers.registry._targets))
     file, out = tmp_path / "own.py", tmp_path / "results.json"
     file.write_text(OWN)
@@ -644,7 +626,6 @@ class Mine(PrefixCache):
 
 
 def test_a_cache_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It evaluates what the cache that it extends evaluates; a file that has changed is another cache."""
     monkeypatch.setattr(caches.registry, "_targets", dict(caches.registry._targets))
     file, out = tmp_path / "own_cache.py", tmp_path / "results.json"
     file.write_text(OWN_CACHE)

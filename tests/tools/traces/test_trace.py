@@ -61,7 +61,6 @@ def of(row: list[tuple[int, int]]) -> list[int]:
     ],
 )
 def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
-    """Positions evaluated are what `forwarded` counts, and hold all that is written; forwards are the output's."""
     sampler = samplers.create(name)
     request = {"sampler": sampler, "max_new_tokens": 8, "block_length": 4, "seed": 1, "cache": cache}
     out = paradec.generate(llada64, ROWS, trace=True, **request)
@@ -123,7 +122,6 @@ def test_nothing_is_noted_where_no_trace_is_asked_for(model: Model, monkeypatch:
 
 
 def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
-    """Against the rules themselves, told by the confidence: `threshold` takes what reaches it, and one at least."""
     low, high = (samplers.create("threshold", threshold=t) for t in (0.2, 0.6))
     union = samplers.create("union", rules=(high, samplers.create("low_confidence")))
     out = paradec.generate(llada64, ROWS, sampler=union, max_new_tokens=8, steps=4, eos_early_stop=False, trace=True)
@@ -151,7 +149,6 @@ def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
 
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
 def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) -> None:
-    """Against the state's own drafts, step by step."""
     settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
     if name == "tree":
         settings = {"drafter": close_model(), "tree": (2, 2, 1)}

@@ -62,7 +62,6 @@ def assert_logp(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_recorded_cases(number: int) -> None:
-    """Log-probabilities, by rows and in one forward, and gradients; those of temperature 0 are decoded, too."""
     with replay(f"rollouts, case {number}"):
         case, rollout = CASES[number], recorded(number)
         model = checkpoint(case["model"], "float64")
@@ -88,9 +87,6 @@ def test_recorded_cases(number: int) -> None:
             assert torch.equal(again.tokens, rollout.tokens) and torch.equal(again.step_map, rollout.step_map)
             assert_logp(again.logp, rollout.logp, 1e-10)
             assert int(again.step_map.max()) + 1 == case["steps"]
-
-
-# ---- a plain loop ---------------------------------------------------------------------------------------------------
 
 
 def by_hand(model: Model, rollout: Rollout, shrink: int = 1, temperature: float = 1.0) -> Tensor:
@@ -151,7 +147,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
-    """In float64 to 1e-10 and in float32 to 1e-5; one forward as state by state."""
     for dtype, tolerance in EXACT.items():
         model, given = model_of(name, dtype), dict(SETTINGS[setting])
         if model.facts.topology == "bidirectional":

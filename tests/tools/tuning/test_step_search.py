@@ -57,7 +57,6 @@ def test_a_search_keeps_its_promises(total: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("runs", [30, 60])
 def test_a_search_finds_what_climbing_alone_does_not_need(runs: int) -> None:
-    """A smooth loss with one best set far from the even ones."""
     best = (0, 1, 2, 3, 15)
 
     def loss(steps: Steps, bound: float) -> float:

@@ -85,9 +85,6 @@ def timeless(found: Tuning) -> dict[str, Any]:
     return without(found.to_dict())
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
-
-
 def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
     first, second = halves(prompts_of(PROMPTS, answers), SMALL["seed"])
@@ -221,9 +218,6 @@ def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
     assert first.preset.temperature == 0.7 and first.preset.top_k == 5 and first.preset.seed is None
 
 
-# ---- studies --------------------------------------------------------------------------------------------------------
-
-
 class Counted:
     """How often prompts were decoded."""
 
@@ -241,7 +235,6 @@ class Counted:
 def test_equal_points_are_measured_once(
     model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sampler whose one setting has five values, and more trials than that, on ten prompts."""
     counted = Counted(monkeypatch)
     found = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "samplers": ["saber"]})
     assert found.complete and found.trials["measured"] > 5 and counted.choosing <= 5 * 10
@@ -283,7 +276,6 @@ def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a study that several processes share. What was measured is not decoded again."""
     (other, expected), file = by_hand, tmp_path / "study.db"
     before = optuna.load_study(study_name="paradec", storage=f"sqlite:///{other}")
     after = optuna.create_study(study_name="paradec", storage=f"sqlite:///{file}", directions=before.directions)
@@ -301,7 +293,6 @@ def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
 
 
 def test_a_run_that_ended_in_this_process_is_at_work_no_more() -> None:
-    """Its trial was not released, as where the study's file could not be written."""
     with Study(None, {"schema": 1}, ["maximize", "minimize"], 0) as study:
         trial, _ = study.next_trial([{}])
         assert not study.left_behind(study.trials()[0])
