@@ -16,16 +16,11 @@ from tiny_models import tiny
 import paradec
 from paradec import caches, samplers
 from paradec.api import images
-from paradec.batching import slots
 from paradec.core.version import DRAWS
-from paradec.integrations.engines import hosted
-from paradec.integrations.server.request_body import FIELDS as SERVED
 from paradec.models.adapter import Model
 from paradec.request import ELSEWHERE, FIELDS, LIVE, Arguments, Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.masked.blocks import FixedBlocks
-from paradec.samplers.renoising import start
-from paradec.tools.tuning import run
 
 OTHER_VALUES: dict[str, Any] = {
     "sampler": samplers.create("localleap", radius=2),
@@ -64,13 +59,6 @@ OTHER_VALUES: dict[str, Any] = {
 
 def test_every_field_has_another_value_here() -> None:
     assert {*OTHER_VALUES} == {*FIELDS} - {*LIVE, "stop"}
-
-
-def test_families_and_entry_points_name_fields() -> None:
-    lists = [samplers.get(name).unsupported for name in samplers.names()]
-    lists += [SERVED, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED]
-    lists += [slots.REFUSED, slots.MASKED_ROW_FIELDS]
-    assert {name for names in lists for name in names} <= {*FIELDS}
 
 
 def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
@@ -120,12 +108,6 @@ def test_all_at_once_comes_back(tmp_path: Path) -> None:
 def test_block_policies_come_back(blocks: Any, tmp_path: Path) -> None:
     Request(blocks=blocks).save(tmp_path / "mine.json")
     assert Request.load(tmp_path / "mine.json").blocks == blocks
-
-
-def test_combinations_come_back(tmp_path: Path) -> None:
-    joined = samplers.create("credit(threshold=0.95)+localleap")
-    Request(sampler=joined).save(tmp_path / "mine.json")
-    assert Request.load(tmp_path / "mine.json").sampler == joined
 
 
 class Mine:

@@ -106,19 +106,6 @@ def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[st
     assert talk.turns == [] and talk.kept is None
 
 
-def test_the_cache_goes_with_the_sampler() -> None:
-    model = paradec.load()
-    talk = Talk(work_of(model), "system", history=True, chosen=False)
-    assert talk.turns == [{"role": "system", "content": "system"}]
-    for sampler, cache in (("wino", "prefix"), ("recap", "prefix")):
-        talk._take_sampler(sampler)
-        assert talk.work.request["cache"].name == cache
-    assert Talk(work_of(model), None, history=False, chosen=False).work.request["cache"].name == "none"
-    chosen = Talk(work_of(model, "dual"), None, history=True, chosen=True)
-    chosen._take_sampler("credit")
-    assert chosen.work.request["cache"].name == "dual"
-
-
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_ctrl_c_stops_the_answer_not_the_chat() -> None:
     flags = ("--max-new-tokens", 440, "--block-length", 440, "--sampler", "low_confidence")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -11,14 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from terminals import Terminal, refused, run, start
+from terminals import refused, run, start
 
 import paradec
-from paradec.cli import options, show, work
+from paradec.cli import show, work
 
 PROMPT = "Sort: pear fig apple"
 
@@ -157,25 +155,6 @@ def test_several_answers_and_several_prompts() -> None:
     assert lines == ["[1] apple fig pear", "[2] apple fig pear"]
 
 
-def test_the_summary_of_several_rows_adds_up() -> None:
-    prompts = [PROMPT, "Reverse: pear fig apple kiwi", "Copy: fig"]
-    flags = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--block-length", 4)
-    request = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 4}
-    out = paradec.generate(paradec.load(), prompts, **request)
-    assert len(set(out.row_nfe)) > 1  # the longest row is not the mean one
-    expected = (
-        f"{sum(out.tokens)} tokens, {out.nfe} forwards ({sum(out.row_nfe)} row calls), "
-        f"{sum(out.tokens) / sum(out.row_nfe):.1f} tokens per row call, "
-    )
-    done = run("generate", "-", "--lines", *flags, stdin="\n".join(prompts))
-    assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
-    assert done.stdout.splitlines() == [f"[{place}] {text}" for place, text in enumerate(out.text, 1)]
-    # batch after batch: the calls that were made in each
-    lists = report("-", "--lines", *flags, "--batch", 2, stdin="\n".join(prompts))
-    assert lists["row_nfe"] == out.row_nfe and lists["nfe"] == max(out.row_nfe[:2]) + out.row_nfe[2]
-    assert lists["tokens_per_forward"] == out.tokens_per_forward
-
-
 @pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
 def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
@@ -190,16 +169,6 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     assert sorted(lines) == [f"[{number}] {text}" for number, text in enumerate(whole["text"], 1)]
     message = refused(*command, *flags[:-1], "--trace", "steps.json")
     assert "--trace records one batch, which is 3 answers here, not 7" in message
-
-
-def test_rows_that_fit() -> None:
-    model = paradec.load()
-    assert work.rows_that_fit(model, 64, 1) == work.MOST_ROWS
-    counts = [work.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
-    assert counts == sorted(counts, reverse=True) and counts[-1] == 1 and len(set(counts)) > 3
-    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < work.MOST_ROWS)
-    guided = work.rows_that_fit(model, 2**middle, 2)
-    assert guided == pytest.approx(work.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
 
 
 def test_stop_strings() -> None:
@@ -350,14 +319,6 @@ def test_debugging_shows_the_traceback_and_keeps_the_exit_code(monkeypatch: pyte
     assert result.stderr.endswith(plain.stderr)
 
 
-def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a mistake")
-
-    monkeypatch.setattr(paradec, "generate", broken)
-    assert isinstance(run("generate", PROMPT).exception, ZeroDivisionError)
-
-
 def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -371,47 +332,6 @@ def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 130
     data = json.loads(result.stdout)
     assert data["interrupted"] and data["nfe"] == 2
-
-
-def test_a_full_answer_is_complete_without_an_end_token() -> None:
-    model = paradec.load()
-    mask = model.facts.mask_token_id
-    out = paradec.generate(
-        model,
-        input_ids=[[5, mask, 6, 7, 8], [5, mask, mask, mask, 8]],
-        sampler="low_confidence",
-        callback=lambda state, commit: True,  # after one token of each
-    )
-    assert out.finished == [False, False] and out.tokens == [1, 1]
-    assert work.completed(out) == [0]
-
-
-@pytest.mark.parametrize(
-    ("stream", "term", "delay"),
-    [(Terminal, "xterm", 0.0), (Terminal, "xterm", 60.0), (Terminal, "dumb", 0.0), (io.StringIO, "xterm", 0.0)],
-)
-def test_progress_bar(monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], term: str, delay: float) -> None:
-    screen = stream()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(show.Bar, "delay", delay)
-    monkeypatch.setattr(show.Bar, "interval", 0.0)
-    with show.Bar() as bar:
-        for decided in range(3):
-            bar.update(SimpleNamespace(progress=(decided, 3)), None)
-    assert ("decoding" in screen.getvalue()) == ((stream, term, delay) == (Terminal, "xterm", 0.0))
-
-
-def test_values_of_settings() -> None:
-    given = {"0.8": 0.8, "3": 3, "true": True, "True": True, "None": None, "[1, 2]": [1, 2], "'0.8'": "0.8", "a": "a"}
-    for text, value in given.items():
-        read = options.settings([f"some-name={text}"])
-        assert read == {"some_name": value} and type(read["some_name"]) is type(value)
-
-
-def test_programs_keep_their_own_handling_of_interrupts() -> None:
-    # ignored, where the tests themselves were started in the background of a shell
-    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")

@@ -18,7 +18,6 @@ from diffusers import (
 from PIL import Image, ImageChops
 from places import GOLDEN
 from safetensors.torch import save_file
-from tiny_pipelines import dit_pipeline
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -115,19 +114,6 @@ def test_packaged_dit(tmp_path: Path) -> None:
     assert same["pixel_difference"] == 0 and same["full_steps"] == list(range(6))
 
 
-def test_summary_of_a_session(tmp_path: Path) -> None:
-    dit_pipeline().save_pretrained(tmp_path / "dit")
-    sheet = tmp_path / "sheet.png"
-    arguments = ["image", "--model", str(tmp_path / "dit"), "--class", "1", "-n", "2", "--steps", "8", "--order", "2"]
-    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--enlarge", "1", "--out", str(sheet)])
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
-    assert "8 calls, 4 full, 4 forecast, 0 mixed; 50% evaluated" in lines[3] and len(lines) == 4
-    assert "a run of 8 steps: models distilled to a few steps" in lines[2]
-    assert Image.open(sheet).size == (2 * 8 + 2, 8)
-
-
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
@@ -136,20 +122,6 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     assert found["nfe"] == 4 and found["sampler"]["sampler"] == sampler
     assert found["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else found["forwarded_tokens"] == 4 * 2 * 100
     assert colours(trace) == 4 + 1  # a colour for each step, and the gap
-
-
-@pytest.mark.parametrize("drafter", [(), ("--sampler", "speculative", "--drafter", "digits-ar-drafter")])
-def test_the_summary_of_several_pictures_adds_up(drafter: tuple[str, ...], tmp_path: Path) -> None:
-    given = ["--class", "0-3", *drafter]
-    found, sheet = run(tmp_path, *given)
-    assert len(set(found["row_nfe"])) > 1  # the longest row is not the mean one
-    forwards = [f"{max(rows)} forwards ({sum(rows)} row calls)" for rows in (found["row_nfe"], found["draft_nfe"])]
-    rate = 4 * 49 / sum(found["row_nfe"])
-    assert found["tokens_per_forward"] == rate
-    drafts = f", {forwards[1]} of the drafter" if drafter else ""
-    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", *given])
-    expected = f"4 pictures of 7 x 7 tokens in {sheet}: {forwards[0]}{drafts}, {rate:.2f} tokens per row call, "
-    assert done.stdout.startswith(expected) and done.stdout.count("\n") == 1
 
 
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
@@ -235,11 +207,6 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
     assert done.exit_code == 2 and message in done.stderr, done.output
     assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
     assert not (tmp_path / "sheet.png").exists()
-
-
-def test_load_points_to_accelerate() -> None:
-    with pytest.raises(paradec.CheckpointError, match="is a diffusers pipeline: load it with diffusers and give it"):
-        paradec.load("digits-dit")
 
 
 @pytest.mark.parametrize("sampler", ["speculative", "lantern++"])

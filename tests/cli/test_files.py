@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from terminals import ok, refused, run, start
 
 import paradec
 from paradec.cli import files, show, work
-from paradec.core import interrupts
 from paradec.core.version import DRAWS
 
 CHAT = [{"role": "user", "content": "Reverse: pear fig apple"}]
@@ -291,29 +290,6 @@ def test_whatever_becomes_of_a_batch_answers_are_written_once(
     found = lines(out)
     texts = [entry["text"] if copies > 1 else [entry["text"]] for entry in found]
     assert [entry["line"] for entry in found] == [1, 2, 3, 4] and sum(texts, []) == expected.text
-
-
-@pytest.fixture
-def handler() -> Iterator[Callable[[Any], Any]]:
-    """Sets what Ctrl-C does; what it did before, which a shell may have set to nothing, comes back."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda wanted: signal.signal(signal.SIGINT, wanted)
-    signal.signal(signal.SIGINT, before)
-
-
-def test_interrupts_are_held_back_by_the_outermost_block(handler: Callable[[Any], Any]) -> None:
-    handler(signal.default_int_handler)
-    told = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held_back():
-        with interrupts.held_back():
-            signal.raise_signal(signal.SIGINT)
-            told.append("inner")
-        told.append("outer")
-    assert told == ["inner", "outer"]
-    handler(signal.SIG_IGN)  # ignored ones stay so, as in a shell's background job
-    with interrupts.held_back():
-        signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
-from terminals import ok, on_terminal, refused, run
+from terminals import ok, on_terminal, refused
 
 import paradec
 from paradec.caches.table import MODELS, verdict
@@ -63,14 +63,6 @@ def test_every_one_for_programs(kind: str) -> None:
         assert data["about"] and all(each["about"] for each in data["settings"].values()), entry["name"]
 
 
-def test_one_that_is_not_there() -> None:
-    assert "did you mean 'threshold'" in refused("samplers", "treshold")
-    assert "did you mean 'dual'" in refused("caches", "dul")
-    assert "did you mean 'threshold'" in refused("caches", "--sampler", "treshold")
-    assert "--sampler and --model" in refused("caches", "dual", "--sampler", "threshold")
-    assert "neither a folder here nor a hub repository" in refused("caches", "--model", "no/such/folder")
-
-
 @pytest.mark.parametrize("sampler", ["wino", "credit+localleap", "sjd"])
 def test_caches_of_a_sampler(sampler: str) -> None:
     found = json.loads(ok("caches", "--sampler", sampler, "--json"))
@@ -92,24 +84,6 @@ def test_caches_of_a_model(tmp_path: Path) -> None:
     assert set(block) == {"refused"} and {"exact"} <= {entry["verdict"] for entry in found}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert "model_type='gpt2'" in refused("caches", "--model", tmp_path)
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_a_comparison_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings and the numbers that there is room for, whole; those that are left out are named."""
-    arguments = ("compare", "--samplers", "threshold,klass", "--tasks", "sort,shuffle", "--limit", "1")
-    text = on_terminal(monkeypatch, width, *arguments)
-    flat = " ".join(text.split())
-    heads, *rows = [line.split("\t") for line in run(*arguments).stdout.splitlines()]
-    for sampler, setting, right, *_ in rows:
-        assert sampler in flat and all(part in flat or setting == "default" for part in setting.split(", "))
-        assert right in flat
-    assert "forwards" in text and ("no room here for" in flat) == (width < 200)
-    # a column is shown, or said to be missing
-    (first,) = [line.split() for line in text.splitlines() if line.split()[:2] == ["threshold", rows[0][2]]]
-    missing = flat.partition("no room here for ")[2].partition(":")[0].split(", ")
-    assert len(first) - 1 + len([name for name in missing if name]) == len(heads) - 2
-    assert len(missing) == len({*missing})
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -137,26 +111,3 @@ def test_what_is_said_of_the_packaged_model_is_so() -> None:
         fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
         asked = type(example)(task.name, packaged.example(task.name), tuple(drawn["items"].split()), **fields)
         assert task.check(asked, out.text), (asked.prompt, out.text)
-
-
-def test_words_that_the_packaged_model_does_not_know() -> None:
-    result = run("generate", "Sort: pears fig Hello")
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "vocabulary: 'Hello, pears'" in result.stderr and "'pear' for 'pears'" in result.stderr
-    for verb in packaged.VERBS:
-        assert verb in result.stderr
-    assert "3 to 6" in result.stderr and "`paradec tasks`" in result.stderr and "<|" not in result.stderr
-    # other models' vocabularies are not ours to explain
-    assert packaged.advice(["Hello"], {"a": 0}) == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "quoted"),
-    [
-        (["generate", "Sort:", "pear", "fig"], "paradec generate 'Sort: pear fig'"),
-        (["infill", "$5", "<mask>"], "paradec infill '$5 <mask>'"),
-    ],
-)
-def test_a_prompt_without_quotes(arguments: list[str], quoted: str) -> None:
-    message = refused(*arguments)
-    assert f"put it in quotes: {quoted}\n" in message

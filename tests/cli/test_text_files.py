@@ -13,12 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from terminals import refused
 
 from paradec.cli.files import read_lines as read_file_of_prompts
 from paradec.core import text_files
 from paradec.core.trace import Trace
-from paradec.models.proteins.structure import read_pdb
 from paradec.request import Request
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.magcache import MagRatios
@@ -148,32 +146,3 @@ def test_two_processes_write_one_file(tmp_path: Path) -> None:
         _, errors = writer.communicate(timeout=60)
         assert writer.returncode == 0, errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.json.part"]
-
-
-def test_a_mark_before_a_structure_s_first_line(tmp_path: Path) -> None:
-    line = "ATOM      1  {:<3} ALA A   1    {:8.3f}{:8.3f}{:8.3f}  1.00\r\n"
-    atoms = "".join(line.format(name, x, 0, 0) for x, name in enumerate(("N", "CA", "C", "O")))
-    file = tmp_path / "made.pdb"
-    file.write_bytes(BOM + atoms.encode())
-    assert read_pdb(file).complete.tolist() == [True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (("compare", "--prompts"), "--prompts"),
-        (("serve", "--api-key-file"), "--api-key-file"),
-        (("image", "--class", "1", "--out", "x.png", "--preset"), "--preset"),
-        (("eval",), "RECIPE.yaml"),
-        (("trace",), "FILE"),
-        (("generate", "--out", "x.jsonl", "--in"), "--in"),
-    ],
-)
-def test_a_file_that_is_missing_is_named_with_its_option(
-    arguments: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    missing, folder = refused(*arguments, "gone.json"), refused(*arguments, str(tmp_path))
-    assert (
-        option in missing and "'gone.json' does not exist" in missing and f"{str(tmp_path)!r} is a directory" in folder
-    )

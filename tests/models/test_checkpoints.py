@@ -249,11 +249,6 @@ def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
     assert facts.eos_token_ids == (18, 17)
 
 
-def test_unknown_harmless_fields_are_accepted(tmp_path: Path) -> None:
-    extra = {"init_std": 0.02, "residual_dropout": 0.1, "flash_attention": True, "author": {"name": "somebody"}}
-    assert_as_published(write(tmp_path, changed(LLADA, **extra)))
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float64, "auto", None])
 def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
@@ -275,11 +270,6 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
     low = paradec.load(golden_copy("llada-tiny", tmp_path / "low", rope_full_precision=False), dtype="bfloat16")
     errors = [(logits(model, ids).double() - exact).abs().mean() for model in (half, low)]
     assert errors[0] < errors[1]
-
-
-def test_a_stored_dtype_is_kept(tmp_path: Path) -> None:
-    weights = {name: value.bfloat16() for name, value in random_weights(DREAM).items()}
-    assert paradec.load(write(tmp_path, DREAM, weights)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}])
@@ -592,23 +582,6 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
         stored[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(stored[: data.draw(st.integers(0, len(stored)) | st.just(len(stored)))])
     loads_or_says_why(tmp_path)
-
-
-def test_matrices_of_small_models_lie_by_columns(tmp_path: Path) -> None:
-    """Columns an odd number of cache lines apart, with the file's values; what is tied or of another dtype stays."""
-    expected = random_weights(LLADA)
-    (tmp_path / "config.json").write_text(json.dumps(LLADA))
-    save_file({name: tensor.float() for name, tensor in expected.items()}, tmp_path / "model.safetensors")
-    model = paradec.load(tmp_path)
-    linears = [part.weight for part in model.module.modules() if type(part) is torch.nn.Linear]
-    lines = [weight.stride(1) / 16 for weight in linears]
-    assert linears and all(weight.stride(0) == 1 and line % 2 == 1 for weight, line in zip(linears, lines, strict=True))
-    model.save_pretrained(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name].float()) for name in saved)
-    wide = paradec.load(tmp_path, dtype="float64")
-    assert all(part.weight.is_contiguous() for part in wide.module.modules() if type(part) is torch.nn.Linear)
-    torch.testing.assert_close(forward(model).double(), forward(wide), rtol=1e-4, atol=1e-4)
 
 
 LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 10, "n_heads": 8, "mlp_hidden_size": 2048}

@@ -88,18 +88,6 @@ def test_a_drafter_is_copied_with_its_base() -> None:
         assert torch.equal(out.tokens, whole.tokens) and out.row_nfe == whole.row_nfe
 
 
-VALUES: dict[str, Any] = {
-    **{f"sampler {name}": lambda name=name: samplers.create(name) for name in samplers.names()},
-    **{f"cache {name}": lambda name=name: caches.create(name) for name in caches.names()},
-    "fixed blocks": lambda: paradec.FixedBlocks(4),
-    "whole canvas": lambda: paradec.samplers.masked.blocks.WholeCanvas(),
-    "adaptive blocks": lambda: paradec.AdaptiveBlocks(length=8),
-    "sparsed": lambda: paradec.SparseD(select=0.5),
-    "prophet": lambda: paradec.Prophet(),
-    "request": lambda: paradec.Request(temperature=0.5, suppress_tokens=(3,)),
-}
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two values hold the same, however deep."""
     if isinstance(one, torch.Tensor):

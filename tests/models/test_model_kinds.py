@@ -134,33 +134,6 @@ def test_every_entry_point_with_every_wrong_kind_of_model(given: dict[str, Any],
         refused(call, given[name], None, words, *allowed)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"sampler": "recap"}, {"cache": "block"}])
-def test_models_of_ours_are_no_pipelines(given: dict[str, Any], arguments: dict[str, Any]) -> None:
-    if "sampler" in arguments:
-        arguments = {"sampler": samplers.create("recap")}
-    for name, kind in OURS.items():
-        refused(lambda model: paradec.accelerate(model, **arguments), given[name], kind, "")
-    for name in ("name", "none", "class"):
-        with pytest.raises(TypeError, match="LLaDA2Pipeline|AmusedPipeline|a diffusers pipeline"):
-            paradec.accelerate(given[name], **arguments)
-
-
-def test_drafters_and_their_bases(given: dict[str, Any], tmp_path: Any) -> None:
-    for name, kind in OURS.items():
-        if kind in ("text", "image"):
-            continue
-        if kind != "latent":  # which has no facts: it is not taken for a model at all
-            refused(lambda base: paradec.load_drafter(tmp_path, base=base), given[name], kind, "", "text", "image")
-            refused(
-                lambda drafter: samplers.create("speculative", drafter=drafter), given[name], kind, "", "text", "image"
-            )
-            continue
-        with pytest.raises(ValueError, match="^base="):
-            paradec.load_drafter(tmp_path, base=given[name])
-        with pytest.raises(ValueError, match="^drafter="):
-            samplers.create("speculative", drafter=given[name])
-
-
 def test_models_of_ones_own_are_language_models() -> None:
     inner = tiny(1)
 
@@ -212,27 +185,6 @@ def test_samplers_on_modules_without_parts(name: str, embeddings: Any) -> None:
     assert repr(name) in str(raised.value)
     if reads:
         assert str(raised.value) == f"sampler {name!r} needs a model with {reads}; Bare has none"
-
-
-def test_gsd_without_distances_needs_no_embeddings() -> None:
-    model = paradec.wrap(Bare(), topology="causal", prediction="shifted")
-    sampler = samplers.create("gsd", d_threshold=None)
-    assert paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3, seed=0).tokens == [3]
-
-
-def test_zipar_names_a_model_without_a_store(given: dict[str, Any]) -> None:
-    model = paradec.wrap(Bare(), topology="causal", prediction="shifted")
-    grid = given["llamagen"].grid()
-    with pytest.raises(ValueError, match="'zipar' needs a model that runs over a key/value store; Bare does not"):
-        samplers.create("zipar").start(model, [1], grid=grid)
-
-
-def test_emu3_without_an_end_of_text(given: dict[str, Any]) -> None:
-    model = FAMILIES["emu3"]()
-    for end in (None, []):
-        model.module.config.get_text_config().eos_token_id = end
-        with pytest.raises(ValueError, match="eos_token_id of Emu3ForConditionalGeneration is not known"):
-            type(model)(model.module)
 
 
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")

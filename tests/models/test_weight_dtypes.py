@@ -242,33 +242,6 @@ def test_weights_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
     load_chameleon(tmp_path, layout=LAYOUTS["anole"], vq=decoder)
 
 
-def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
-    file, _, load = text_encoder(tmp_path)
-    assert len(load().text_encoder) == 2
-    (file.parent / "tokenizer.json").unlink()
-    with pytest.raises(paradec.CheckpointError, match="t5' has no tokenizer that can be read"):
-        load()
-
-
-def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    file, name, load = text("llada")(tmp_path)
-    recode(file, name, torch.int8)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
-    with pytest.raises(paradec.CheckpointError, match=f"{name} is int8; they must be float64, float32, "):
-        load()
-
-
-def test_a_file_of_integers_names_a_few(tmp_path: Path) -> None:
-    weights = {name: value.to(torch.int8) for name, value in random_weights(LLADA).items()}
-    with pytest.raises(
-        paradec.CheckpointError, match=r"is int8, .* is int8, .* is int8 and 17 more; they must be"
-    ) as e:
-        paradec.load(write(tmp_path, LLADA, weights))
-    assert len(str(e.value)) < 600
-
-
 def test_integers_that_are_no_weights(tmp_path: Path) -> None:
     _, _, load = SAFETENSORS["emu3"](tmp_path / "emu3")
     counts = [name for name, value in load().module.state_dict().items() if not value.is_floating_point()]
@@ -305,19 +278,3 @@ def test_transformers_reads_what_it_knows_how_to(tmp_path: Path, config: dict[st
     (quantised / "config.json").write_text(json.dumps(said))
     with pytest.raises(paradec.CheckpointError, match="is float8_e4m3fn"):
         paradec.load(quantised)
-
-
-@pytest.mark.parametrize(
-    "said", [{"bits": 4}, {"quant_method": "no such"}, {"quant_method": ["fp8"]}, {}, "fp8", 3, True, []]
-)
-def test_quantisations_that_transformers_does_not_know(tmp_path: Path, said: Any) -> None:
-    folder = write(tmp_path, LLADA | {"quantization_config": said})
-    with pytest.raises(paradec.CheckpointError, match="quantization_config=.* names no quant_method") as error:
-        paradec.load(folder)
-    assert "\n" not in str(error.value)
-
-
-def test_a_quantiser_that_is_not_installed(tmp_path: Path) -> None:
-    folder = write(tmp_path, LLADA | {"quantization_config": {"quant_method": "aqlm"}})
-    with pytest.raises(paradec.CheckpointError, match="quantization_config=.*aqlm.* cannot be followed: .*"):
-        paradec.load(folder)

@@ -139,16 +139,6 @@ def test_a_base_model_that_is_passed_by() -> None:
     torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
 
 
-@pytest.mark.parametrize("kind", ["Opaque", "OpaqueWithOutput"])
-def test_a_module_of_ones_own(kind: str) -> None:
-    model, ids = wrapped(kind), random_ids(2, 9)
-    assert model.kind == "opaque"
-    assert not model.pads
-    assert not model.supports_store
-    with torch.inference_mode():
-        torch.testing.assert_close(call(model, ids), Opaque.forward(model.module, ids), rtol=0, atol=0)
-
-
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The golden LLaDA checkpoint through the modeling file beside it, loaded with trust_remote_code, float64."""
@@ -320,11 +310,6 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     model.unwrap()  # once more does nothing
 
 
-def test_dropout_is_off_while_wrapped() -> None:
-    model, ids = paradec.wrap(encoder(hidden_dropout_prob=0.5), **IDS), random_ids(1, 9)
-    assert torch.equal(call(model, ids), call(model, ids))
-
-
 BOTH = {"prediction": "same", "topology": "bidirectional"}
 
 
@@ -387,11 +372,6 @@ def test_missing_and_wrong_facts_are_named(make: Any, facts: dict[str, Any], mes
     assert "\n" not in str(error.value)
     assert getattr(module.config, "_attn_implementation", None) == attention
     assert module.training
-
-
-def test_only_modules_are_wrapped() -> None:
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, not str"):
-        paradec.wrap("GSAI-ML/LLaDA-8B-Instruct")
 
 
 def test_ids_come_from_the_tokenizer() -> None:

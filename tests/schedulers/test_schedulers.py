@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import math
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from canvases import gemma_pipeline
 from diffusers import (
     AmusedPipeline,
     AmusedScheduler,
@@ -29,7 +27,7 @@ from scheduler_runs import BLOCK, TEXT, BlockCausal, run
 from side_by_side import together
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers import BertConfig, BertForMaskedLM
 
 import paradec
 from paradec import schedulers
@@ -199,20 +197,6 @@ def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Ten
         # the prompt's whole block and the open one; then the open block, and with each new one the block before
         assert session.report().evaluated == (8 + 4) + (8 + 4) + (8 + 4)
         assert session.report().whole == 2 * (8 + 12 + 16) and session.report().calls == 6
-
-
-def test_block_cache_after_an_exception(pipe: Any, ids: Tensor) -> None:
-    plain = run(pipe, ids)
-
-    def fail(_: Any, step: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        if step == 3:
-            raise KeyboardInterrupt
-        return {"block_x": found["block_x"]}
-
-    with paradec.accelerate(pipe, cache="block"):
-        with pytest.raises(KeyboardInterrupt):
-            run(pipe, ids.flip(0), callback_on_step_end=fail)
-        assert torch.equal(run(pipe, ids), plain)
 
 
 def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Tensor) -> None:
@@ -528,11 +512,6 @@ def _raise(step: int, timestep: Tensor, found: Tensor) -> None:
         raise RuntimeError("mid-run")
 
 
-def test_recap_session_needs_amused(pipe: Any) -> None:
-    with pytest.raises(TypeError, match="accelerates AmusedPipeline.*not LLaDA2Pipeline"):
-        paradec.accelerate(pipe, paradec.samplers.create("recap"))
-
-
 def test_what_is_given_of_an_image_stays() -> None:
     for cls in IMAGE:
         scheduler = cls(mask_token_id=8)
@@ -577,70 +556,6 @@ def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: typ
     alone, other = filled(masks, [5]), filled(masks, [6])
     assert not torch.equal(alone, other)
     assert torch.equal(filled(torch.cat((whole, masks)), [6, 5]), torch.cat((whole, alone)))
-
-
-@pytest.mark.parametrize("timestep", [0, 3, 7])
-def test_without_a_mask_it_accepts_what_diffusers_accepts(timestep: int) -> None:
-    theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.8, t_max=0.9, t_min=0.3)
-    ours = schedulers.EntropyBoundScheduler.from_config(theirs.config)
-    assert ours.config.gamma == 0.8 and ours.config.t_max == 0.9
-    theirs.set_timesteps(8)
-    ours.set_timesteps(8)
-    logits = 6 * torch.randn(3, 10, 20, generator=torch.Generator().manual_seed(timestep))
-    sample = torch.randint(0, 20, (3, 10))
-    a = theirs.step(logits, timestep, sample, generator=torch.Generator().manual_seed(1))
-    b = ours.step(logits, timestep, sample, mask_token_id=None, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(a.accepted_index, b.transfer_index) and 3 < int(b.transfer_index.sum()) < 30
-    torch.testing.assert_close(a.pred_logits, b.pred_logits)
-    assert torch.equal(b.prev_sample[b.transfer_index], b.sampled_tokens[b.transfer_index])
-    assert (b.prev_sample < 20).all()
-    assert {"generator", "temperature", "mask_token_id"} <= set(inspect.signature(ours.step).parameters)
-
-
-class Chat:
-    """Stands for a processor: one prompt of three ids."""
-
-    eos_token_id = 1
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        return {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
-
-
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # of the pipeline
-def test_entropy_bound_in_diffusion_gemma() -> None:
-    text = {
-        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 8, "global_head_dim": 8, "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8,
-        "sliding_window": 16, "max_position_embeddings": 64,
-    }  # fmt: skip
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    torch.manual_seed(0)
-    config = DiffusionGemmaConfig(
-        text_config=text, vision_config=vision | {"num_key_value_heads": 1}, canvas_length=8, image_token_id=60,
-        boi_token_id=61, eoi_token_id=62,
-    )  # fmt: skip
-    model = DiffusionGemmaForBlockDiffusion(config).eval()
-    pipeline = gemma_pipeline(model, diffusers.EntropyBoundScheduler(), Chat())
-
-    def sequences(seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
-        out = pipeline(
-            prompt="x",
-            gen_length=16,
-            num_inference_steps=4,
-            generator=generator,
-            output_type="seq",
-            eos_early_stop=False,
-        )
-        return out.sequences.tolist()
-
-    pipeline.scheduler = schedulers.EntropyBoundScheduler.from_config(pipeline.scheduler.config, gamma=0.3)
-    first = sequences(0)
-    assert len(first[0]) == 16 and sequences(0) == first != sequences(1)
-    pipeline.scheduler = schedulers.LocalLeapScheduler.from_config(pipeline.scheduler.config)
-    with pytest.raises(ValueError, match="mask_token_id=None: LocalLeapScheduler fills masks"):
-        sequences(0)
 
 
 def test_rules_that_fill_masks_are_refused_without_one() -> None:

@@ -92,31 +92,6 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
     compare(model, samplers.create(name), rows, draw)
 
 
-def test_rows_of_alike_requests_take_a_step_together() -> None:
-    hosted, calls = Hosted("threshold", FACTS), []
-    forward = type(hosted.sampler).select
-
-    class Counted(type(hosted.sampler)):  # type: ignore[misc]
-        def select(self, view: Any) -> Tensor:
-            calls.append(len(view.scores))
-            return forward(self, view)
-
-    hosted = Hosted(Counted(threshold=1.0), FACTS)
-    for key in range(6):
-        hosted.open(key, [1] * (key + 1), 8, seed=key, eos_early_stop=False, top_k=5 if key == 5 else None)
-    logits = torch.randn(4, VOCAB)
-    hosted.step(dict.fromkeys(range(6), logits))
-    hosted.step(dict.fromkeys((0, 3, 4), logits))
-    assert calls == [5, 1, 3]
-    left = hosted.state(3)
-    for key in (0, 1, 2, 5, 4):
-        hosted.close(key)
-    assert hosted.state(3).canvas[:, :12].equal(left.canvas[:, :12]) and hosted.state(3).batch == 1
-    hosted.discard(3)
-    hosted.discard(3)
-    assert 3 not in hosted and len(hosted) == 0 and not hosted._groups
-
-
 def test_the_model_s_last_block_may_be_cut_off() -> None:
     hosted = Hosted("threshold", dataclasses.replace(FACTS, max_length=10))
     for key in range(2):

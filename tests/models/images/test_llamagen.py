@@ -359,18 +359,6 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
         load_vq(tmp_path / "vq_ds16_c2i.pt")
 
 
-def test_codebook_of_the_wrong_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the codebook has 16 entries; LlamaGen writes 32 codes"):
-        LlamaGenModel(tiny_llamagen(vq=False).module, tiny_vq(codebook_size=16))
-    torch.save(tiny_vq(codebook_size=16).state_dict(), tmp_path / "vq.pt")
-    with pytest.raises(
-        paradec.CheckpointError, match=r"codebook .* has shape \[16, 4\]; this configuration has \[32, 4\]"
-    ):
-        load_vq(tmp_path / "vq.pt", TINY_VQ)
-    with pytest.raises(ValueError, match="codes reach from 3 to 32; the codebook has 32 entries"):
-        tiny_vq().decode(torch.tensor([[[3, 32]]]))
-
-
 def test_a_grid_that_it_cannot_make() -> None:
     model = tiny_llamagen()
     assert model.grid(8, 8) == model.grid()
@@ -378,16 +366,3 @@ def test_a_grid_that_it_cannot_make() -> None:
         model.grid(16, 8)
     with pytest.raises(ValueError, match="width=7 must be a multiple of 2"):
         model.grid(width=7)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_head": 7}, "n_head=7 must split dim=768"),
-        ({"condition": "i2i"}, "unknown condition: 'i2i'"),
-        ({"n_kv_head": 5}, "n_kv_head=5 must divide n_head=12"),
-    ],
-)
-def test_bad_sizes(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LlamaGenConfig(**{**PRESETS["B"], **changes})

@@ -169,13 +169,6 @@ def test_bad_requests(model: MARModel, request_: dict[str, Any], error: type[Exc
         make(model, **request_)
 
 
-def test_without_a_decoder(model: MARModel) -> None:
-    bare = MARModel(model.module)
-    assert bare.defaults == {"steps": 16, "guidance_scale": 1.0}
-    with pytest.raises(ValueError, match=r"MAR has no VAE decoder; load it with vae=\.\.\."):
-        make(bare, output_type="pil")
-
-
 def test_a_generator_seeds(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
     first, again, other = (make(model, seed=None, generator=draw).tokens for draw in draws)

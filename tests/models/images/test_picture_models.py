@@ -157,20 +157,6 @@ def test_a_family_of_ones_own_goes_through_the_entry_point() -> None:
         paradec.generate_images(Swept(), [0.5], sampler="maskgit")
 
 
-def test_other_models_for_ones_own_families() -> None:
-    with pytest.raises(
-        TypeError, match="sampler 'sweep' takes a model that makes 'swept picture'; tiles is a masked image"
-    ):
-        Sweep().start(Tiles(), [0.5])
-    with pytest.raises(TypeError, match="generate takes a language model .*, not a Swept$"):
-        paradec.generate(Swept(), [1])
-    claims = type("Claims", (), {"makes": "image", "facts": Swept.facts})()
-    with pytest.raises(
-        TypeError, match="adapters that extend paradec.models.images.base.PictureModel; Claims does not"
-    ):
-        paradec.generate_images(claims, class_labels=1)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
     kind = image_adapter(model_type)
@@ -187,23 +173,6 @@ def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
                 ValueError, match=f"'{name}' is of family '{family}'; .* takes the '{kind.family}' family"
             ):
                 images.picture_sampler(kind, name, "it")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("class_label", "did you mean 'class_labels'"),
-        ("num_image", "did you mean 'num_images'"),
-        ("cfg_scale", "it is called 'guidance_scale' here"),
-        ("window", r"it is a setting of a sampler: sampler=paradec.samplers.create\(.*, window="),
-        ("compile", "unknown argument: 'compile'"),
-        ("n", "unknown argument: 'n'"),
-    ],
-)
-def test_unknown_arguments_say_what_was_meant(name: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message) as raised:
-        paradec.generate_images(Tiles(), class_labels=1, **{name: 1})
-    assert "num_return_sequences" not in str(raised.value)  # pictures have no such argument
 
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -255,14 +224,6 @@ def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any
         for name in {*model.defaults} - {*asked}:
             assert getattr(request, name) == (model.defaults[name] or DEFAULTS[name])
     same(paint(model, preset=tmp_path / "mine.json"), paint(model, **arguments))
-
-
-def test_a_preset_without_values_is_the_models_own(case: tuple[Any, dict[str, Any]]) -> None:
-    model, _ = case
-    own = images.picture_request(model, {"seed": 3})
-    assert images.picture_request(model, {"temperature": None}, Request(seed=3)) == own
-    assert images.picture_request(model, {}, {"seed": 3}) == own
-    assert own.sampler == images.picture_sampler(model, model.default_sampler, "it")
 
 
 def test_a_preset_names_a_sampler_as_the_model_calls_it() -> None:

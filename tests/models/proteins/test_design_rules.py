@@ -243,10 +243,3 @@ def test_copies() -> None:
 def test_rules_that_are_none(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         model.on(dimer(), DesignRules(**rules))
-
-
-def test_rules_of_several_structures(model: ProteinMPNNModel) -> None:
-    with pytest.raises(ValueError, match="rules has 1 entries for 2 structures"):
-        model.on([dimer(), dimer()], [DesignRules()])
-    with pytest.raises(TypeError, match="which is no DesignRules"):
-        model.on(dimer(), ["A"])

@@ -207,15 +207,6 @@ def test_chains_and_incomplete_residues() -> None:
         two.by_chain("MQI")
 
 
-def test_one_residue_alone() -> None:
-    model = load_protein_mpnn(WEIGHTS, piece(0, 1, "one"), dtype=torch.float64)
-    out = paradec.generate(model, model.prompt(), sampler="low_confidence", logprobs=0)
-    assert out.nfe == 1 and len(out.text) == 1
-    assert out.logprobs.sums()[0] == pytest.approx(
-        float(distribution(model, 0, torch.tensor([0]), [0]).max()), abs=1e-6
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     """Distances are not found in narrow types."""

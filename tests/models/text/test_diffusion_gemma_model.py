@@ -168,13 +168,6 @@ def test_attention_without_masks_is_refused() -> None:
         paradec.wrap(module)
 
 
-def test_a_store_must_fit() -> None:
-    model = paradec.wrap(tiny_module())
-    assert model.make_store(2, 30).windows == (7, None)
-    with pytest.raises(ValueError, match="the key/value store of 2 x 1000000 positions would take"):
-        model.make_store(2, 1_000_000, max_memory=2**20)
-
-
 IMAGE = 5
 
 
@@ -226,13 +219,6 @@ def test_images_are_transformers(sees: str | None) -> None:
 def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         answers(paradec.wrap(tiny_module()), prompt)
-
-
-def test_prefixes_are_of_tokens_alone() -> None:
-    model = paradec.wrap(tiny_module())
-    inputs = {"input_ids": [[9, IMAGE, IMAGE], [9, IMAGE, IMAGE]], **pictures()}
-    with pytest.raises(ValueError, match="keep_prefix=True keeps tokens alone"):
-        answers(model, inputs, keep_prefix=True)
 
 
 def test_models_of_text_alone_refuse_images() -> None:

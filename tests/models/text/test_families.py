@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -232,12 +230,6 @@ def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, famil
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("length", [0, -1, True, 4.0, "4"])
-def test_a_wrong_block_length_for_load(folders: dict[str, Path], length: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"block_length={length!r} must be an integer from 1")):
-        paradec.load(folders["sdar"], block_length=length)
 
 
 def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
@@ -498,44 +490,6 @@ def test_antiberty_from_a_folder(tmp_path: Path) -> None:
     ])  # fmt: skip
     out = paradec.generate(model, [[2, 5, 6], [2, 7]], max_new_tokens=5, suppress_tokens=[0, 1, 2, 3])
     assert out.new_tokens.min() >= 5
-
-
-def test_antiberty_folders_that_are_wrong(tmp_path: Path) -> None:
-    folder = write_antiberty(tmp_path / "model")
-    inner = folder / antibody_model.WEIGHTS
-    weights, config = inner / "pytorch_model.bin", inner / "config.json"
-    good_weights, good_config = weights.read_bytes(), config.read_text()
-
-    def refused(message: str, path: Any = folder) -> None:
-        with pytest.raises(paradec.CheckpointError, match=message) as error:
-            antibody_model.load_antiberty(path)
-        assert "\n" not in str(error.value)
-
-    refused("path=3 must be a folder laid out as antiberty's", 3)
-    refused("path='/no/such' must be a folder", "/no/such")
-    weights.write_bytes(good_weights[:100])
-    refused("cannot be read")
-    weights.write_bytes(pickle.dumps({"run": print}, protocol=2))  # a pickle that would do something
-    refused("cannot be read")
-    weights.write_bytes(good_weights)
-    config.write_text(good_config.replace('"hidden_size": 16', '"hidden_size": 8'))
-    refused("do not fit its config.json: mismatched weights")
-    config.write_text("{")
-    refused("cannot be read")
-    config.write_text(good_config)
-    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nA\n")
-    refused("vocab.txt in .* has 6 tokens; config.json says 25")
-    weights.unlink()
-    refused("has no AntiBERTy_md_smooth/pytorch_model.bin")
-
-
-def test_antiberty_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
-
-    assert transformers.BertForMaskedLM  # imported before nothing is found any more
-    monkeypatch.setattr(importlib.metadata.Distribution, "discover", classmethod(lambda cls, **kwargs: iter(())))
-    with pytest.raises(ModuleNotFoundError, match=r'AntiBERTy is not installed: pip install -e "\.\[bench\]"'):
-        antibody_model.load_antiberty()
 
 
 def test_antiberty_knows_antibodies() -> None:

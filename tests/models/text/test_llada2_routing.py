@@ -20,7 +20,6 @@ import paradec
 from paradec.core.query import StoreCall, WindowLogits, WindowQuery
 
 LLADA22 = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
-PACKAGED = json.loads((LLADA22 / "forwards.json").read_text())
 FORWARDS = [
     path
     for path in sorted(golden("autumn").glob("**/forwards.json"))

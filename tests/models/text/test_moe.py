@@ -460,16 +460,6 @@ def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) 
     refused(edited(tmp_path / "seeing", name, seeing), "of a model with pictures")
 
 
-def test_what_a_matrix_that_is_split_cannot_be() -> None:
-    options = told("llada2-tiny")
-    config = transformers.QuantoConfig(weights="int8") if hasattr(transformers, "QuantoConfig") else object()
-    with pytest.raises(ValueError, match=r"quantization_config=.* does not work for .*quantise model\.module") as error:
-        paradec.load(MOE / "llada2-tiny", quantization_config=config, **options)
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"tp_plan=\{.* spreads the attention of .*give 'auto'"):
-        paradec.load(MOE / "llada2-tiny", tp_plan={"layers.*.self_attn.q_proj": "colwise"}, **options)
-
-
 SPREAD = """
 import os, sys
 sys.path.insert(0, {tests!r})

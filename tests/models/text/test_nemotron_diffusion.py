@@ -29,7 +29,6 @@ from paradec.core.query import Query, StoreCall, WindowLogits, WindowQuery
 from paradec.kernels.token_stats import draw
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
-from paradec.tools.evaluation.likelihood import log_likelihoods
 
 FOLDERS = sorted(path.parent for path in (GOLDEN / "autumn" / "nld").glob("*/config.json"))
 NEW = 13
@@ -387,15 +386,6 @@ def test_a_module_that_is_wrapped() -> None:
     assert made[0] == made[1]
     with pytest.raises(ValueError, match="give block_align='prompt'"):
         paradec.wrap(copy.deepcopy(model.module), **facts)
-
-
-def test_what_is_no_decoding_says_so() -> None:
-    model = some()
-    pair, window = torch.tensor([[5, 6]]), WindowLogits(np.array([0]))
-    with pytest.raises(ValueError, match="the query says in `visible`"):
-        model(WindowQuery(rows=np.array([0]), tokens=pair, positions=torch.arange(2)[None], window=window))
-    with pytest.raises(ValueError, match="topology='causal'"):
-        log_likelihoods(model, [([5], [6])])
 
 
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from wrapped_models import wrapped
 
 import paradec
 from paradec.core.prompts import encode
 from paradec.models.adapter import Model
-from paradec.tools import evaluation
-from paradec.tools.evaluation.answers import TASKS, Answering
+from paradec.tools.evaluation.answers import Answering
 from paradec.tools.evaluation.likelihood import log_likelihoods
 
 
@@ -31,11 +29,6 @@ def asked(*entries: tuple[Any, ...]) -> list[Any]:
 def judged(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
     """Log-likelihoods of (context, continuation), as the harness asks for them."""
     return lm._loglikelihood_tokens([(pair, *lm._encode_pair(*pair)) for pair in pairs], disable_tqdm=True)
-
-
-def test_there_is_a_task_for_every_packaged_one() -> None:
-    group = yaml.safe_load((TASKS / "_paradec.yaml").read_text())["task"]
-    assert group == [f"paradec_{task}" for task in evaluation.TASKS]
 
 
 def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
@@ -73,14 +66,6 @@ def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) ->
     said = lm.get_model_info()["spent"]
     assert said["nfe"] == lm.spent.row_calls / 5 and said["tokens_per_forward"] == lm.spent.tokens / lm.spent.row_calls
     assert said["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
-
-
-def test_what_the_model_says_wins_over_the_task(packaged64: Model) -> None:
-    task = {"do_sample": False, "temperature": 0.0, "until": []}
-    entry, _ = Answering(packaged64)._asked("Sort: pear fig apple", task)
-    assert entry["temperature"] == 0.0
-    entry, _ = Answering(packaged64, temperature=0.7)._asked("Sort: pear fig apple", task)
-    assert "temperature" not in entry  # the request's 0.7 stands
 
 
 def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import statistics
@@ -144,15 +143,6 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
     found = one(model, samples=7)
     assert found.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and found.forwards == 8
     assert found.samples == one(model, row[:3], row[3:7], samples=7).samples == 7  # of the larger part, wherever it is
-
-
-def test_pairs_are_planned_and_forgotten_one_after_the_other() -> None:
-    """Of a pair there may be thousands of rows."""
-    found = log_likelihoods(tiny(1), [(CONTEXT, [k, *CONTINUATION]) for k in range(8)], samples=32, batch_size=31)
-    for _ in range(7):
-        next(found)
-    gc.collect()
-    assert sum(isinstance(entry, likelihood.Masking) for entry in gc.get_objects()) <= 2 * 31
 
 
 def test_causal_models_are_exact() -> None:

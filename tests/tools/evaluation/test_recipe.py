@@ -97,14 +97,3 @@ def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
 def test_fields_of_a_task(of_task: dict[str, Any], fields: dict[str, Any]) -> None:
     assert generation_fields(of_task) == (fields, [])
     assert generation_fields({**of_task, "until": "stop"}) == (fields, ["stop"])
-
-
-def test_what_a_task_may_not_ask() -> None:
-    with pytest.raises(ValueError, match="num_beams=4"):
-        generation_fields({"num_beams": 4})
-    assert generation_fields({"until": ["a", ""]})[1] == ["a"]
-
-
-def test_options_need_tasks() -> None:
-    shown = CliRunner().invoke(cli.app, ["eval", "--dry-run"])
-    assert shown.exit_code == 2 and "give a recipe, or --tasks" in shown.stderr

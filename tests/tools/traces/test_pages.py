@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from image_models import tiny_masked_image
 from PIL import Image
-from runs_by_hand import HOSTILE, hostile, long, scripts
+from runs_by_hand import HOSTILE, hostile, scripts
 from tiny_models import tiny
 
 import paradec
@@ -102,26 +102,6 @@ def test_no_token_does_harm(tmp_path: Path) -> None:
     assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile().to_html()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("steps", [2000, pytest.param(12_000, marks=pytest.mark.full)])
-def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
-    trace = long(steps)
-    text = trace.to_html()
-    assert len(text) < 6e6
-    (run,) = Reader(text).runs()
-    canvas = [list(row["start"]) for row in run["rows"]]
-    for step in run["steps"]:
-        for row, position, token, *_ in step["c"]:
-            canvas[row][position] = token
-    assert canvas == trace.replay()
-    assert sum(sum(step["n"]) for step in run["steps"]) == 2 * steps
-    rest = [] if steps == 2000 else ["steps 10001 to 12000 one by one: the last one here has all of them"]
-    assert run["left"] == [*rest, "what was evaluated, in later steps"]
-    file = tmp_path / "long.gif"
-    trace.to_gif(file)
-    assert Image.open(file).n_frames == 120 and file.stat().st_size < 1e6
-
-
 def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
     request = {"max_new_tokens": 8, "trace": True, "eos_early_stop": False}
     names = ["low_confidence", "maskgit"]
@@ -163,30 +143,6 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
         with pytest.raises(ValueError, match=message):
             trace.to_gif(tmp_path / "no.gif", **wrong)
     assert not (tmp_path / "no.gif").exists()
-
-
-@pytest.mark.parametrize("grid", [None, (1, 2)], ids=["text", "picture"])
-def test_tokens_that_were_put_back_wait_again(grid: tuple[int, int] | None, tmp_path: Path) -> None:
-    trace = Trace([[1, 0, 0]], {"sampler": "by hand"}, family="masked", mask_id=0)
-    trace.grid, trace.cells = grid, None if grid is None else [[1, 2]]
-    for tokens in ({1: 5}, {1: 0, 2: 6}, {2: 0}, {1: 7, 2: 8}):
-        trace.add([(0, position, token, 1.0) for position, token in tokens.items()], [2], "full")
-    trace.to_gif(tmp_path / "run.gif")
-    waiting = []
-    with Image.open(tmp_path / "run.gif") as drawn:
-        for index in range(drawn.n_frames):
-            drawn.seek(index)
-            below = np.asarray(drawn.convert("RGB")).astype(int)[60:]  # the heading
-            waiting.append(int((np.abs(below - (226, 226, 234)).max(-1) <= 4).sum()))
-    assert [round(2 * count / waiting[0]) for count in waiting] == [2, 1, 1, 2, 0]
-    pytest.importorskip("matplotlib")
-    for steps, found in ((2, [None, 2]), (3, [None, None]), (4, [4, 4])):  # which step made a cell final
-        short = Trace([[1, 0, 0]], steps=trace.steps[:steps], family="masked", mask_id=0, grid=grid, cells=trace.cells)
-        (above, *_) = short.plot().axes
-        if grid is not None:
-            assert above.images[0].get_array().tolist() == [found]
-        else:
-            assert above.get_legend() is not None and len(above.collections[0].get_offsets()) == (2 if steps < 4 else 4)
 
 
 def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:

@@ -103,24 +103,6 @@ def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
     assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
 
 
-def test_nothing_is_noted_where_no_trace_is_asked_for(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def observe(*_: Any) -> None:
-        raise AssertionError("observed")
-
-    for name in ("threshold", "sjd"):
-        monkeypatch.setattr(type(samplers.create(name)), "observe", observe)
-    paradec.generate(model, ROWS, max_new_tokens=4)
-    paradec.generate(wrapped(), PROMPTS, sampler="sjd", max_new_tokens=4, seed=0)
-    with pytest.raises(AssertionError, match="observed"):
-        paradec.generate(model, ROWS, max_new_tokens=4, trace=True)
-    # the trace that masked pictures have in any case is the short one
-    images = tiny_masked_image()
-    monkeypatch.undo()
-    short = paradec.generate_images(images, class_labels=1, output_type="latent", steps=2).trace
-    long = paradec.generate_images(images, class_labels=1, output_type="latent", steps=2, trace=True).trace
-    assert all(step.evaluated is None for step in short.steps) and all(step.evaluated for step in long.steps)
-
-
 def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
     low, high = (samplers.create("threshold", threshold=t) for t in (0.2, 0.6))
     union = samplers.create("union", rules=(high, samplers.create("low_confidence")))
@@ -307,10 +289,3 @@ def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.Da
         assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
         return
     assert "<html" in found.to_html() and Trace.from_json(found.to_json()).to_json() == found.to_json()
-
-
-def test_other_suffixes_are_refused(tmp_path: Path) -> None:
-    trace = Trace([[1]])
-    with pytest.raises(ValueError, match=r"must end in .json .*, .html"):
-        trace.save(tmp_path / "run.hmtl")
-    assert list(tmp_path.iterdir()) == []

@@ -65,9 +65,3 @@ def test_a_search_finds_what_climbing_alone_does_not_need(runs: int) -> None:
 
     even, found = search(loss, even_starts(20, 5), 20, 10 * runs)
     assert found == best != even
-
-
-def test_two_runs_climb_twice() -> None:
-    """Too few runs to anneal: each goes to the first neighbour that is better."""
-    even, found = search(lambda steps, bound: float(steps[1]) if steps[1] < bound else math.inf, [(0, 10)], 20, 2)
-    assert (even, found) == ((0, 10), (0, 8))

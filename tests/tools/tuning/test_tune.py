@@ -24,7 +24,6 @@ from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import goes_on, rungs
 from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.scoring import Half
-from paradec.tools.tuning.study import Study
 
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
 """Of one to three tokens."""
@@ -232,14 +231,6 @@ class Counted:
         monkeypatch.setattr(Half, "decode", decode)
 
 
-def test_equal_points_are_measured_once(
-    model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = Counted(monkeypatch)
-    found = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "samplers": ["saber"]})
-    assert found.complete and found.trials["measured"] > 5 and counted.choosing <= 5 * 10
-
-
 @pytest.mark.parametrize(
     "after", [9, pytest.param(3, marks=pytest.mark.full), pytest.param(17, marks=pytest.mark.full)]
 )
@@ -267,36 +258,6 @@ def test_ctrl_c_loses_nothing(
     before = counted.prompts
     assert timeless(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == timeless(tuned)
     assert counted.prompts == before, "a study that is done is read"
-
-
-def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
-    model: Model,
-    answers: list[list[int]],
-    by_hand: tuple[Path, Tuning],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (other, expected), file = by_hand, tmp_path / "study.db"
-    before = optuna.load_study(study_name="paradec", storage=f"sqlite:///{other}")
-    after = optuna.create_study(study_name="paradec", storage=f"sqlite:///{file}", directions=before.directions)
-    for name, value in before.user_attrs.items():
-        after.set_user_attr(name, value)
-    best = expected.hand.candidate.to_data()
-    for trial in sorted(before.trials, key=lambda trial: trial.user_attrs["candidate"] != best):
-        if trial.user_attrs["candidate"] == best:
-            del trial.user_attrs["start"], trial.system_attrs["fixed_params"]
-        after.add_trial(trial)
-    counted = Counted(monkeypatch)
-    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
-    assert again.trials["measured"] == expected.trials["measured"] + 1 and counted.prompts == 0
-    assert timeless(again) | {"trials": {}} == timeless(expected) | {"trials": {}} and again.hand.by_hand
-
-
-def test_a_run_that_ended_in_this_process_is_at_work_no_more() -> None:
-    with Study(None, {"schema": 1}, ["maximize", "minimize"], 0) as study:
-        trial, _ = study.next_trial([{}])
-        assert not study.left_behind(study.trials()[0])
-    assert study.left_behind(study.trials()[0]) and study.next_trial([{}])[0].number == trial.number
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 from tiny_models import tiny
 
 from paradec import caches, samplers
 from paradec.core.prompts import encode
-from paradec.core.registry import Registry
 from paradec.request import Request
-from paradec.tools.evaluation import configurations, packaged_questions
+from paradec.tools.evaluation import packaged_questions
 from paradec.tools.evaluation.configuration import Configuration
 from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import read_prompts
-from paradec.tools.tuning.halving import dominates, fronts, goes_on, rungs
+from paradec.tools.tuning.halving import dominates, fronts
 from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
-from paradec.tools.tuning.result import Point, choose, pareto, surely_below, thinned
+from paradec.tools.tuning.result import Point, choose
 from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
-from paradec.tools.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
+from paradec.tools.tuning.space import Candidate, Span, build_space, domains
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
@@ -50,20 +48,6 @@ def test_halves_share_no_group_and_have_as_much_of_every_task(group: int) -> Non
     # whatever begins a half is a sample of all tasks
     begins = list(dict.fromkeys(e.group for e in first))[:2]
     assert {name.split()[0] for name in begins} == {"a", "b"}
-
-
-def test_halves_follow_the_seed_alone() -> None:
-    entries = asked({"a": 20})
-    assert halves(entries, 1) == halves(entries, 1)
-    assert {e.key for e in halves(entries, 1)[0]} != {e.key for e in halves(entries, 2)[0]}
-    with pytest.raises(ValueError, match="tune needs two"):
-        halves(asked({"a": 4}, group=4), 0)
-
-
-def test_equal_prompts_stay_together() -> None:
-    entries = prompts_of(["x", "y", "x", "z", "y", "x"])
-    first, second = halves(entries, 0)
-    assert not {e.prompt for e in first} & {e.prompt for e in second}
 
 
 def test_a_file_of_prompts(tmp_path: Path) -> None:
@@ -119,23 +103,6 @@ def test_prompts_of_python() -> None:
         prompts_of([question], ["x"])
 
 
-def test_what_chooses() -> None:
-    known, unknown = asked({"a": 2}), [Question("x", "x")]
-    assert Scorer.of(known, None, None).kind == "answers"
-    assert Scorer.of(known + unknown, None, None).kind == "agreement"
-    assert Scorer.of(unknown, None, lambda prompt, answer: 1).kind == "checker"
-    with pytest.raises(ValueError, match="1 of 3 have none"):
-        Scorer.of(known + unknown, "answers", None)
-    with pytest.raises(ValueError, match="unknown score: 'truth'"):
-        Scorer.of(known, "truth", None)
-    with pytest.raises(ValueError, match="needs checker="):
-        Scorer.of(known, "checker", None)
-    with pytest.raises(ValueError, match="uses no checker"):
-        Scorer.of(known, "answers", len)
-    with pytest.raises(TypeError, match="checker=3"):
-        Scorer.of(known, None, 3)  # type: ignore[arg-type]
-
-
 def test_scores_by_hand() -> None:
     assert agreement([1, 2, 3], [1, 9, 3, 4]) == 2 / 4
     assert agreement([], []) == 1 and agreement([], [1]) == 0
@@ -151,11 +118,6 @@ def test_scores_by_hand() -> None:
             Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
     with pytest.raises(ValueError, match="tokenizer"):
         truth(Question("p", "p", lambda text: True), [1], None)
-
-
-def test_rungs() -> None:
-    assert rungs(180, 3) == [20, 60, 180] and rungs(181, 2) == [12, 23, 46, 91, 181]
-    assert rungs(7, 3) == [7] and rungs(1, 2) == [1] and rungs(24, 3) == [8, 24]
 
 
 def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
@@ -179,18 +141,6 @@ def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
     assert dominates((1, 2), (1, 3)) and not dominates((1, 2), (1, 2)) and not dominates((0.5, 1), (1, 2))
 
 
-def test_who_goes_on() -> None:
-    assert goes_on((0.2, 9), [], 3, 0.1)  # the first knows nothing better
-    assert goes_on((0.95, 2), [(1, 3)], 3, 0.1)  # another front's end
-    assert not goes_on((0.95, 3), [(1, 3)], 3, 0.1)
-    assert not goes_on((0.85, 1), [(1, 3)], 3, 0.1), "too far below the best, however cheap"
-    # of six, two may go on: one that a single trial beats is still among them
-    others = [(1.0, 2.0), (0.99, 5.0), (0.99, 6.0), (0.98, 7.0), (0.97, 8.0)]
-    assert goes_on((0.99, 3.0), others, 3, 0.1) and not goes_on((0.99, 3.0), others, 6, 0.1)
-    # what is too bad for anybody takes no place
-    assert goes_on((0.95, 1.0), [(1.0, 3.0), (0.1, 0.1)], 3, 0.1)
-
-
 @pytest.mark.parametrize("name", MASKED)
 def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) -> None:
     cls = samplers.get(name)
@@ -208,37 +158,6 @@ def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) 
             assert not domain.log or domain.low > 0
         else:
             assert all(value in domain.values for value in values)  # some are mappings
-
-
-def test_a_range_by_hand() -> None:
-    assert domains(samplers.get("threshold")) == {"threshold": Span(0.388, 0.95)}
-    assert domains(samplers.get("entropy_bound"))["gamma"] == Span(0.005, 1.0, log=True)
-    assert domains(samplers.get("freedave"))["draft_steps"] == Span(2, 10, whole=True)
-    assert domains(samplers.get("low_confidence")) == {"steps": Span(1 / 16, 1.0, log=True)}
-
-
-def test_every_start_is_what_optuna_gives_back() -> None:
-    model = tiny(1)
-    space = build_space(model, encode(model, [[1, 2]]), {}, None, ["none", "dual"], [None, 4])
-    assert [start.name for start in space.starts][0] == "threshold" and len(space.starts) > 50
-    # all that `paradec compare` measures, but for schedules at one token per step
-    schedules = {name for name in MASKED if any("steps" in changes for changes in samplers.get(name).sweep)}
-    left_out = {name for name in space.left_out if " with " not in name}
-    by_hand = [
-        Candidate(entry.sampler, entry.changes).name
-        for entry in configurations()
-        if entry.sampler not in left_out and (entry.changes or entry.sampler not in schedules)
-    ]
-    assert sorted(start.name for start in space.starts) == sorted(by_hand)
-    for start in space.starts:
-        drawn = space.suggest(optuna.trial.FixedTrial(space.params(start)))
-        # what is said again at its default is left out
-        assert Candidate.from_data(drawn.to_data()) == drawn and drawn.cache == start.cache
-        assert drawn.configuration.make() == start.configuration.make()
-        # "steps" of all positions is the default
-        same = [request_of(model, point, {}, 8, [(2, 10)]) for point in (drawn, start)]
-        assert same[0].to_dict() == same[1].to_dict()
-        assert Candidate.from_data(json.loads(json.dumps(drawn.to_data()))).name == drawn.name
 
 
 def test_pairs_that_do_not_work_are_left_out_and_said() -> None:
@@ -261,22 +180,6 @@ def test_pairs_that_do_not_work_are_left_out_and_said() -> None:
         build_space(model, encode(model, [[1, 2]]), {"rng": "reference"}, ["freedave"], ["none"], [None])
 
 
-def test_plugins_are_in_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry.by_kind["sampler"]
-    monkeypatch.setattr(registry, "_targets", {**registry._targets, "mine": samplers.get("factor")})
-    model = tiny(1)
-    assert "mine" in build_space(model, encode(model, [[1]]), {}, None, ["none"], [None]).settings
-
-
-def test_block_lengths() -> None:
-    assert default_block_lengths(tiny(1, "block_causal"), 64) == (None,)
-    own = tiny(1)
-    own.default_block_length = 32
-    assert default_block_lengths(own, 64) == (None, 16, 64) and default_block_lengths(own, 20) == (None, 16, 20)
-    own.default_block_length = None
-    assert default_block_lengths(own, 40) == (None, 16, 32)
-
-
 def point(name: str, score: float | list[float], forwards: float, by_hand: bool = False) -> Point:
     scores = score if isinstance(score, list) else [score] * 4
     rest = [[value] * len(scores) for value in (forwards, 0.0, 0.0)]
@@ -285,21 +188,6 @@ def point(name: str, score: float | list[float], forwards: float, by_hand: bool 
 
 def names(points: Iterable[Point]) -> list[str]:
     return [entry.name for entry in points]
-
-
-def test_the_front_and_how_it_is_thinned() -> None:
-    points = [point(*entry) for entry in (("a", 0.9, 5), ("b", 0.9, 4), ("c", 0.895, 3), ("d", 0.7, 1), ("e", 0.85, 2))]
-    points += [point("f", 0.9, 4), point("g", 0.88, 3)]
-    front = pareto(points, ("forwards",), loss=0.1)
-    assert names(front) == ["e", "c", "b"], "the cheapest first; d loses too much, f is b again"
-    kept, place = thinned(front, front[1], ("forwards",), most=2)
-    assert names(kept) == ["e", "c", "b"] and place == 1, "the ends and the chosen one stay"
-    kept, place = thinned(front, points[6], ("forwards",), most=2)
-    assert names(kept) == ["e", "g", "b"] and place == 1, "the chosen one is reported wherever it lies"
-    many = pareto([point(f"p{k}", 0.80 + 0.01 * k, 1 + k) for k in range(10)], ("forwards",), 0.2)
-    kept, place = thinned(many, many[6], ("forwards",), most=4)
-    assert len(kept) == 4 and kept[place or 0] is many[6] and kept[0] is many[0] and kept[-1] is many[-1]
-    assert thinned([], None, ("forwards",)) == ([], None)
 
 
 def test_what_is_chosen() -> None:
@@ -323,19 +211,6 @@ def test_what_is_chosen() -> None:
     # nothing set by hand was measured: the same rule for all
     searched = [point("a", 0.9, 5), point("b", 0.895, 4)]
     assert chosen(searched) == ["b", "b"]
-
-
-def test_a_setting_made_by_hand_is_dropped_where_it_is_surely_worse() -> None:
-    ours, luckier, surely = (
-        point("x", list(scores), 1).choosing for scores in ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [1.0] * 4)
-    )
-    groups = list("abcd")
-    assert not surely_below(ours, [luckier], groups, 0.1), "one prompt more is chance"
-    # of four draws two or fewer are the last prompt's, but for 5 %: the difference ends at -0.25
-    assert surely_below(ours, [luckier, surely], groups, 0.1) and not surely_below(ours, [surely], groups, 0.3)
-    assert not surely_below(ours, [surely], ["a", "a", "a", "a"], 0.8), "of one group nothing more is known"
-    assert not surely_below(point("z", 0.95, 1).choosing, [surely], groups, 0.1), "within the loss"
-    assert not surely_below(ours, [], groups, 0.1)
 
 
 def test_a_grouped_bootstrap_draws_whole_groups() -> None:
