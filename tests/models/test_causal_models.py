@@ -323,17 +323,13 @@ def test_a_plain_module_drafts() -> None:
 def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     module = module_of("llama")
     other = samplers.create("speculative", drafter=module_of("llama", vocab_size=VOCAB + 1))
-    with pytest.raises(
-        ValueError, match="drafter LlamaForCausalLM has a vocabulary of 294, .* a drafter must have the same"
-    ):
+    with pytest.raises(ValueError, match="drafter LlamaForCausalLM has a vocabulary of 294, .* a drafter must have"):
         paradec.generate(paradec.wrap(module), ROWS, sampler=other)
     size = len(WORDS)
     backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - at): at for at in range(size)}, "a"))
     strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
     sampler = samplers.create("speculative", drafter=strange)
-    with pytest.raises(
-        ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; a drafter must"
-    ) as error:
+    with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; a") as error:
         paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=sampler)
     assert "\n" not in str(error.value)
     same = samplers.create("speculative", drafter=paradec.wrap(module, tokenizer=words()))

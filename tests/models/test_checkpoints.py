@@ -452,9 +452,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 def test_adapters_are_not_read_past(tmp_path: Path) -> None:
     folder = write(tmp_path, LLADA)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    with pytest.raises(
-        paradec.CheckpointError, match="holds an adapter_config.json beside a config.json; give adapter"
-    ):
+    with pytest.raises(paradec.CheckpointError, match="holds an adapter_config.json beside a config.json; give"):
         paradec.load(folder)
 
 

@@ -207,10 +207,7 @@ def test_remote_code_has_no_store(wrapped_remote: Model, cache: str) -> None:
     [
         (lambda ids: None, "returned no logits"),
         (lambda ids: (torch.zeros(*ids.shape, 10),), "returned no logits"),
-        (
-            lambda ids: torch.zeros(*ids.shape, 11),
-            r"returned logits of shape \(1, 4, 11\); expected shape \(1, 4, 10\)",
-        ),
+        (lambda ids: torch.zeros(*ids.shape, 11), r"returned logits of shape \(1, 4, 11\); expected shape"),
         (lambda ids: torch.zeros(ids.shape[0], 10), r"returned logits of shape \(1, 10\)"),
     ],
 )
@@ -327,18 +324,10 @@ def gpt2() -> Any:
     ("make", "facts", "message"),
     [
         (decoder, {}, "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"),
-        (
-            decoder,
-            {"prediction": "same"},
-            "topology is needed to wrap LlamaForCausalLM: 'bidirectional',",
-        ),
+        (decoder, {"prediction": "same"}, "topology is needed to wrap LlamaForCausalLM: 'bidirectional',"),
         (decoder, BOTH | {"mask_token_id": None}, "mask_token_id is needed to wrap LlamaForCausalLM"),
         (decoder, {"prediction": "same", "topology": "block_causal"}, "block_length=None must be an integer"),
-        (
-            decoder,
-            BOTH | {"block_length": 4},
-            "block_length=4 is only for topology='block_causal', 'causal_context' or",
-        ),
+        (decoder, BOTH | {"block_length": 4}, "block_length=4 is only for topology='block_causal', 'causal_context'"),
         (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
         (decoder, BOTH | {"prediction": "next"}, "unknown prediction: 'next'"),
         (decoder, BOTH | {"mask_token_id": 40}, "mask_token_id=40 must be an integer from 0 to 39"),

@@ -161,9 +161,7 @@ def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> N
 
 def test_values_of_the_call_that_have_no_effect_are_named(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
-    with pytest.warns(
-        UserWarning, match="threshold=0.3 given to the pipeline has no effect with LocalLeapScheduler"
-    ) as w:
+    with pytest.warns(UserWarning, match="threshold=0.3 given to the pipeline has no effect with") as w:
         changed = run(pipe, ids, threshold=0.3)
     assert len(w) == 1
     with warnings.catch_warnings():

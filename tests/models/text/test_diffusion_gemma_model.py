@@ -162,9 +162,7 @@ def test_a_module_says_itself_what_it_is(argument: dict[str, Any]) -> None:
 def test_attention_without_masks_is_refused() -> None:
     module = copy.deepcopy(tiny_module())
     module.set_attn_implementation("flex_attention")
-    with pytest.raises(
-        ValueError, match="attn_implementation='flex_attention' takes no masks.*set_attn_implementation"
-    ):
+    with pytest.raises(ValueError, match="attn_implementation='flex_attention' takes no"):
         paradec.wrap(module)
 
 
