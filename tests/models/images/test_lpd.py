@@ -279,42 +279,6 @@ def test_steps_are_groups() -> None:
         make(model, steps=17)
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"class_labels": [5]}, "class_labels=5 must be an integer from 0 to 4"),
-        ({"class_labels": []}, "class_labels is empty"),
-        ({"height": 9}, "height=9 must be a multiple of 2"),
-        ({"height": 16}, "height=16 is not what LPD makes: 8 x 8"),
-        ({"sampler": "sjd"}, "'sjd' is of family 'draft_verify'; LPD .* takes the 'groups' family: "),
-        ({"sampler": samplers.create("lpd")}, "the sampler 'lpd' with settings is of family 'masked'"),
-    ],
-)
-def test_bad_input(request_: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(tiny_lpd(), **request_)
-
-
-def test_bad_settings_and_prompts() -> None:
-    model, sampler = tiny_lpd(), samplers.create("groups")
-    with pytest.raises(TypeError, match="order=3 must be a name or made by paradec.core.orders.create"):
-        samplers.create("groups", order=3)
-    with pytest.raises(ValueError, match="unknown guidance_schedule: 'cosine'"):
-        samplers.create("groups", guidance_schedule="cosine")
-    with pytest.raises(ValueError, match="prompt=40 must be an integer from 33 to 38"):
-        sampler.start(model, [[40]])
-    with pytest.raises(ValueError, match="prompt has 2 ids; .* reads one: 33 . a label"):
-        sampler.start(model, [[33, 34]])
-    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
-        sampler.start(model, [[33]], guidance_scale=2.0)
-    with pytest.raises(ValueError, match="negative_prompt has no effect without guidance"):
-        sampler.start(model, [[33]], negative_prompt=[[34]])
-    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-        broken = tiny_lpd()
-        broken.module.head.weight.data[:] = torch.nan
-        make(broken)
-
-
 def test_published_guidance_and_repulsion() -> None:
     with torch.device("meta"):
         large, largest = (LPD(LPDConfig(**PRESETS[name])) for name in ("lpd_l", "lpd_xxl"))

@@ -200,36 +200,6 @@ def test_presets_have_the_published_sizes(preset: str, millions: int) -> None:
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"local_steps": -1}, "local_steps=-1 must be an integer"),
-        ({"head_steps": 1001}, "head_steps=1001 must be an integer from 1 to 1000"),
-        ({"fast_ratio": 0}, r"fast_ratio=0 must be a number in \(0, 1\]"),
-        ({"temperature": -1}, "temperature=-1 must be a number"),
-        ({"chunk_order": "random"}, "unknown chunk_order: 'random'"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampler(**settings)
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"prompt": [10]}, "label=10 must be an integer from 0 to 9"),
-        ({"prompt": []}, "prompt is empty"),
-        ({"steps": 17}, "steps=17 must be an integer from 1 to 16"),
-        ({"seed": [1, 2]}, "seed has 2 entries for 1 images"),
-        ({"order": torch.zeros(1, 16, dtype=torch.int64)}, "it must permute 16 positions"),
-    ],
-)
-def test_bad_requests(model: MARModel, request_: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampler().start(model, **{"prompt": [1], "steps": 4, **request_})
-
-
 def test_numbers_that_are_not_finite_are_named(model: MARModel) -> None:
     sampler = Sampler(head_steps=2)
     state = sampler.start(model, [1, 2], steps=4, seed=0)

