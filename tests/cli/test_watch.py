@@ -49,10 +49,3 @@ def test_every_drawing_fits_and_says_where_it_is(width: int, packaged: Model) ->
         assert shown == total - decided
         assert "undecided" in legend and "end" in legend
     assert "kiwi apple fig pear" in " ".join(seen[-1][1:-1]) and END in seen[-1][-2]
-
-
-def test_a_long_text_is_shown_from_its_end(packaged: Model) -> None:
-    (*_, last) = frames(packaged, 40, "Latin square: A B C D", height=6, max_new_tokens=64)
-    assert len(last) <= 6 and END in last[-2]
-    (*_, last) = frames(packaged, 60, [PROMPT] * 12, height=8, max_new_tokens=8)
-    assert len(last) <= 8 and last[-2].startswith("[12] kiwi")

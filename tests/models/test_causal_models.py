@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli, samplers
-from paradec.models.causal import split_gguf_path
 
 SIZES = {
     "hidden_size": 32,
@@ -232,21 +231,6 @@ def test_other_gguf_files_are_refused(tmp_path: Path, data: bytes, message: str)
         assert "\n" not in str(error.value)
 
 
-def test_how_a_gguf_file_is_named(tmp_path: Path) -> None:
-    assert split_gguf_path("owner/name/some/file.gguf", None) == ("owner/name", "some/file.gguf")
-    assert split_gguf_path("./name/file.gguf", None) == ("./name", "file.gguf")
-    assert split_gguf_path("file.gguf", None) == (".", "file.gguf")
-    assert split_gguf_path("owner/name", "file.gguf") == ("owner/name", "file.gguf")
-    with pytest.raises(paradec.CheckpointError, match=r"has no there.gguf"):
-        paradec.load(tmp_path, gguf_file="there.gguf")
-    with pytest.raises(paradec.CheckpointError, match="gguf_file='model.bin' must be the name"):
-        paradec.load(tmp_path, gguf_file="model.bin")
-    with pytest.raises(paradec.CheckpointError, match="and gguf_file='b.gguf' another"):
-        paradec.load(tmp_path / "a.gguf", gguf_file="b.gguf")
-    with pytest.raises(ValueError, match="gguf_file='b.gguf' needs a source"):
-        paradec.load(gguf_file="b.gguf")
-
-
 def test_wrap_takes_a_causal_model_as_it_is() -> None:
     module = module_of("llama")
     model = paradec.wrap(module)
@@ -278,17 +262,6 @@ def test_what_may_be_masked_is_asked_for() -> None:
         paradec.wrap(module)
     with pytest.raises(ValueError, match="topology is needed"):
         paradec.wrap(module_of("llama"), prediction="shifted")
-
-
-def test_an_encoder_in_a_causal_class_is_refused() -> None:
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    module = transformers.ElectraForCausalLM(
-        transformers.ElectraConfig(**sizes, intermediate_size=24, embedding_size=16)
-    )
-    with pytest.raises(ValueError, match="config.is_decoder=False makes ElectraForCausalLM bidirectional"):
-        paradec.wrap(module)
-    with pytest.raises(ValueError, match="config.is_decoder=False"):
-        paradec.wrap(module, prediction="shifted", topology="causal")
 
 
 def test_experts_without_a_kernel() -> None:

@@ -250,23 +250,6 @@ def test_the_distribution_of_the_answers_is_the_model_s(loaded: Any, request_: d
     assert min(p_values(speculative(drafter), base, **request_)) > 0.01 / 4
 
 
-def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
-    base = tiny_base(layers=4)
-    method = speculative(loaded(base))
-    together, whole = answers(method, base, PROMPTS, max_new_tokens=12, seed=[1, 2, 3, 4])
-    for row, prompt in enumerate(PROMPTS):
-        alone, state = answers(method, base, prompt, max_new_tokens=12, seed=row + 1)
-        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
-    state = method.start(base, PROMPTS, max_new_tokens=9, seed=4)
-    while not state.done:
-        first, again = method.step(base, state), method.step(base, state)
-        assert torch.equal(first.values, again.values)
-        assert torch.equal(first.quantities["features"], again.quantities["features"])
-        method.commit(state, again)
-        with pytest.raises(ValueError, match="earlier state"):
-            method.commit(state, first)
-
-
 def test_over_llamagen(loaded: Any) -> None:
     model = tiny_llamagen()
     drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)

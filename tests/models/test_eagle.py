@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.eagle import EagleDrafter
 from paradec.request import Request
-from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import DynamicTree, Tree, walk
+from paradec.samplers.causal.trees import DynamicTree, Tree
 from paradec.samplers.causal.verification import token_distribution
 
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -350,36 +348,6 @@ def test_dynamic_trees_of_a_smaller_model_are_exact() -> None:
     for seed, name in enumerate(("temperature 1", "all")):
         found = exactness.test_case(sampler, model, 2000, seed=seed, **exactness.REQUESTS[name])
         assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 3
-
-
-def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
-    """Every step's tokens are those of `walk` with the rule that the public code's cases replay with."""
-    model = exactness.TableModel.random(6, seed=0)
-    drafter = exactness.TableModel.random(6, seed=1, near=model)
-    settings = {"lantern": {"delta": 0.3, "k": 3}, "lantern++": {"lam": 3.0, "k": 2}}
-    for (name, bound), shape in itertools.product(settings.items(), (TREE, DynamicTree(7, 2, 3))):
-        sampler = paradec.samplers.create(name, drafter=drafter, tree=shape, **bound)
-        assert not sampler.lossless and sampler.to_dict()["drafter"] == "table"
-        rule = NodeRule(
-            model.codebook(), bound["k"], name == "lantern", bound.get("delta", bound.get("lam")), shape == TREE
-        )
-        fewer = 0
-        state = sampler.start(model, [[1, 2], [3]] * 20, max_new_tokens=8, seed=2)
-        while not state.done:
-            rows = torch.as_tensor(state.rows)
-            queries = sampler.query(state)
-            outputs = [model(query, state.store) for query in queries]
-            found = sampler.propose(state, outputs, queries)
-            left = torch.as_tensor(state.end - state.committed)[rows, None]
-            tree = sampler.tree_layout(state)
-            drafts = state.memory["drafts"][rows].masked_fill(tree.depths >= left, -1)
-            uniform = state.uniform(state.rows, found.positions, tree.widest + 1, 0)
-            distribution = outputs[0].softmax(-1)
-            own = walk(tree, drafts, distribution, state.memory["draft_distribution"][rows], rule, uniform, hits=False)
-            assert torch.equal(own.tokens, found.values)
-            fewer += int((own.accepted > 0).sum())
-            sampler.commit(state, found)
-        assert fewer > 20
 
 
 def lantern_node(

@@ -601,36 +601,31 @@ def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, nam
     assert not torch.equal(*expected.values())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0}}, "rope_parameters=.*'yarn'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "factor": 4.0}}, "'factor'=4.0"),
-        ({"rope_parameters": {"rope_type": "default"}}, "no 'rope_theta', nor 'rope_parameters' with one"),
-        ({"rope_parameters": [10.0]}, "rope_parameters=.* must be an object"),
-        ({"rope_parameters": {"rope_theta": "10"}}, "rope_theta='10' must be a positive number"),
-        ({"rope_parameters": {"rope_theta": 10.0}, "rope_theta": 20.0}, "two bases of the rotary angles"),
-        (
-            {"rope_theta": 10.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling=.*'dynamic'.*neighbours",
-        ),
-        ({"rope_theta": 10.0, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope'.*stored"),
-        ({"rope_theta": 10.0, "rope_scaling": {"type": "spiral"}}, "rope_type='spiral' is not known"),
-        ({"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": "x"}}, r"\['factor'\]='x' must be"),
-        (
-            {"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}},
-            "'beta_fast'=3 has no",
-        ),
-        ({"rope_theta": 10.0, "rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "must name one rope_type"),
-        (
-            {
-                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0},
-                "rope_scaling": {"factor": 2.0},
-            },
-            "original_max_position_embeddings'",
-        ),
-    ],
-)
+STATED = [
+    ({"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0}, "rope_parameters=.*'yarn'"),
+    ({"rope_type": "default", "rope_theta": 10.0, "factor": 4.0}, "'factor'=4.0"),
+    ({"rope_type": "default"}, "no 'rope_theta', nor 'rope_parameters' with one"),
+    ([10.0], "rope_parameters=.* must be an object"),
+    ({"rope_theta": "10"}, "rope_theta='10' must be a positive number"),
+]
+SCALED = [
+    ({"type": "dynamic", "factor": 2.0}, "rope_scaling=.*'dynamic'.*neighbours"),
+    ({"type": "longrope", "factor": 2.0}, "rope_type='longrope'.*stored"),
+    ({"type": "spiral"}, "rope_type='spiral' is not known"),
+    ({"type": "linear", "factor": "x"}, r"\['factor'\]='x' must be"),
+    ({"type": "linear", "factor": 2.0, "beta_fast": 3}, "'beta_fast'=3 has no"),
+    ({"rope_type": "yarn", "type": "linear"}, "must name one rope_type"),
+]
+YARN = {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}
+BOTH = [
+    ({"rope_parameters": {"rope_theta": 10.0}, "rope_theta": 20.0}, "two bases of the rotary angles"),
+    ({"rope_parameters": YARN, "rope_scaling": {"factor": 2.0}}, "original_max_position_embeddings'"),
+    *(({"rope_parameters": angles}, message) for angles, message in STATED),
+    *(({"rope_theta": 10.0, "rope_scaling": scaling}, message) for scaling, message in SCALED),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BOTH)
 def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     config = {name: value for name, value in read(source).items() if name not in ("rope_theta", "rope_scaling")}
     shutil.copytree(source, tmp_path / "copy")

@@ -48,22 +48,6 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_takes_its_module_and_gives_it_back(frozen: bool) -> None:
-    module = decoder(attention_dropout=0.5).requires_grad_(not frozen)
-    own = plain(copy.deepcopy(module).eval())
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    assert not any(part.training for part in module.modules())
-    assert torch.equal(logits(model), logits(model)) and not logits(model).requires_grad
-    assert all(parameter.requires_grad != frozen for parameter in module.parameters())
-    assert not torch.equal(plain(module), own)  # it sees both ways now
-    assert model.unwrap() is module and model.unwrap() is module
-    assert torch.equal(plain(module), own) and module.config._attn_implementation == "sdpa"
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
-        logits(model)
-
-
 def test_models_of_one_module() -> None:
     """Any number with one attention. Of two the last one is served, the other is refused until that is unwrapped."""
     module = decoder()

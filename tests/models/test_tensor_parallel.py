@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import caches
 from paradec.cli.app import app
-from paradec.models.tensor_parallel import TensorParallelModel, distributed_config
+from paradec.models.tensor_parallel import distributed_config
 
 BIDIRECTIONAL: list[dict[str, Any]] = [
     {"cache": "none"},
@@ -181,14 +181,6 @@ def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     config = transformers.LlamaConfig(**sizes)
     config.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}
     assert distributed_config("auto", config, "x").tp_plan == "auto"
-
-
-def test_one_process_of_torchrun_has_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    model = paradec.load(GOLDEN / "llada-tiny", tp_plan="auto")
-    assert not isinstance(model, TensorParallelModel)
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
 from eagle_drafters import checkpoint as eagle_checkpoint
 from eagle_drafters import tiny_base
 from eagle_drafters import write as write_eagle
-from image_models import TINY_VQ, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
+from image_models import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from text_families import CONFIGS
@@ -29,9 +29,6 @@ import paradec
 from paradec.models.images.chameleon import LAYOUTS, load_chameleon
 from paradec.models.images.emu3 import load_emu3
 from paradec.models.images.janus import load_janus
-from paradec.models.images.mar import MAR
-from paradec.models.images.uvit import UViT, load_uvit
-from paradec.models.images.vq import KLDecoder, VQConfig, load_kl, load_vq
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
 
 TORCH = (
@@ -91,39 +88,6 @@ def llamagen(folder: Path, suffix: str = ".safetensors") -> Case:
     return file, "output.weight", lambda: paradec.load(file, n_head=4)
 
 
-def vq(folder: Path, suffix: str = ".safetensors") -> Case:
-    file = folder / f"vq{suffix}"
-    counts = {"quantize.codebook_used": torch.ones(9, dtype=torch.int64), "loss.steps": torch.ones(1).bool()}
-    store(file, floats(tiny_vq()) | counts)
-    return file, "quantize.embedding.weight", lambda: load_vq(file, TINY_VQ)
-
-
-def kl(folder: Path, suffix: str = ".safetensors") -> Case:
-    file = folder / f"kl{suffix}"
-    sizes = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "z_channels": 8, "norm_groups": 4}
-    store(file, floats(KLDecoder(VQConfig(**sizes))) | {"loss.steps": torch.ones(1, dtype=torch.int64)})
-    return file, "decoder.conv_in.weight", lambda: load_kl(file, 4)
-
-
-def mar(folder: Path, suffix: str = ".safetensors") -> Case:
-    sizes = {"side": 2, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 5, "buffer": 4}
-    file = folder / f"mar{suffix}"
-    store(file, floats(MAR(**sizes, head_depth=1, head_width=16)))
-    return file, "mask_token", lambda: paradec.load(file, heads=2)
-
-
-def uvit(folder: Path, suffix: str = ".safetensors") -> Case:
-    file = folder / f"uvit{suffix}"
-    store(file, floats(UViT(size=4, codebook_size=12, classes=5, width=16, depth=2, heads=2)))
-    return file, "norm.weight", lambda: load_uvit(file, heads=2)
-
-
-def masked_image(folder: Path) -> Case:
-    store(folder / "model.safetensors", floats(UViT(size=4, codebook_size=32, classes=5, width=16, depth=2, heads=2)))
-    (folder / "config.json").write_text('{"model_type": "uvit", "heads": 2}')
-    return folder / "model.safetensors", "norm.weight", lambda: paradec.load(folder)
-
-
 BASE = tiny_base()
 
 
@@ -179,11 +143,6 @@ SAFETENSORS: dict[str, Callable[[Path], Case]] = {
     **{model_type: text(model_type) for model_type in ("llada", "Dream", *CONFIGS)},
     "shards": shards,
     "llamagen": llamagen,
-    "vq": vq,
-    "kl": kl,
-    "mar": mar,
-    "uvit": uvit,
-    "masked image": masked_image,
     "eagle": eagle,
     "learn2pd": learn2pd,
     "emu3": transformers_format(tiny_emu3, load_emu3),
@@ -193,10 +152,6 @@ SAFETENSORS: dict[str, Callable[[Path], Case]] = {
 }
 PICKLES: dict[str, Callable[[Path], Case]] = {
     "llamagen pickle": lambda folder: llamagen(folder, ".pt"),
-    "vq pickle": lambda folder: vq(folder, ".ckpt"),
-    "kl pickle": lambda folder: kl(folder, ".ckpt"),
-    "mar pickle": lambda folder: mar(folder, ".pth"),
-    "uvit pickle": lambda folder: uvit(folder, ".pth"),
     "eagle pickle": lambda folder: eagle(folder, "pytorch_model.bin"),
 }
 

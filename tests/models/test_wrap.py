@@ -82,18 +82,6 @@ def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_impl
     torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llada", "Bert", "Roberta", "Llama bidirectional", "Qwen2 block_causal", "Qwen3 causal"]
-)
-def test_padding_changes_nothing(kind: str) -> None:
-    model, ids = wrapped(kind), random_ids(2, 9)
-    valid = torch.ones(2, 9, dtype=torch.bool)
-    valid[1, 6:] = False
-    both = call(model, ids, valid=valid)
-    torch.testing.assert_close(both[0], call(model, ids[:1])[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(both[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
 def test_no_column_sees_nothing(kind: str) -> None:
     """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
@@ -192,14 +180,6 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
     assert found.new_tokens.tolist() == expected.new_tokens.tolist()
     assert found.row_nfe == expected.row_nfe
     assert {length for _, length in remote.calls} == {11, 13}  # never padded: rows of one length share a call
-
-
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_remote_code_has_no_store(wrapped_remote: Model, cache: str) -> None:
-    with pytest.raises(ValueError, match=f"cache='{cache}'.*LLaDAModelLM"):
-        paradec.generate(wrapped_remote, [3, 14, 15], max_new_tokens=4, cache=cache)
-    with pytest.raises(ValueError, match=r"= 513 is longer than LLaDAModelLM takes \(512\)"):
-        paradec.generate(wrapped_remote, [3], max_new_tokens=512)
 
 
 @pytest.mark.parametrize(

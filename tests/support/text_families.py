@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -137,31 +136,4 @@ def write(folder: Path, family: str, weights: dict[str, Tensor] | None = None, *
     write_tokenizer(folder, MASK_NAMES[family])
     for name in REMOTE_FILES:
         (folder / name).write_text("raise SystemExit('remote code was run')")
-    return folder
-
-
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
-
-
-def write_antiberty(folder: Path, **settings: Any) -> Path:
-    """The layout of the wheel's trained_models with a small random model."""
-    config = {
-        "architectures": ["AntiBERTy"], "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 40, "type_vocab_size": 2,
-        "vocab_size": 25, "pad_token_id": 0, "hidden_act": "gelu", "_name_or_path": "x",
-    } | settings  # fmt: skip
-    torch.manual_seed(0)
-    shape = {name: config[name] for name in config if name.endswith(("_size", "embeddings")) or name.startswith("num")}
-    module = transformers.BertForMaskedLM(transformers.BertConfig(**shape, pad_token_id=0))
-    weights = module.state_dict() | {
-        "bert.embeddings.position_ids": torch.arange(40)[None],
-        "bert.pooler.dense.weight": torch.zeros(16, 16),
-        "cls.species.weight": torch.zeros(6, 16),
-    }
-    inner = folder / "AntiBERTy_md_smooth"
-    inner.mkdir(parents=True)
-    (inner / "config.json").write_text(json.dumps(config))
-    torch.save(weights, inner / "pytorch_model.bin")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *RESIDUES]
-    (folder / "vocab.txt").write_text("\n".join(words))
     return folder

@@ -23,7 +23,6 @@ from text_families import (
     SDAR,
     SIZES,
     write,
-    write_antiberty,
     write_tokenizer,
 )
 from tiny_models import tiny
@@ -475,21 +474,6 @@ TRASTUZUMAB = (
     "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSK"
     "NTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS"
 )
-
-
-def test_antiberty_from_a_folder(tmp_path: Path) -> None:
-    model = antibody_model.load_antiberty(write_antiberty(tmp_path))
-    assert (model.kind, model.facts.mask_token_id, model.facts.pad_token_id) == ("encoder", 4, 0)
-    assert (model.facts.vocab_size, model.facts.max_length, model.facts.eos_token_ids) == (25, 40, ())
-    assert not model.module.training
-    ids = model.tokenizer("A C Y")["input_ids"]
-    assert ids == [2, 5, 6, 24, 3]
-    stored = torch.load(tmp_path / "AntiBERTy_md_smooth/pytorch_model.bin", weights_only=True)
-    assert torch.equal(model.module.bert.encoder.layer[0].output.dense.weight, stored[
-        "bert.encoder.layer.0.output.dense.weight"
-    ])  # fmt: skip
-    out = paradec.generate(model, [[2, 5, 6], [2, 7]], max_new_tokens=5, suppress_tokens=[0, 1, 2, 3])
-    assert out.new_tokens.min() >= 5
 
 
 def test_antiberty_knows_antibodies() -> None:

@@ -26,7 +26,6 @@ from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.loop import MaskedSampler
-from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
 from paradec.tools.evaluation.compare import Result
@@ -398,12 +397,6 @@ def test_caches_are_compared_too(packaged: Model) -> None:
     assert found.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
 
 
-def test_a_wrong_sweep_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Threshold, "sweep", ({"treshold": 0.5},))
-    with pytest.raises(TypeError, match="treshold"):
-        evaluation.configurations("threshold")
-
-
 def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     lines = [
@@ -613,11 +606,3 @@ def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str, monke
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert named in result.stderr
-
-
-def test_another_file_is_not_resumed(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    for text in ("{}", "[]", '{"schema": "other"}', "no JSON"):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="results.json"):
-            Comparison.from_json(file)

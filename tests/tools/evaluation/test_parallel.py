@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import paradec
 from paradec import cli, samplers
-from paradec.tools.evaluation import parallel as benches
 from paradec.tools.evaluation.metrics import aup
 from paradec.tools.evaluation.parallel import NAMES, SWEEPS, parallel, parallel_questions, sweep
-from paradec.tools.evaluation.questions import packaged_questions
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
@@ -45,16 +42,6 @@ def test_every_masked_sampler_has_three_settings(name: str) -> None:
     assert len({c.name for c in sweep(name, 3)}) == 3
 
 
-def test_settings_that_are_not_there() -> None:
-    assert len(sweep("credit", 5)) == 5
-    with pytest.raises(ValueError, match="'klass' has 3 settings to sweep, not 5"):
-        sweep("klass", 5)
-    with pytest.raises(ValueError, match="family 'draft_verify'"):
-        sweep("sjd")
-    with pytest.raises(ValueError, match="settings=6"):
-        sweep("threshold", 6)
-
-
 def test_areas_lie_under_equal_numbers_of_points() -> None:
     found = parallel(
         names=["low_confidence", "credit"], settings=3, tasks=["copy", "shuffle"], limit=2, batch=4, max_new_tokens=12
@@ -66,17 +53,6 @@ def test_areas_lie_under_equal_numbers_of_points() -> None:
         own = [result for result in found.results if result.configuration.sampler == name]
         assert area == aup([(r.tokens_per_forward, 100 * r.accuracy()) for r in own], best)
     assert set(found.aup()) == set(counts) and found.many == {"copy": False, "shuffle": True}
-
-
-def test_what_the_model_does_not_serve_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benches, "compare", lambda *_, **__: pytest.fail("decoded"))
-    model = paradec.load()
-    with pytest.raises(ValueError, match="prompt of"):
-        parallel(model, max_new_tokens=5000, tasks="copy")
-    monkeypatch.setattr(benches, "compare", lambda *_, **request: request["max_new_tokens"])
-    monkeypatch.setattr(benches, "parallel_questions", lambda *_: packaged_questions("copy", 1))
-    for new in (9, None):
-        assert parallel(model, names=["threshold"], tasks="copy", limit=1, max_new_tokens=new) == new
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ seeds = st.integers(0, 2**32)
 ITEMS = ("pear", "fig", "apple")
 
 
+INSERTED = ["kiwi pear fig apple", "pear kiwi fig apple", "pear fig kiwi apple", "pear fig apple kiwi"]
+
+
 def ask(task: str, **fields: object) -> Example:
     return Example(task, prompt="", items=ITEMS, **fields)
 
@@ -82,42 +85,19 @@ def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
 @pytest.mark.parametrize(
     ("task", "fields", "answers"),
     [
-        (
-            "shuffle",
-            {},
-            {
-                "pear apple fig",
-                "fig pear apple",
-                "fig apple pear",
-                "apple pear fig",
-                "apple fig pear",
-            },
-        ),
-        (
-            "insert_random",
-            {"word": "kiwi"},
-            {
-                "kiwi pear fig apple",
-                "pear kiwi fig apple",
-                "pear fig kiwi apple",
-                "pear fig apple kiwi",
-            },
-        ),
-        ("remove_random", {}, {"fig apple", "pear apple", "pear fig"}),
-        (
-            "replace_random",
-            {"word": "kiwi"},
-            {"kiwi fig apple", "pear kiwi apple", "pear fig kiwi"},
-        ),
+        ("shuffle", {}, "pear apple fig,fig pear apple,fig apple pear,apple pear fig,apple fig pear"),
+        ("insert_random", {"word": "kiwi"}, ",".join(INSERTED)),
+        ("remove_random", {}, "fig apple,pear apple,pear fig"),
+        ("replace_random", {"word": "kiwi"}, "kiwi fig apple,pear kiwi apple,pear fig kiwi"),
     ],
 )
-def test_the_many_right_answers(task: str, fields: dict, answers: set[str]) -> None:
+def test_the_many_right_answers(task: str, fields: dict, answers: str) -> None:
     example = ask(task, **fields)
     words = (*ITEMS, *ITEMS, "kiwi", "kiwi")  # repetitions among the candidates too
     candidates = {" ".join(p) for n in (2, 3, 4) for p in permutations(words, n)}
-    assert {text for text in candidates if TASKS[task].check(example, text)} == answers
+    assert {text for text in candidates if TASKS[task].check(example, text)} == {*answers.split(",")}
     drawn = {" ".join(TASKS[task].solve(example, Random(seed))[0]) for seed in range(200)}
-    assert drawn == answers, "training meets every right answer"
+    assert drawn == {*answers.split(",")}, "training meets every right answer"
 
 
 def test_latin_squares() -> None:
