@@ -346,37 +346,29 @@ def test_a_map_from_ids_to_logits() -> None:
 def test_what_has_no_replay_is_refused() -> None:
     model = tiny(1)
     rollout = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True).rollout
-    wrong: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
-        (ValueError, "shrink=0 must be", model, rollout, {"shrink": 0}),
-        (ValueError, "batch_size=0 must be", model, rollout, {"batch_size": 0}),
-        (ValueError, "temperature=0 must be", model, rollout, {"temperature": 0}),
-        (ValueError, "one_forward=1 must be", model, rollout, {"one_forward": 1}),
-        (ValueError, "LlamaForCausalLM: a block-causal model that takes masks", model, rollout, {"one_forward": True}),
-        (TypeError, "rollout=None must be a paradec.Rollout", model, None, {}),
-        (TypeError, "replay takes a language model", None, rollout, {}),
-    ]
-    wrong.append((ValueError, "writes=True: sampler 'threshold' takes nothing back", model, rollout, {"writes": True}))
-    wrong.append((ValueError, "writes=1 must be", model, rollout, {"writes": 1}))
     causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-    wrong.append(
-        (ValueError, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* what sees what", causal, rollout, {})
-    )
+    said = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
+    other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
     unnamed = dataclasses.replace(rollout, settings={})
     assert (unnamed.step_map.diff() < 0)[unnamed.decided[:, 1:]].any()
-    wrong.append((ValueError, "rollout is of None", causal, unnamed, {}))
-    said = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
-    wrong.append((ValueError, "rollout is of LlamaForCausalLM, not of", model, said, {}))
-    wrong.append((ValueError, "rollout is of None, not of", model, dataclasses.replace(said, settings={}), {}))
-    wrong.append(
-        (ValueError, "shrink=2 does not work with LlamaForCausalLM, which is causal", causal, said, {"shrink": 2})
-    )
-    wrong.append((ValueError, "one_forward=False does not work with", causal, said, {"one_forward": False}))
-    context = tiny(1, "causal_context", "shifted")
-    wrong.append((ValueError, "which is causal-context", context, rollout, {}))
-    other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
-    wrong.append((ValueError, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM", other, rollout, {}))
-    for kind, message, of, given, named in wrong:
-        with pytest.raises(kind, match=message):
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        *((model, rollout, {name: 0}, f"{name}=0 must be") for name in ("shrink", "batch_size", "temperature")),
+        *((model, rollout, {name: 1}, f"{name}=1 must be") for name in ("one_forward", "writes")),
+        (model, rollout, {"one_forward": True}, "LlamaForCausalLM: a block-causal model that takes masks"),
+        (model, rollout, {"writes": True}, "writes=True: sampler 'threshold' takes nothing back"),
+        (model, None, {}, "rollout=None must be a paradec.Rollout"),
+        (None, rollout, {}, "replay takes a language model"),
+        (causal, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* what sees what"),
+        (causal, unnamed, {}, "rollout is of None"),
+        (model, said, {}, "rollout is of LlamaForCausalLM, not of"),
+        (model, dataclasses.replace(said, settings={}), {}, "rollout is of None, not of"),
+        (causal, said, {"shrink": 2}, "shrink=2 does not work with LlamaForCausalLM, which is causal"),
+        (causal, said, {"one_forward": False}, "one_forward=False does not work with"),
+        (tiny(1, "causal_context", "shifted"), rollout, {}, "which is causal-context"),
+        (other, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM"),
+    ]
+    for of, given, named, message in wrong:
+        with pytest.raises((ValueError, TypeError), match=message):
             paradec.replay(of, given, **named)
 
 
