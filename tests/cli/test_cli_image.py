@@ -38,7 +38,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
-    """The command's report, and its sheet."""
     sheet = folder / "sheet.png"
     done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", "--enlarge", "1", *arguments])
     assert done.exit_code == 0, done.output
@@ -62,7 +61,6 @@ def clip(cls: type) -> tuple[CLIPTokenizer, Any]:
 
 @pytest.fixture(scope="module")
 def amused(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder as `amused/amused-256` is one."""
     torch.manual_seed(0)
     transformer = UVit2DModel(
         hidden_size=8, cond_embed_dim=8, micro_cond_encode_dim=2, micro_cond_embed_dim=10, encoder_hidden_size=8,

@@ -24,7 +24,6 @@ GOOD = ["Sort: pear fig apple", CHAT, "Copy: fig fox cow", "Shuffle: lion mole c
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> Iterator[None]:
-    """The packaged model is read once for all commands."""
     model = paradec.load()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paradec, "load", lambda *_, **__: model)

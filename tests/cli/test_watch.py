@@ -22,7 +22,6 @@ def packaged() -> Model:
 
 
 def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **request: Any) -> list[list[str]]:
-    """The lines of every drawing."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     view, seen = LiveView(model.tokenizer, console), []
 

@@ -100,7 +100,6 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def fresh(code: str, folder: Path) -> list[str]:
-    """What a new process prints that has this folder as a library's user would, and no network."""
     home = {
         "HF_HOME": str(folder / "home"),
         "HF_HUB_OFFLINE": "1",

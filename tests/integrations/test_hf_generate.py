@@ -53,55 +53,31 @@ def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     blocks = {} if "block_length" in settings else {"block_length": 12}
     ours = {name.removeprefix("kv_"): value for name, value in settings.items()}
     expected = paradec.generate(loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **ours)
-    out = plain.generate(
-        PADDED,
-        attention_mask=ATTENTION,
-        max_new_tokens=12,
-        return_dict_in_generate=True,
-        **arguments,
-        **blocks,
-        **settings,
-    )
+    given = {"attention_mask": ATTENTION, **arguments, **blocks, **settings}
+    out = plain.generate(PADDED, max_new_tokens=12, return_dict_in_generate=True, **given)
     longest = max(expected.tokens)
     assert out.sequences.shape == (2, 5 + longest)
     assert torch.equal(out.sequences[:, 5:], expected.new_tokens[:, :longest])
     assert torch.equal(out.sequences[:, :5][ATTENTION.bool()], PADDED[ATTENTION.bool()])
     assert (out.nfe, out.tokens_per_forward) == (expected.nfe, expected.tokens_per_forward)
     # max_length counts the prompt
-    again = plain.generate(PADDED, attention_mask=ATTENTION, max_length=17, **arguments, **blocks, **settings)
-    assert torch.equal(again, out.sequences)
+    assert torch.equal(plain.generate(PADDED, max_length=17, **given), out.sequences)
 
 
 def test_sampling_settings_are_transformers_own(pair: Any) -> None:
     plain, loaded, arguments = pair
     ids = torch.tensor([[1, 2, 3]])
-    drawn = {"do_sample": True, "temperature": 0.9, "top_k": 7, "top_p": 0.8, "num_return_sequences": 3}
-    out = plain.generate(ids, max_new_tokens=8, seed=4, suppress_tokens=[5], guidance_scale=1.5, **arguments, **drawn)
-    expected = paradec.generate(
-        loaded,
-        input_ids=ids,
-        max_new_tokens=8,
-        block_length=8,
-        seed=4,
-        temperature=0.9,
-        top_k=7,
-        top_p=0.8,
-        num_return_sequences=3,
-        suppress_tokens=[5],
-        guidance_scale=1.5,
-    )
-    assert torch.equal(out, expected.sequences[:, : out.shape[1]])
-    assert out.shape[1] == 3 + max(expected.tokens)
+    shared = {"max_new_tokens": 8, "seed": 4, "suppress_tokens": [5], "guidance_scale": 1.5}
+    shared |= {"temperature": 0.9, "top_k": 7, "top_p": 0.8, "num_return_sequences": 3}
+    out = plain.generate(ids, do_sample=True, **shared, **arguments)
+    expected = paradec.generate(loaded, input_ids=ids, block_length=8, **shared)
+    assert torch.equal(out, expected.sequences[:, : out.shape[1]]) and out.shape[1] == 3 + max(expected.tokens)
     # without do_sample the temperature is not used, as in transformers; its default top_k is 50
+    own = {"input_ids": ids, "max_new_tokens": 8, "block_length": 8}
     greedy = plain.generate(ids, max_new_tokens=8, **arguments)
-    width = greedy.shape[1]
-    assert torch.equal(
-        greedy, paradec.generate(loaded, input_ids=ids, max_new_tokens=8, block_length=8).sequences[:, :width]
-    )
+    assert torch.equal(greedy, paradec.generate(loaded, **own).sequences[:, : greedy.shape[1]])
     sampled = plain.generate(ids, max_new_tokens=8, seed=1, do_sample=True, **arguments)
-    expected = paradec.generate(
-        loaded, input_ids=ids, max_new_tokens=8, block_length=8, seed=1, temperature=1.0, top_k=50
-    )
+    expected = paradec.generate(loaded, **own, seed=1, temperature=1.0, top_k=50)
     assert torch.equal(sampled, expected.sequences[:, : sampled.shape[1]])
     # the mask id may stand in a generation config
     config = GenerationConfig(

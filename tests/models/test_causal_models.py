@@ -64,7 +64,6 @@ VOCAB, END = len(WORDS), 1
 
 
 def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A small random module, float64."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     made = transformers.CONFIG_MAPPING[kind]
@@ -77,7 +76,6 @@ def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def saved(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
-    """A checkpoint in transformers' own format."""
     module = module_of(kind, seed, **changes)
     module.save_pretrained(folder)
     if tokenizer is not None:
@@ -86,7 +84,6 @@ def saved(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 
 
 
 def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
-    """What transformers' own generate answers."""
     if hasattr(module.config, "_experts_implementation"):
         module.config._experts_implementation = "eager"  # the other kernels have no float64
     out = module.generate(
@@ -360,8 +357,6 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
 
 
 class Recorder:
-    """A streamer that keeps what it gets."""
-
     def __init__(self) -> None:
         self.puts: list[torch.Tensor] = []
         self.drafts = self.ends = 0

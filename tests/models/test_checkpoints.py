@@ -102,7 +102,6 @@ def naive_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[i
 
 
 def golden_copy(name: str, to: Path, **fields: Any) -> Path:
-    """A copy of a golden checkpoint with other config fields."""
     shutil.copytree(GOLDEN / name, to)
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(changed(config, **fields)))
@@ -526,7 +525,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mapped(folder: Path) -> bool:
-    """Whether this process holds a file of the folder in its memory."""
     return str(folder) in Path("/proc/self/maps").read_text()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -52,7 +51,6 @@ def half() -> torch.autocast:
 
 @lru_cache
 def single(kind: str) -> Any:
-    """A model in float32, which autocast changes."""
     model = tiny(2, kind) if kind == "block_causal" else make(kind)
     for part in vars(model).values():
         if isinstance(part, nn.Module):
@@ -61,8 +59,6 @@ def single(kind: str) -> Any:
 
 
 def cast_alone(model: Any) -> Any:
-    """The model, evaluated under autocast wherever it is called."""
-
     class Cast(type(model)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with half():
@@ -118,28 +114,10 @@ def test_autocast_changes_no_method(name: str) -> None:
 
 def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
     """What the work returns in a forked process."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(send, pickle.dumps(work()))
-        finally:
-            os._exit(0)
-    os.close(send)
-    found: list[bytes] = []
-
-    def read() -> None:
-        with os.fdopen(receive, "rb") as file:
-            found.append(file.read())
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    reader.join(patience)
-    if not found:
-        os.kill(child, 9)
-    os.waitpid(child, 0)
-    assert found and found[0], "the child process did not answer"
-    return pickle.loads(found[0])
+    forked = multiprocessing.get_context("fork")
+    found = forked.Queue()
+    forked.Process(target=lambda: found.put(work()), daemon=True).start()
+    return found.get(timeout=patience)
 
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -39,7 +39,6 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def zero(model: Any) -> None:
-    """Ruin a model's weights in place."""
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.zero_()

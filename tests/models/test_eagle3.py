@@ -40,8 +40,6 @@ def tensors() -> dict[str, Tensor]:
 
 
 class Recording(Eagle3Drafter):
-    """Keeps the logits and the recycled state of every draft."""
-
     def __call__(self, query: Any, features: Tensor, store: Any) -> tuple[Tensor, Tensor]:
         found = super().__call__(query, features, store)
         self.calls.append((found[0][0, -1], found[1][0, -1]))

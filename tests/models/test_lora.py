@@ -85,7 +85,6 @@ def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> 
 
 
 def merged_by_hand(folder: Path, base: str, pairs: dict, scale: Any) -> Path:
-    """The checkpoint with W + scale * B A."""
     shutil.copytree(GOLDEN / base, folder)
     weights = load_file(folder / "model.safetensors")
     for name, (down, up) in pairs.items():

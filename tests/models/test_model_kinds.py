@@ -31,7 +31,6 @@ def causal() -> Model:
 
 
 def calls_of(module: nn.Module) -> list[int]:
-    """One entry for every call that comes."""
     calls: list[int] = []
     module.register_forward_pre_hook(lambda *args: calls.append(1))
     return calls
@@ -151,8 +150,6 @@ def test_models_of_ones_own_are_language_models() -> None:
 
 
 class Bare(nn.Module):
-    """A causal module that names none of its parts."""
-
     def __init__(self, embeddings: Any = "no method") -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)

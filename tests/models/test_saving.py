@@ -477,16 +477,9 @@ def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: P
     expected = logits(model, IDS)
     assert torch.equal(module(input_ids=torch.tensor([IDS]), use_cache=False).logits[0], expected)
     facts = model.facts
-    again = paradec.wrap(
-        module,
-        mask_token_id=facts.mask_token_id,
-        eos_token_id=facts.eos_token_ids,
-        pad_token_id=facts.pad_token_id,
-        prediction=facts.prediction,
-        topology=facts.topology,
-        block_length=facts.block_length,
-        block_align="prompt" if facts.prompt_aligned else "absolute",
-    )
+    same_facts = {name: getattr(facts, name) for name in ("mask_token_id", "pad_token_id", "prediction", "topology")}
+    same_facts |= {"eos_token_id": facts.eos_token_ids, "block_length": facts.block_length}
+    again = paradec.wrap(module, **same_facts, block_align="prompt" if facts.prompt_aligned else "absolute")
     answers = [
         paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, again)
     ]

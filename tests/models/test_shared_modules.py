@@ -23,13 +23,11 @@ IDS9 = random_ids(2, 9)
 
 
 def logits(model: Model, **more: Any) -> Tensor:
-    """The model's logits of `IDS9`."""
     positions = torch.arange(9).expand(2, 9)
     return model(Query(rows=torch.arange(2).numpy(), tokens=IDS9, positions=positions, **more))
 
 
 def plain(module: Any) -> Tensor:
-    """What the module computes in its owner's hands."""
     with torch.inference_mode():
         return module(input_ids=IDS9).logits
 

@@ -76,7 +76,6 @@ def prompts(model: Model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' own greedy answers, end tokens included."""
     found = []
     for row in prompts:
         mask = torch.ones(1, len(row), dtype=torch.int64)

@@ -41,7 +41,6 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
 
 
 def expected(formats: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """What one process answers."""
     return {
         name: answers(paradec.load(place_of(name, str(folder)), dtype="float64"), cases)
         for name, cases in formats.items()
@@ -74,7 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def short(folder: Path) -> list[Any]:
-    """What two processes did."""
     words = ["generate", "--in", str(folder / "prompts.txt"), "--out", str(folder / "answers.jsonl"), "--batch", "1"]
     return in_ranks("short", {"formats": FORMATS, "folder": str(folder), "words": words})
 

@@ -25,7 +25,6 @@ GIVEN: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
 
 
 def changed(model: Model, share: float = 0.3) -> dict[str, Tensor]:
-    """Other weights under the module's own names."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: tensor + share * torch.randn(tensor.shape, generator=generator).to(tensor)

@@ -39,7 +39,6 @@ TORCH = (
 
 
 def recode(file: Path, name: str, dtype: torch.dtype) -> None:
-    """Store a tensor of a file as another dtype."""
     later = file.stat().st_mtime_ns + 10**9  # `load_filter` reads a file of the same time once
     if file.suffix == ".safetensors":
         weights = load_file(file)
@@ -51,7 +50,6 @@ def recode(file: Path, name: str, dtype: torch.dtype) -> None:
 
 
 def told(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
     with safe_open(file, "pt") as opened:
         return opened.metadata() or {}
 
@@ -204,7 +202,6 @@ def test_integers_that_are_no_weights(tmp_path: Path) -> None:
 
 
 def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path, Path]:
-    """A checkpoint with float8 matrices and their scales, and the same one in bfloat16."""
     weights = {name: value.bfloat16() for name, value in random_weights(config).items()}
     stored, plain = dict(weights), dict(weights)
     for name, value in weights.items():

@@ -38,7 +38,6 @@ DECODERS = ["Llama", "Qwen2", "Qwen3"]
 
 
 def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-    """Logits of one evaluation of all columns."""
     rows, length = ids.shape
     positions = torch.arange(length).expand(rows, length)
     query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=wanted, valid=valid)
@@ -129,7 +128,6 @@ def test_a_base_model_that_is_passed_by() -> None:
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The golden LLaDA checkpoint through the modeling file beside it, loaded with trust_remote_code, float64."""
     folder = tmp_path_factory.mktemp("remote") / "llada"
     shutil.copytree(GOLDEN / "llada-tiny", folder)
     for file in (TESTS / "remote_code").glob("*.py"):

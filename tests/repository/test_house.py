@@ -79,17 +79,7 @@ def module_path(name: str) -> Path | None:
 
 
 LAYERS = (
-    *(
-        "core",
-        "kernels",
-        "attention",
-        "caches",
-        "models",
-        "constraints",
-        "request",
-        "samplers",
-        "api",
-    ),
+    *("core", "kernels", "attention", "caches", "models", "constraints", "request", "samplers", "api"),
     *("batching", "tools", "integrations schedulers", "cli"),
 )
 """Packages from below to above: each imports those before it. Diffusers' hooks and schedulers share a layer."""

@@ -17,8 +17,6 @@ from paradec import schedulers
 
 
 class Prompts:
-    """Stands for a processor: unequal prompts, padded on the left."""
-
     eos_token_id = None
 
     def __init__(self, rows: list[list[int]]):

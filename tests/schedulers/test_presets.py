@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
-from scheduler_runs import BLOCK, TEXT, BlockCausal, run
+from scheduler_runs import BLOCK, BlockCausal, run
 from tiny_models import MASK, tiny
 
 import paradec
@@ -60,14 +60,6 @@ def test_steps_are_a_block_s(model: Model) -> None:
     greedy = {**called, "temperature": 0.0}
     expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
     assert torch.equal(run(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
-
-
-@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
-def test_every_sampler_with_a_scheduler_gets_it(cls: Any) -> None:
-    if cls in (schedulers.CombinationScheduler, schedulers.Learn2PDScheduler):
-        return  # above; and one that needs a filter for the model
-    made = schedulers.from_preset({"sampler": cls.sampler_name})
-    assert type(made) is cls and made.sampler == samplers.create(cls.sampler_name)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from paradec.models.adapter import Model
 
 
 class Base:
-    """The loops that SGLang's documentation of an algorithm promises."""
-
     def __init__(self, config: Any):
         self.block_size, self.mask_id = config.block_size, config.mask_id
         self.fdfo = config.first_done_first_out_mode

@@ -151,8 +151,6 @@ def test_left_neighbours_are_kept_between_forwards() -> None:
 
 
 class Runner:
-    """What vLLM does with a sampler of canvases."""
-
     def __init__(self, model: Model, draw: random.Random):
         self.model, self.draw, self.served = model, draw, Served(model.facts, {})
         self.slots: dict[int, Slot | None] = {}
@@ -174,7 +172,6 @@ class Runner:
         self.ready.discard(number)
 
     def step(self) -> dict[int, list[int]]:
-        """One forward of some requests: what each of them emits."""
         numbers = [number for number in self.slots if self.draw.random() < 0.8] or [*self.slots][:1]
         self.draw.shuffle(numbers)
         logits, counts, sizes = [], [0], [0]

@@ -93,8 +93,6 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 
 class Engine:
-    """vLLM and paradec with the same weights."""
-
     def __init__(self, folder: Path, **options: Any):
         arguments: dict[str, Any] = {
             "dtype": "float32",
@@ -115,14 +113,12 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner."""
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def params(self, new: int, said: Any = None, **others: Any) -> SamplingParams:
         return SamplingParams(max_tokens=new, extra_args=None if said is None else {"paradec": said}, **others)
 
     def answers(self, prompts: list[list[int]], params: Any) -> list[Any]:
-        """The outputs of one call of `generate`."""
         found = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [output.outputs[0] for output in found]
 
@@ -136,7 +132,6 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Give the engine's memory and groups back, for the next one of the process."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()

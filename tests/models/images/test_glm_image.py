@@ -34,7 +34,6 @@ def model() -> GlmImageModel:
 
 @lru_cache
 def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
-    """A recorded case's arrays, its grid and its rows."""
     arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
     grid = model().grid_of(tuple(facts["large"]), facts["small"] and tuple(facts["small"]))
     rows = [ids[mask > 0].tolist() for ids, mask in zip(arrays["input_ids"], arrays["attention_mask"], strict=True)]

@@ -161,21 +161,7 @@ def test_prompts_as_long_as_the_model_takes(name: str) -> None:
                 paradec.generate_images(model, both[0], negative_prompt=both[1], output_type="latent", **sizes)
 
 
-def test_the_longest_prompt_is_decoded() -> None:
-    model, grid, _, request = small_grid("janus")
-    prompt = request["prompts"][0]
-    longest = [prompt[0]] * (model.facts.max_length - grid.length - len(prompt)) + prompt
-    for both in ((longest, prompt), (prompt, longest)):
-        laid = model.request([both[0]], grid, negative_prompt=[both[1]])
-        out = paradec.generate_images(
-            model, [both[0]], negative_prompt=[both[1]], guidance_scale=2.0, temperature=0, output_type="latent"
-        )
-        assert torch.equal(out.tokens, greedy(laid, grid, 2.0))
-
-
 class Words:
-    """A tokenizer of five words."""
-
     bos_token = "<s>"
     ids = {"<s>": 1, "fox": 50, "no": 51, "fog": 52, "3*4": 53, "<|image start|>": 54, "<|image token|>": 55}
 

@@ -324,8 +324,6 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 class Payload:
-    """What a pickle could do."""
-
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("harm",)
 

@@ -23,7 +23,6 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
-from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.pictures.nar import diagonal
 
 NAMES = cases("nar", "steps")
@@ -184,15 +183,6 @@ def test_guidance_ends_and_leaves_one_branch() -> None:
         never = paradec.samplers.create("nar")
         state = decode(never, model, never.start(model, laid.prompts, guidance_scale=scale, **given))
         assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
-
-
-def test_top_p_is_taken_of_what_top_k_leaves() -> None:
-    model = tiny_nar()
-    logits = torch.tensor([0.4, 0.35, 0.25]).double().log()
-    # of 0.4 and 0.35 the first has 0.533, so that the second crosses 0.6; of all three it would cross it too
-    torch.testing.assert_close(filtered_distribution(logits, 1.0, 2, 0.6), torch.tensor([0.4, 0.35, 0]).double() / 0.75)
-    assert filtered_distribution(logits, 1.0, 2, 0.5).tolist() == [1, 0, 0]  # of all three 0.4 alone is less than 0.5
-    assert model.defaults["top_k"] == 2000 and tiny_nar("t2i").defaults["top_k"] is None
 
 
 def test_cells_of_a_picture_that_is_no_square() -> None:

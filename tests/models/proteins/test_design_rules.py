@@ -28,7 +28,6 @@ TIES = ((0, 6), (1, 7), (2, 8, 10), (9, 4))
 
 
 def dimer(name: str = "dimer", **changes: Any) -> Structure:
-    """Eleven residues in two chains."""
     return piece(20, 31, name, chains="AAAAAABBBBB", **changes)
 
 

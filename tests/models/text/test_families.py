@@ -418,14 +418,6 @@ def test_text_and_chat(model: Model) -> None:
     assert chat.sequences[0, :5].tolist() == [1, 5, 6, 2, 1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_narrower_types_decode(family: str, folders: dict[str, Path], dtype: str) -> None:
-    model = paradec.load(folders[family], dtype=dtype, device_map="cpu")
-    assert model.dtype == getattr(torch, dtype)
-    out = paradec.generate(model, PROMPTS, max_new_tokens=5, cache="prefix", eos_early_stop=False)
-    assert out.new_tokens.shape == (len(PROMPTS), 5)
-
-
 def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
     """Fast-dLLM v2's inner blocks: a divisor of the model's block, counted from position 0 too."""
     state = samplers.create("threshold").start(model, [PROMPTS[0]], max_new_tokens=NEW, block_length=2)

@@ -29,7 +29,6 @@ FORWARDS = [
 
 @functools.cache
 def loaded(folder: Path) -> Any:
-    """A checkpoint with the facts in `forwards.json`."""
     facts = read_json(folder / "forwards.json")["facts"]
     return paradec.load(folder, mask_token_id=facts["mask"], block_length=facts["block"])
 

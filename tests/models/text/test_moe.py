@@ -45,7 +45,6 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=CHECKPOINTS, ids=lambda folder: folder.name)
 def checkpoint(request: pytest.FixtureRequest) -> Path:
-    """With recorded numbers."""
     return request.param
 
 
@@ -505,7 +504,6 @@ LLAMA = {
 
 
 def write_diffcoder(folder: Path, **fields: Any) -> tuple[Path, Any]:
-    """A Stable-DiffCoder folder, and transformers' Llama with its weights."""
     config = transformers.LlamaConfig(
         **{key: LLAMA[key] for key in LLAMA if key not in ("architectures", "rope_theta")}
     )

@@ -121,11 +121,6 @@ def test_another_base(tmp_path: Path) -> None:
             paradec.load(folder, rope_theta=wrong)  # type: ignore[arg-type]
 
 
-def test_a_length_that_the_file_leaves_as_it_was(tmp_path: Path) -> None:
-    model = paradec.load(checkpoint(tmp_path, "dream", rope_scaling=SCALED["yarn"], max_position_embeddings=8))
-    assert (model.facts.max_length, model.facts.trained_length) == (32, 8)
-
-
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from paradec.core.prompts import encode
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import Request
-from paradec.samplers.masked.loop import MaskedSampler
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
 from paradec.tools.evaluation.compare import Result
@@ -159,28 +158,6 @@ def test_steps_are_a_share_of_the_positions() -> None:
     # a multiple of the blocks, as requests must have it
     assert quarter.request(60, blocks=4) == {"steps": 16}
     assert Configuration("low_confidence", {"steps": 5}).request(64) == {"steps": 5}
-
-
-@dataclass(frozen=True)
-class Reckless(MaskedSampler):
-    """Not in the package: commits everything at once."""
-
-    name = "reckless"
-    sweep = ({"temperature": 0.5},)
-
-    def select(self, view: Any) -> torch.Tensor:
-        return view.candidates
-
-
-def test_a_sampler_of_ones_own_is_compared(packaged: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers.registry, "_targets", dict(samplers.registry._targets))
-    samplers.register("reckless", Reckless)
-    questions = evaluation.packaged_questions("shuffle", limit=8)
-    found = evaluation.compare(packaged, questions=questions, names="reckless", batch=8, max_new_tokens=12)
-    base, ours, warm = found.results
-    assert [result.configuration.name for result in found.results[1:]] == ["reckless", "reckless(temperature=0.5)"]
-    assert ours.nfe == warm.nfe == 1
-    assert ours.accuracy() <= base.accuracy() - 0.5  # several right answers at once are a wrong one
 
 
 def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:

@@ -11,8 +11,6 @@ import paradec
 
 
 class Tags(HTMLParser):
-    """The tags of a text, and its words outside of them."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []

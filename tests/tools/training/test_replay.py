@@ -35,12 +35,10 @@ def tensors() -> dict[str, Tensor]:
 
 @functools.cache
 def checkpoint(name: str, dtype: str) -> Model:
-    """A case's model: beside the cases, or one of the text family's."""
     return paradec.load(find_checkpoint(name, "drafters"), dtype=dtype)
 
 
 def recorded(number: int) -> Rollout:
-    """A case as a rollout."""
     case, found = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
     length = torch.tensor([len(found["final"])])
     return Rollout(
@@ -323,8 +321,6 @@ def test_unfinished_short_and_mask_0() -> None:
 
 
 class Table(torch.nn.Module):
-    """Takes no padding: rows of unequal lengths are in calls of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(41, 41, dtype=torch.float64))

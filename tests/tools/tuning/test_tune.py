@@ -61,21 +61,17 @@ def tuned(model: Model, answers: list[list[int]]) -> Tuning:
 
 @pytest.fixture(scope="module")
 def by_hand(model: Model, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
-    """A study of nothing but what is set by hand, and what it found."""
     file = tmp_path_factory.mktemp("study") / "study.db"
     return file, paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
 
 
 def plainly(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
-    """Score and forwards of one prompt, by itself."""
     out = paradec.generate(model, prompt, preset=preset, seed=SMALL["seed"])
     ids = out.new_tokens[0, : out.tokens[0]].tolist()
     return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
 
 
 def timeless(found: Tuning) -> dict[str, Any]:
-    """All but the seconds."""
-
     def without(data: Any) -> Any:
         if isinstance(data, dict):
             return {name: without(value) for name, value in data.items() if name != "seconds"}
@@ -218,8 +214,6 @@ def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
 
 
 class Counted:
-    """How often prompts were decoded."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.prompts, self.choosing, own = 0, 0, Half.decode
 
