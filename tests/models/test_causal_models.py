@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from typer.testing import CliRunner
@@ -173,18 +172,6 @@ def test_what_does_not_fit_is_one_line(
     with pytest.raises(ValueError, match=message) as error:
         paradec.load(folder, **given)
     assert "\n" not in str(error.value)
-
-
-def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
-    folder = saved(tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(paradec.CheckpointError, match="lm_head.weight is int8"):
-        paradec.load(folder)
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(paradec.CheckpointError, match="adapter_config.json; merge"):
-        paradec.load(folder)
 
 
 def header(architecture: str, *more: tuple[str, bytes]) -> bytes:

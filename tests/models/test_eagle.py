@@ -14,7 +14,6 @@ from image_models import CODES, tiny_llamagen
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import BertConfig, BertForMaskedLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paradec
 from paradec.core.family_queries import CausalQuery
@@ -472,24 +471,6 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     sampler = paradec.samplers.create("speculative", drafter=narrow)
     out = paradec.generate(base, input_ids=PROMPTS, sampler=sampler, max_new_tokens=6, temperature=0)
     assert out.new_tokens.tolist() == greedy(base.module, PROMPTS, 6)
-
-
-def test_rope_parameters_instead_of_rope_theta(tmp_path: Path) -> None:
-    """As transformers 5 writes them; scaled angles are transformers' to compute."""
-    base, (config, weights) = tiny_base(), checkpoint()
-    said = [
-        {"rope_theta": 77.0},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
-        {"rope_theta": 77.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}},
-        {"rope_theta": 154.0},
-    ]
-    found = []
-    for number, fields in enumerate(said):
-        folder = write(tmp_path / str(number), config | fields, weights)
-        drafter = paradec.load_drafter(folder, base=base)
-        found.append(LlamaRotaryEmbedding(drafter.module.config).inv_freq)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0] / 2, found[2])
-    assert not torch.equal(found[0], found[3])
 
 
 def wrong_checkpoints() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from canvases import tiny_module
 from image_models import FAMILIES
-from tiny_models import END, VOCAB, tiny
+from tiny_models import END, tiny
 from torch import Tensor, nn
 
 import paradec
@@ -23,7 +22,6 @@ from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 NAMES = samplers.names()
-CAUSAL = [name for name in NAMES if samplers.get(name).family == "draft_verify"]
 
 
 def causal() -> Model:
@@ -149,39 +147,8 @@ def test_models_of_ones_own_are_language_models() -> None:
     assert torch.equal(out.sequences, paradec.generate(inner, [1, 2], max_new_tokens=3).sequences)
 
 
-class Bare(nn.Module):
-    def __init__(self, embeddings: Any = "no method") -> None:
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=VOCAB)
-        self.table = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)).double())
-        if embeddings != "no method":
-            self.get_input_embeddings = embeddings
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table[ids]
-
-
 def raises() -> None:
     raise NotImplementedError("no embeddings here")
-
-
-@pytest.mark.parametrize("embeddings", ["no method", lambda: None, lambda: object(), raises])
-@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("self_speculative", "sjd_pac")])
-def test_samplers_on_modules_without_parts(name: str, embeddings: Any) -> None:
-    module = Bare(embeddings)
-    model = paradec.wrap(module, topology="causal", prediction="shifted")
-    settings = {"drafter": model} if name == "speculative" else {}
-    sampler, calls = samplers.create(name, **settings), calls_of(module)
-    reads = getattr(sampler, "compared_by", "")
-    if not reads and name != "zipar":  # which needs a grid
-        assert paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3, seed=0).tokens == [3]
-        return
-    with pytest.raises(ValueError) as raised:
-        paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3)
-    assert not calls
-    assert repr(name) in str(raised.value)
-    if reads:
-        assert str(raised.value) == f"sampler {name!r} needs a model with {reads}; Bare has none"
 
 
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")

@@ -422,21 +422,6 @@ def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipel
     assert all(type(layer.attn1.processor).__name__ != "_Keeping" for layer in amused.transformer.transformer_layers)
 
 
-def test_recap_session_evaluates_the_targets_cells(amused: AmusedPipeline) -> None:
-    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
-        first = latents(amused)
-        cells = session.report().cells
-        assert [whole for _, whole in cells] == [16] * 6 and [some for some, _ in cells[:3]] == [16] * 3
-        assert 0 < cells[3][0] <= 16 and cells[4][0] == 16 and cells[5][0] <= 16
-        assert session.report().bytes > 0 and "6 calls" in str(session.report())
-        with pytest.raises(RuntimeError, match="mid-run"):
-            latents(amused, seed=9, callback=_raise)
-        assert torch.equal(latents(amused), first) and not (first == IMAGE_MASK).any()
-        with pytest.raises(ValueError, match="ReCAP session already"):
-            paradec.accelerate(amused, paradec.samplers.create("recap"))
-
-
 def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipeline) -> None:
     """As many cells of 2 x 2 as hold a target, of the image with most of them; in both branches of guidance its own."""
     amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
@@ -486,11 +471,6 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
             latents(amused, callback=nested)
         assert torch.equal(found[0], fast) and torch.equal(latents(amused), fast)
     assert torch.equal(latents(amused), plain)
-
-
-def _raise(step: int, timestep: Tensor, found: Tensor) -> None:
-    if step == 3:
-        raise RuntimeError("mid-run")
 
 
 def test_what_is_given_of_an_image_stays() -> None:

@@ -318,21 +318,3 @@ def test_pdb_files(tmp_path: Path) -> None:
         read_pdb(file)
     with pytest.raises(OSError):
         read_pdb(tmp_path / "none.pdb")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"coordinates": [[0]]}, TypeError, "coordinates of bad must be floating-point, not list"),
-        ({"coordinates": torch.zeros(3, 4, 3, dtype=torch.int64)}, TypeError, "not torch.int64"),
-        ({"coordinates": torch.zeros(3, 5, 3)}, ValueError, r"shape \(3, 5, 3\); expected \[residues, 4, 3\]"),
-        ({"coordinates": torch.zeros(0, 4, 3)}, ValueError, "not empty"),
-        ({"coordinates": torch.full((3, 4, 3), torch.inf)}, ValueError, "coordinates of bad are infinite"),
-        ({"sequence": "MQ"}, ValueError, "sequence of bad has 2 entries; its coordinates have 3 residues"),
-        ({"sequence": "MQB"}, ValueError, "sequence of bad holds B; allowed are ACDEFGHIKLMNPQRSTVWYX"),
-        ({"sequence": 3}, TypeError, "sequence of bad must be a text, not int"),
-    ],
-)
-def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        piece(0, 3, "bad", **changes)

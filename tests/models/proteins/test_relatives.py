@@ -155,6 +155,14 @@ def test_atoms_that_are_no_context() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"coordinates": [[0]]}, TypeError, "coordinates of bound-two must be floating-point, not list"),
+        ({"coordinates": torch.zeros(24, 4, 3).long()}, TypeError, "not torch.int64"),
+        ({"coordinates": torch.zeros(24, 5, 3)}, ValueError, r"shape \(24, 5, 3\); expected \[residues, 4, 3\]"),
+        ({"coordinates": torch.zeros(0, 4, 3)}, ValueError, "not empty"),
+        ({"coordinates": torch.full((24, 4, 3), torch.inf)}, ValueError, "coordinates of bound-two are infinite"),
+        ({"sequence": "MQ"}, ValueError, "sequence of bound-two has 2 entries; its coordinates have 24 residues"),
+        ({"sequence": "MQB" * 8}, ValueError, "sequence of bound-two holds B; allowed are ACDEFGHIKLMNPQRSTVWYX"),
+        ({"sequence": 3}, TypeError, "sequence of bound-two must be a text, not int"),
         ({"atoms": [[0, 0, 0]]}, TypeError, "atoms of bound-two must be a floating-point tensor, not list"),
         ({"atoms": torch.zeros(2, 3)}, ValueError, r"have shape \(2, 3\); expected \[23, 3\]"),
         ({"atoms": torch.full((23, 3), torch.nan)}, ValueError, "hold NaN or infinite coordinates"),

@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import paradec
-from paradec import caches, cli, samplers
+from paradec import cli, samplers
 from paradec.cli import show
 from paradec.cli.tables import FORMATS
 from paradec.core.prompts import encode
@@ -150,14 +150,6 @@ def test_the_baseline_comes_first_and_once() -> None:
     assert names[0] == "threshold" and len(set(names)) == len(names)
     assert {configuration.sampler for configuration in evaluation.configurations()} == {*MASKED, *COMBINATIONS}
     assert [c.name for c in evaluation.configurations(["factor"])][:2] == ["threshold", "factor"]
-
-
-def test_steps_are_a_share_of_the_positions() -> None:
-    quarter = Configuration("low_confidence", {"steps": 1 / 4})
-    assert quarter.request(64) == {"steps": 16} and quarter.request(2) == {"steps": 1}
-    # a multiple of the blocks, as requests must have it
-    assert quarter.request(60, blocks=4) == {"steps": 16}
-    assert Configuration("low_confidence", {"steps": 5}).request(64) == {"steps": 5}
 
 
 def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
@@ -520,37 +512,6 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "bad.py").write_text(text)
         result = run("--samplers", f"{tmp_path / 'bad.py'}:Mine")
         assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
-
-
-OWN_CACHE = """
-from dataclasses import dataclass
-from paradec.caches.prefix import PrefixCache
-
-@dataclass(frozen=True)
-class Mine(PrefixCache):
-    name = "mine_of_a_file"
-    look: int = 0
-"""
-
-
-def test_a_cache_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches.registry, "_targets", dict(caches.registry._targets))
-    file, out = tmp_path / "own_cache.py", tmp_path / "results.json"
-    file.write_text(OWN_CACHE)
-    flags = ("--tasks", "copy", "--limit", 2, "--max-new-tokens", 6, "--block-length", 2, "--defaults", "--samplers")
-    flags += ("low_confidence", "--out", out)
-    own = ("--cache", f"{file}:Mine(look=2)")
-    positions = []
-    for cache in (own, ("--cache", "prefix"), ()):
-        found = run(*flags, *cache)
-        assert found.exit_code == 0, found.output
-        positions.append(json.loads(out.read_text())["results"][1]["forwarded_tokens"])
-    assert positions[0] == positions[1] < positions[2]
-    assert run(*flags, *own).exit_code == 0 and run(*flags, *own, "--resume").exit_code == 0
-    file.write_text(OWN_CACHE + "\n# another plan\n")
-    assert "cache_source" in run(*flags, *own, "--resume").stderr
-    refused = run("--cache", f"{file}:dataclass")
-    assert refused.exit_code == 2 and "must be a class of a cache" in refused.stderr
 
 
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:
