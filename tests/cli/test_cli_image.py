@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    AmusedPipeline,
-    AmusedScheduler,
-    UVit2DModel,
-    VQModel,
-)
+from diffusers import AmusedPipeline, AmusedScheduler, UVit2DModel, VQModel
 from PIL import Image, ImageChops
 from places import GOLDEN
 from safetensors.torch import save_file
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 from typer.testing import CliRunner
 
 import paradec

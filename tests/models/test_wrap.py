@@ -59,11 +59,8 @@ def test_encoders_compute_what_they_compute(name: str) -> None:
 def hand_made(topology: str, length: int, block: int) -> Tensor:
     """[1, 1, L, L]: 0 where a query sees a key, -inf where it does not."""
     query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
-    sees = {
-        "bidirectional": query >= 0,
-        "causal": key <= query,
-        "block_causal": key // block <= query // block,
-    }[topology].expand(length, length)
+    masks = {"bidirectional": query >= 0, "causal": key <= query, "block_causal": key // block <= query // block}
+    sees = masks[topology].expand(length, length)
     return torch.zeros(length, length, dtype=torch.float64).masked_fill(~sees, -torch.inf)[None, None]
 
 

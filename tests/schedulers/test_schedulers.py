@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AmusedPipeline,
-    AmusedScheduler,
-    BlockRefinementScheduler,
-    LLaDA2Pipeline,
-    UVit2DModel,
-    VQModel,
-)
+from diffusers import AmusedPipeline, AmusedScheduler, BlockRefinementScheduler, LLaDA2Pipeline, UVit2DModel, VQModel
 from scheduler_runs import BLOCK, TEXT, BlockCausal, run
 from side_by_side import together
 from tiny_models import END, MASK, VOCAB, tiny

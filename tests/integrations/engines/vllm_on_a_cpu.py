@@ -102,11 +102,7 @@ class Engine:
             **options,
         }
         self.llm = LLM(
-            model=str(folder),
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            **arguments,
+            model=str(folder), enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, **arguments
         )
         self.model: Model = paradec.load(folder)
         self.exact: Model = paradec.load(folder, dtype="float64")

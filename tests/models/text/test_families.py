@@ -16,15 +16,7 @@ import transformers
 from fitting import fits, taken, topology_of
 from safetensors.torch import load_file, save_file
 from scripts import load_script
-from text_families import (
-    BLOCK,
-    CONFIGS,
-    MASK_NAMES,
-    SDAR,
-    SIZES,
-    write,
-    write_tokenizer,
-)
+from text_families import BLOCK, CONFIGS, MASK_NAMES, SDAR, SIZES, write, write_tokenizer
 from tiny_models import tiny
 from torch import Tensor
 

@@ -57,6 +57,11 @@ def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
         (["--study", "/nowhere/x.db"], "cannot write --study"),
         (["--out", "/nowhere/x.json"], "cannot write --out"),
         (["--point", "0"], "'--point'"),
+        (["--budget", "3"], "--budget needs --pipeline"),
+        (["--pipeline", "digits-dit", "--mask", "x"], "--mask is not for --pipeline"),
+        (["--pipeline", "digits-ar"], "is no diffusers pipeline"),
+        (["--pipeline", "digits-dit", "--budget", "0"], "'--budget'"),
+        (["--pipeline", "digits-dit", "--where", "modul"], "did you mean 'module'"),
     ],
 )
 def test_wrong_options_give_one_line(arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,21 +79,6 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
     assert run("--help").exit_code == 0 and "--study" in run("--help").stdout
     done = run("--limit", "1")
     assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--budget", "3"), "--budget needs --pipeline"),
-        (("--pipeline", "digits-dit", "--mask", "x"), "--mask is not for --pipeline"),
-        (("--pipeline", "digits-ar"), "is no diffusers pipeline"),
-        (("--pipeline", "digits-dit", "--budget", "0"), "'--budget'"),
-        (("--pipeline", "digits-dit", "--where", "modul"), "did you mean 'module'"),
-    ],
-)
-def test_wrong_calls_for_a_pipeline(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert done.exit_code == 2 and message in done.stderr, done.stderr
 
 
 @pytest.mark.full
