@@ -34,9 +34,6 @@ Calls = list[tuple[int, list[int]]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
 
 
-# ---- checkpoints and a plain module --------------------------------------------------------------------------------
-
-
 def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Write one with random sizes and ids."""
     heads, vocab = rng.choice([2, 4]), rng.choice([12, 20, 33])
@@ -166,9 +163,6 @@ def compare(
     assert ours == [(width * branches, sorted(made)) for width, made in calls if made]
 
 
-# ---- LLaDA, Fast-dLLM, dKV-Cache -----------------------------------------------------------------------------------
-
-
 def quota(masks: int, steps: int) -> list[int]:
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
@@ -296,9 +290,6 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
     )
 
 
-# ---- Dream ---------------------------------------------------------------------------------------------------------
-
-
 def plain_dream(
     net: Net, mask: int, prompt: list[int], new: int, steps: int, alg: str, seed: int, eps: float, **request: Any
 ) -> tuple[Tensor, Calls]:
@@ -371,9 +362,6 @@ def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
             settings["alg_temp"] = rng.choice([None, 0.0, 0.5])
         expected = plain_dream(net, mask, prompt, new, alg=alg, seed=seed, **{"alg_temp": None} | settings, **request)
         compare(model, prompt, new, samplers.create(alg, **settings), expected, seed=seed, **request)
-
-
-# ---- draft and verify ----------------------------------------------------------------------------------------------
 
 
 def inverse(weights: np.ndarray, number: float) -> int:

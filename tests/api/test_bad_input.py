@@ -277,8 +277,6 @@ class Words:
         return " ".join("abu?"[i] for i in ids.tolist())
 
 
-# ---- samplers, caches, blocks --------------------------------------------------------------------------------------
-
 SETTINGS = [
     ("threshold", "threshold", [-0.1, 1.1, float("nan"), True]),
     ("threshold", "quota_per_step", ["often", None, 3]),
@@ -351,9 +349,6 @@ def test_models_without_a_mask_token_are_refused() -> None:
     assert causal.module.calls == 0
 
 
-# ---- parts of one's own --------------------------------------------------------------------------------------------
-
-
 def own(**declared: Any) -> Any:
     """A class as somebody might write it, who follows docs/write_a_sampler.md."""
     space = {"name": "own", "summary": "x", "select": lambda self, view: view.candidates} | declared
@@ -422,9 +417,6 @@ def test_classes_that_lack_a_name_or_are_no_dataclass(monkeypatch: pytest.Monkey
         paradec.generate(paradec.load(), "Sort: fig", sampler=bare(), max_new_tokens=4)
 
 
-# ---- what only shows while decoding --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
@@ -451,8 +443,6 @@ def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
     paradec.decode(sampler, model, state)  # the state is as good as before
     assert state.done
 
-
-# ---- random arguments ----------------------------------------------------------------------------------------------
 
 FUZZ = settings(max_examples=40, deadline=5_000, derandomize=True, suppress_health_check=list(HealthCheck))
 NUMBERS = st.one_of(

@@ -58,9 +58,6 @@ def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance:
         assert one.entropy == pytest.approx(entropy, abs=1e-12)
 
 
-# ---- transformers' pipeline -----------------------------------------------------------------------------------------
-
-
 def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
     from transformers.decision import DecisionConfig
     from transformers.pipelines import DecisionPipeline
@@ -98,8 +95,6 @@ def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(predic
     expected = pipeline_answers(module, f"{template}{read}<|end|>", {})
     check_answers(paradec.decide(model_of("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
 
-
-# ---- plain loops ----------------------------------------------------------------------------------------------------
 
 FEW = {
     "a": Span("What?", ["level", "Yes or No", "Yes", "only level"]),
@@ -240,9 +235,6 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
     assert found.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
 
 
-# ---- rows, calibration ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [*MODELS, pytest.param("canvas", marks=pytest.mark.full)])
 def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> None:
     model = canvas_model() if kind == "canvas" else MODELS[kind]()
@@ -326,9 +318,6 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         paradec.fit_temperature(decided, [{}])
 
 
-# ---- recorded cases -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", named("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
@@ -350,9 +339,6 @@ def test_recorded_answers(name: str) -> None:
             found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
             check_answers(found, {key: case["expected"]["answers"][key]}, 1e-9)
             assert found[key].mass == pytest.approx(1)
-
-
-# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 def test_special_tokens_in_a_state_are_text() -> None:
@@ -409,9 +395,6 @@ def test_values_are_copied_saved_and_compared() -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert data["answers"]["spam"]["probabilities"][0] == [True, found["spam"].probabilities[True]]
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 class Untouched(Says):

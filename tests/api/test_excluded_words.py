@@ -178,8 +178,6 @@ def test_large_vocabularies_in_float32(name: str) -> None:
     assert found[:2] == found[2:]
 
 
-# ---- the formula ----------------------------------------------------------------------------------------------------
-
 SCALES = [0.0, 0.3, 1.0, 1.5, 7.0]
 
 

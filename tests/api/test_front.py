@@ -33,9 +33,6 @@ def python(code: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-# ---- what is imported ----------------------------------------------------------------------------------------------
-
-
 def test_importing_paradec_brings_neither_torch_nor_what_needs_it() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'diffusers', 'rich', 'typer'}"
     code = f"""
@@ -67,9 +64,6 @@ except SystemExit as end:
     assert python(code)[-1] == ("2" if arguments == ["generate"] else "0")
 
 
-# ---- names ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("package", [samplers, caches])
 def test_classes_are_found_by_their_names(package: Any) -> None:
     for name in package.names():
@@ -82,9 +76,6 @@ def test_classes_are_found_by_their_names(package: Any) -> None:
     assert inspect.signature(samplers.Threshold).parameters["threshold"].default == 0.9
     with pytest.raises(AttributeError, match="has no attribute 'Treshold'"):
         package.Treshold  # noqa: B018
-
-
-# ---- what generate takes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tensors", [None, "pt", "np"])
@@ -135,9 +126,6 @@ def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) 
     made = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
     drawn = capsys.readouterr().err
     assert "49/49" in drawn and f"forwards={made.nfe}" in drawn
-
-
-# ---- sessions, and what libraries say -------------------------------------------------------------------------------
 
 
 def test_accelerate_by_name() -> None:

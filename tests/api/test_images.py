@@ -182,9 +182,6 @@ def test_no_decoder() -> None:
     assert make(model).images.shape == (3, 4, 4)
 
 
-# ---- every sampler of the family ------------------------------------------------------------------------------------
-
-
 def draft_and_verify() -> list[str]:
     names = paradec.samplers.names()
     kinds = {name: paradec.samplers.get(name) for name in names if name != "speculative"}
@@ -214,9 +211,6 @@ def test_a_smaller_model_drafts(condition: str) -> None:
     found = make(model, sampler=sampler, temperature=0, **given)
     assert torch.equal(found.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
     assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **given).nfe < 8
-
-
-# ---- the packaged model ---------------------------------------------------------------------------------------------
 
 
 def test_packaged_model_draws_what_is_asked_for() -> None:

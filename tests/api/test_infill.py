@@ -270,9 +270,6 @@ def test_guidance_masks_what_was_given(llada64: Model) -> None:
     assert seen[0].tolist() == [row, [llada64.facts.mask_token_id] * len(row)]
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_packaged_model_completes_an_answer(packaged: Model) -> None:
     def chat(question: str, answer: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -385,9 +382,6 @@ def test_tokenizer_without_a_text_for_the_mask(packaged: Model) -> None:
     causal = paradec.wrap(unnamed.unwrap(), prediction="shifted", topology="causal")
     with pytest.raises(ValueError, match="infill needs a model with a mask token; LlamaForCausalLM is autoregressive"):
         paradec.infill(causal, [1, 2])
-
-
-# ---- masked language models ----------------------------------------------------------------------------------------
 
 
 SMALL = {

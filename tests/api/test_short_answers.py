@@ -137,9 +137,6 @@ def guided(scale: float, rows: int) -> dict[str, Any]:
     return {} if scale == 1 else {"guidance_scale": scale, "negative_prompt": NEGATIVE[:rows]}
 
 
-# ---- drafts ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "drafter", "shape"), ways())
 def test_temperature_0_is_greedy_decoding(
@@ -247,8 +244,6 @@ def test_the_distribution_of_short_answers_is_the_model_s(
     counts = exactness.counted(state.canvas[:, 1:], every, 5)
     assert exactness.p_value(counts, distribution.numpy()) > 0.01 / (2 * len(TREES))
 
-
-# ---- masks ----------------------------------------------------------------------------------------------------------
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 KINDS = list(itertools.product(("bidirectional", "block_causal"), ("same", "shifted")))

@@ -228,9 +228,6 @@ def test_what_is_sent_does_not_change_later(llada: Model) -> None:
     assert all(value.tolist() == at_the_time for value, at_the_time in kept) and kept
 
 
-# ---- the command line's view ---------------------------------------------------------------------------------------
-
-
 def test_live_view_shows_tokens_being_filled_in(packaged: Model) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200, color_system=None)

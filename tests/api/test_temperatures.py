@@ -106,8 +106,6 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
     return tokens
 
 
-# ---- the distribution itself ----------------------------------------------------------------------------------------
-
 DRAWN_FROM: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 6})
 DRAWS = 100_000
 CASES = len(DRAWN_FROM) * 3 * len(MASKED + DRAFTING)
@@ -193,9 +191,6 @@ def table_drafter(causal: dict[str, Any]) -> Constant:
     drafter = Constant(**causal)
     drafter.table = (drafter.table + drafter.table.roll(1, 1)) / 2
     return drafter
-
-
-# ---- masked samplers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thinned
@@ -352,9 +347,6 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
             answer(name, model, filter_file, 2, **taken(name, request))
-
-
-# ---- verification ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

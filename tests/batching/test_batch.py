@@ -33,9 +33,6 @@ def causal() -> Model:
     return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
 
 
-# ---- who gets a row -------------------------------------------------------------------------------------------------
-
-
 def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_other(model: Model) -> None:
     """Six prompts of two kinds, which take turns; two rows."""
     with Batch(model, batch_size=2, **REQUEST) as batch:
@@ -173,9 +170,6 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
         drained(batch)
     assert method.began == [5, 2, 2]
     check(zip(good, tickets, strict=True))
-
-
-# ---- what ends alone ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -330,9 +324,6 @@ def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> Non
         batch.add(ROWS[2])
 
 
-# ---- streamers ------------------------------------------------------------------------------------------------------
-
-
 def test_on_done_may_use_the_batch(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         found: list[Any] = []
@@ -430,9 +421,6 @@ def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
     assert [tokens(ticket) for ticket in tickets[2:]] == whole.new_tokens[2:].tolist()
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", [0, 9])
 def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, call: int) -> None:
     class Small(Failing):
@@ -520,9 +508,6 @@ def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: M
             assert max(sizes[:8]) >= max(sizes[8:])
 
 
-# ---- threads and interrupts -----------------------------------------------------------------------------------------
-
-
 def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
     rows = [[index % 36, index // 36 + 1, 3] for index in range(24)]
     whole = paradec.generate(model, rows, **REQUEST)
@@ -560,8 +545,6 @@ def test_an_interrupted_step_is_taken_again(model: Model) -> None:
         drained(batch)
     assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
 
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 NOT_HERE: dict[str, Any] = {
     "num_return_sequences": 2,

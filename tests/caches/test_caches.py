@@ -65,8 +65,6 @@ def sampler_for(cache: Any) -> str:
     return {"picks": "random", "targets": "recap"}.get(caches.get(name).facts.evaluates, "low_confidence")
 
 
-# ---- exactness ----------------------------------------------------------------------------------------------------
-
 EVERY_STEP = [
     caches.create("dkv_decode", refresh_interval=1),
     caches.create("dkv_greedy", refresh_interval=1),
@@ -206,8 +204,6 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
     assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
 
 
-# ---- holes --------------------------------------------------------------------------------------------------------
-
 HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
 """Masks at both ends and in the middle; blocks that are given whole, between blocks that are not."""
 
@@ -252,9 +248,6 @@ def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str
         assert alone.sequences[0].tolist() == filled and alone.nfe == together.row_nfe[index]
         assert [a for a, b in zip(filled, row, strict=True) if b != MASK] == [b for b in row if b != MASK]
         assert MASK not in filled
-
-
-# ---- plans --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -363,8 +356,6 @@ def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
         assert {width for _, width in model.shapes} <= {8, 16, 24, 32}
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------
-
 ENTRIES = [entry for entry in table(samplers.registry, caches.registry) if samplers.get(entry[0]).family == "masked"]
 
 
@@ -463,9 +454,6 @@ def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
         paradec.generate(
             tiny(1), [[1, 2]], sampler="random", cache="dkv_greedy", rng="reference", temperature=0.5, max_new_tokens=4
         )
-
-
-# ---- settings, cost, memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
         assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
 
 
-# ---- unequal rows, templates, batches that are refilled --------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 3, NEW])
 @pytest.mark.parametrize(("cache", "window"), EACH)
@@ -94,9 +91,6 @@ def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
     assert len(seen) == len(rows)
 
 
-# ---- prefixes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("cache", "window"), [each for each in EACH if each.values[0] != "none"])
@@ -115,9 +109,6 @@ def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: 
     plain = paradec.generate(model, turn, **asked)
     assert rows_of(second) == rows_of(plain)
     assert sum(second.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
-
-
-# ---- threads, copies, streams ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

@@ -45,9 +45,6 @@ PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in head_of(na
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 
-# ---- the sets, written out ------------------------------------------------------------------------------------------
-
-
 def near(decided: list[bool], at: int, sigma: float) -> float:
     """The share of a kernel around `at` that has been decided; beyond the row, as its ends say."""
     reach, found, total = math.ceil(6 * sigma), 0.0, 0.0
@@ -102,9 +99,6 @@ def test_every_step_evaluates_the_rules_set(prediction: str, k: int, sigma: floa
         commit = sampler.commit(state, proposal)
         for index, row in enumerate(commit.rows.tolist()):
             last[row] = set(commit.positions[index][commit.selected[index]].tolist())
-
-
-# ---- bookkeeping ----------------------------------------------------------------------------------------------------
 
 
 class Everything(D2Cache):
@@ -175,9 +169,6 @@ def test_settings_and_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             paradec.generate(model, ROWS, cache="d2", sampler=sampler, max_new_tokens=8)
-
-
-# ---- the public code's traces ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,6 @@ def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **c
     return outputs
 
 
-# ---- turns of a chat ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
 def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str) -> None:
@@ -237,9 +234,6 @@ def test_rows_find_their_own_prefix_in_any_order() -> None:
     assert one.cost.reused_tokens == [len(kept.tokens[0])] and one.new_tokens.tolist() == out.new_tokens[1:2].tolist()
 
 
-# ---- a prefix that rows share -------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
 def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
@@ -348,9 +342,6 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
 
 
-# ---- bidirectional models -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cache", "prediction"), [("prefix", "same"), ("dual", "shifted"), ("dkv_decode", "shifted"), ("dkv_pd", "same")]
 )
@@ -378,9 +369,6 @@ def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
         for index, row in enumerate(rows):
             alone = paradec.generate(model, [row], **changes)
             assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
-
-
-# ---- bad input, memory --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

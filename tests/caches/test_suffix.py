@@ -34,9 +34,6 @@ def answers(out: Any) -> list[list[int]]:
     return [row[-NEW:].tolist() for row in out.sequences]
 
 
-# ---- the rule, written out ------------------------------------------------------------------------------------------
-
-
 def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
     """The masks after a block that ends at `end`: one number each, compared or ranked."""
     after = list(range(end, min(end + suffix.window, length)))
@@ -127,9 +124,6 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
     assert left_out > 0
 
 
-# ---- given tokens, rows that come and go, copies --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cache", WITH)
 def test_given_text_after_the_window_is_context(cache: str) -> None:
     """An infilling is without masks after the window, and has its text: another token there changes the hole."""
@@ -161,9 +155,6 @@ def test_positions_evaluated(cache: str) -> None:
     assert out.cost.forwarded_tokens == [total]
 
 
-# ---- which masks ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
 def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
     found = Suffix(256, "gaussian").probabilities(prediction, 256)
@@ -184,9 +175,6 @@ def test_masks_are_kept_as_often_as_the_density_says() -> None:
     even = Suffix(16, "uniform", count=5).kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
     assert (even.sum(1) == 5).all() and not even[:, 20:].any()
     assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
-
-
-# ---- as data, and what is refused -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [*SOME, Suffix(256, "gaussian", scale=1.6, k_sigma=3.0)], ids=str)

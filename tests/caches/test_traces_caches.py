@@ -80,9 +80,6 @@ def test_block_caches(name: str, precision: str) -> None:
         assert_replayed(rows, exact)
 
 
-# ---- shifted models: the first token of a block ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", others_are_full(FORCED))
 def test_forced_first_token(name: str, precision: str) -> None:
@@ -104,9 +101,6 @@ def test_forced_first_token_by_answers(name: str) -> None:
         ours += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
         theirs += row.case["correct"][0]
     assert ours >= theirs - 1
-
-
-# ---- dKV-Cache ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,6 @@ interpreter = pytest.mark.skipif(
 )
 
 
-# ---- inputs -------------------------------------------------------------------------------------------------------
-
-
 def tensors(
     rows: int, heads: int, groups: int, length: int, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,9 +60,6 @@ def tensors(
     shapes = [(rows, count, length, width) for count in (heads, groups, groups)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return (2 * query).to(dtype), key.to(dtype), value.to(dtype)
-
-
-# ---- estimation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,9 +101,6 @@ def test_a_weak_answer_beside_a_strong_prompt_does_not_vanish() -> None:
     assert (found.double() - expected).abs().max() < 1e-6 and expected[0, 0, 0, 2:].sum() > 0.1
 
 
-# ---- selection ----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_selection_is_the_rule(data: st.DataObject) -> None:
@@ -125,9 +116,6 @@ def test_selection_is_the_rule(data: st.DataObject) -> None:
     for ranked in (None, joint):
         index = select_blocks(means, select, size, lengths=lengths, first=first, joint=ranked)
         assert torch.equal(index.to_mask(blocks), reference_selection(means, select, size, lengths, new, ranked))
-
-
-# ---- attention over lists -----------------------------------------------------------------------------------------
 
 
 def random_lists(rows: int, heads: int, blocks: int, size: int, share: float = 0.4, seed: int = 0) -> BlockIndex:
@@ -328,8 +316,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             sparse_attention(wide, wide, wide, None, backend="triton", block_size=512)
 
 
-# ---- Triton, interpreted ------------------------------------------------------------------------------------------
-
 # bfloat16: the interpreter truncates where hardware rounds
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -435,8 +421,6 @@ def test_kernels_compile_for_an_h100() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"] * 3
 
-
-# ---- decoding -----------------------------------------------------------------------------------------------------
 
 EVERYTHING = SparseD(select=1.0, block_size=8)
 SOME = SparseD(select=0.3, block_size=8)
@@ -663,9 +647,6 @@ def test_decoding_through_the_kernels() -> None:
         outs.append(paradec.generate(model, [[7] * 21], attention=settings, **request))
     assert torch.equal(outs[0].sequences, outs[1].sequences) and steps_of(outs[1]) == (0, 1, 2)
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
-
-
-# ---- what it goes with --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

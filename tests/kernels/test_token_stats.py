@@ -106,9 +106,6 @@ def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
     )
 
 
-# ---- the PyTorch paths ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
 def test_odd_vocabularies(vocabulary: int) -> None:
     logits = logits_of(6, vocabulary=vocabulary)
@@ -227,8 +224,6 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
         token_stats(logits, path="chunked")
     assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_BLOCK < logits.nbytes / 2
 
-
-# ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------
 
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
 
@@ -389,9 +384,6 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
             token_stats(logits, fields=("entropy", "smoothed_entropy"), path="chunked")
         found.append(calls)
     assert EXPONENTIALS & set(found[0]) and all(calls == found[0] for calls in found)
-
-
-# ---- samples --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
@@ -556,9 +548,6 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
         torch.set_num_threads(threads)
 
 
-# ---- what samplers see ----------------------------------------------------------------------------------------------
-
-
 def test_samplers_read_the_same_numbers_on_every_path() -> None:
     logits = logits_of(2, 3)
     chosen = torch.randint(VOCABULARY, (2, 3), generator=torch.Generator().manual_seed(2))
@@ -575,9 +564,6 @@ def test_samplers_read_the_same_numbers_on_every_path() -> None:
     best, prob = best_with_probability(logits)
     assert torch.equal(best, p.argmax(-1))
     torch.testing.assert_close(prob.double(), p.amax(-1), rtol=1e-6, atol=0)
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -607,9 +593,6 @@ def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
     arguments = {"logits": torch.zeros(2, 5)} | change
     with pytest.raises(error, match=message):
         token_stats(arguments.pop("logits"), **arguments)
-
-
-# ---- the Triton kernel, interpreted ---------------------------------------------------------------------------------
 
 
 @pytest.mark.thinned

@@ -131,9 +131,6 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1).float())
 
 
-# ---- what holds for any student -------------------------------------------------------------------------------------
-
-
 def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, kept: int, split: int) -> Tensor:
     """One call of a student for one picture, token by token: x, noise [N, C] -> [N, C]."""
     inputs = torch.cat((x[:kept], noise[kept:])).unsqueeze(0)

@@ -202,9 +202,6 @@ def request_of(trace: dict) -> tuple[Sampler, dict]:
     return create(settings["alg"], eps=settings["eps"], **extra), request | {"steps": settings["steps"]}
 
 
-# ---- one row of a case, ours beside theirs --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Call:
     """What one forward was, for one row."""
@@ -477,9 +474,6 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
     return calls
 
 
-# ---- what the references do and ours does not -----------------------------------------------------------------------
-
-
 def forced_first(sampler: MaskedSampler) -> MaskedSampler:
     """`sampler`, but that its first step in a block commits the block's first position, however unsure, and no other:
     what cached decoders of shifted models do in the public code, since their later calls have no logits for it."""
@@ -523,9 +517,6 @@ class WithoutLeftDual(WithoutLeft, DualCache):
 
 def cache_without_left(dual: bool) -> PrefixCache:
     return WithoutLeftDual() if dual else WithoutLeft()
-
-
-# ---- the positions themselves ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ def cases(*families: str) -> list[Any]:
     ]
 
 
-# ---- the public codes' cases ----------------------------------------------------------------------------------------
-
-
 def sampler_of(case: dict[str, Any]) -> SJD:
     if case["method"] == "gsd":
         settings = case["settings"]
@@ -161,8 +158,6 @@ def test_every_token_is_drawn_by_the_middle_of_its_share(size: int) -> None:
     noise = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     assert draw(torch.ones(size, size, dtype=torch.float64), noise).tolist() == list(range(size))
 
-
-# ---- exactness ------------------------------------------------------------------------------------------------------
 
 ROWS = 4000
 MODEL = TableModel.random(5, seed=0)
@@ -359,9 +354,6 @@ def test_lossy_methods_stay_below_their_bound() -> None:
             assert found["nfe"] < noise["nfe"] and np.mean(found["total_variation"]) > 1.2 * floor
 
 
-# ---- what acceptance reads ------------------------------------------------------------------------------------------
-
-
 def test_the_distributions_of_guesses_are_not_written_out() -> None:
     tokens = torch.tensor([[1, 3, 2]])
     dense = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
@@ -428,9 +420,6 @@ def test_groups_and_neighbours_at_their_bounds() -> None:
     distribution, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
     for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
         assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
-
-
-# ---- images ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_grid_s_layout() -> None:

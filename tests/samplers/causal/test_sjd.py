@@ -63,9 +63,6 @@ def greedy(module: LlamaForCausalLM, prompt: list[int], new: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-# ---- temperature 0 --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_greedy_equals_token_by_token(name: str) -> None:
@@ -138,9 +135,6 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
         assert found == [greedy(module, prompt, 7) for prompt in PROMPTS]
 
 
-# ---- the store ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sjd", "scd", "speculative", "speculative, tree"])
 def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> None:
     model, sampler = wrapped(), made(name)
@@ -183,9 +177,6 @@ def test_steps_over_the_store_evaluate_the_window_alone() -> None:
     prompt = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
-
-
-# ---- contracts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -253,9 +244,6 @@ def test_nan_logits_are_refused(name: str) -> None:
     assert torch.equal(state.canvas, before) and not state.nfe.any()
 
 
-# ---- generate -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sjd", "scd", "jacobi", "speculative", "speculative, tree"])
 def test_generate_stops_at_the_end_of_text(name: str) -> None:
     model = wrapped(eos_token_id=7)
@@ -279,9 +267,6 @@ def test_generate_that_is_cut_short_says_what_is_missing() -> None:
     model = wrapped()
     out = paradec.generate(model, input_ids=PROMPTS, sampler="sjd", max_new_tokens=9, callback=lambda *_: True, seed=0)
     assert all(1 <= count < 9 for count in out.tokens) and out.row_nfe == [1] * 4
-
-
-# ---- rows of an image side by side ----------------------------------------------------------------------------------
 
 
 def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, window: int) -> tuple[list[int], int]:
@@ -346,9 +331,6 @@ def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token()
         sampler.start(model, PROMPTS, max_new_tokens=4)
     with pytest.raises(ValueError, match="refresh"):
         paradec.samplers.create("zipar", refresh="gumbel")
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
 
 
 def test_settings_are_checked() -> None:

@@ -27,9 +27,6 @@ from paradec.samplers.pictures.cspd import CounterDraws, CSpD, sections_of, veri
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
 
-# ---- recorded runs --------------------------------------------------------------------------------------------------
-
-
 def recorded_model(name: str) -> MARModel:
     sizes, weights = next_image.case("cspd", f"{name}.config")
     module = MAR(
@@ -204,9 +201,6 @@ def test_replays_the_rule(name: str) -> None:
     assert torch.equal(mended.values[~mended.settled], target.mean[~mended.settled].double())
 
 
-# ---- the rule against plain loops -----------------------------------------------------------------------------------
-
-
 def density(y: list[float], mean: Tensor, std: Tensor) -> float:
     return math.prod(
         math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in zip(y, mean.tolist(), std.tolist(), strict=True)
@@ -328,8 +322,6 @@ def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
     expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, drawn).clamp(max=len(grid) - 1)]
     assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
 
-
-# ---- whole runs -----------------------------------------------------------------------------------------------------
 
 SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
 SIZES |= {"head_depth": 1, "head_width": 16}
@@ -494,9 +486,6 @@ def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
     assert Sampler.from_dict(data) == replace(sampler, draft=None)
     with pytest.raises(ValueError, match="sampler='cspd' has a draft, .*, which cannot be saved"):
         paradec.Request(sampler=sampler).save("nowhere.json")
-
-
-# ---- the entry points ------------------------------------------------------------------------------------------------
 
 
 def images(model: MARModel, **request: Any) -> Any:

@@ -85,9 +85,6 @@ def plain(
     return latent
 
 
-# ---- the public code's cases ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", recorded("scheme"), ids=lambda path: path.stem)
 def test_schedules(path: Path) -> None:
     cases = read_json(path)
@@ -159,9 +156,6 @@ def test_variants(path: Path) -> None:
             torch.testing.assert_close(forecast[0], expected, rtol=tolerance, atol=tolerance)
         elif "factors" in record:
             assert torch.equal(torch.cat(history.tensors), torch.tensor(record["factors"], dtype=torch.float64))
-
-
-# ---- what the bases promise -----------------------------------------------------------------------------------------
 
 
 def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
@@ -241,9 +235,6 @@ def test_a_feature_of_another_shape_starts_anew() -> None:
     assert len(history.tensors) == 1 and history.tensors[0].shape == (2, 5)
 
 
-# ---- when -----------------------------------------------------------------------------------------------------------
-
-
 def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
     """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
     course, full = RunProgress(total), []
@@ -314,9 +305,6 @@ def test_memory_in_words(said: int | str, meant: int) -> None:
     assert TaylorSeer(max_memory=said).max_memory == meant
 
 
-# ---- BAC ------------------------------------------------------------------------------------------------------------
-
-
 def test_adaptive_schedule_is_the_best_of_all() -> None:
     rng = np.random.default_rng(0)
     for total in range(1, 8):
@@ -358,9 +346,6 @@ def test_block_schedule_files(tmp_path: Path) -> None:
             BlockSchedule.from_dict(data)
     with pytest.raises(ValueError, match="nowhere"):
         BlockSchedule.load(tmp_path / "nowhere.json")
-
-
-# ---- the solver's loop ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -458,9 +443,6 @@ def test_every_basis_in_the_loop(basis: str) -> None:
                 history = forecaster.roll(history, output)
             latent = scheduler.step(output, t, latent).prev_sample
     assert torch.equal(state.latent, latent)
-
-
-# ---- contracts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", [DDIMScheduler(), EulerDiscreteScheduler(), DPMSolverMultistepScheduler()])

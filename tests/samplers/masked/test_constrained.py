@@ -269,9 +269,6 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
     assert_reads(case)
 
 
-# ---- exact distributions --------------------------------------------------------------------------------------------
-
-
 class Ordered(MaskedSampler):
     """Commits one position a step, the one that `where` names for what is undecided."""
 
@@ -418,8 +415,6 @@ def test_weights_count_a_template(pattern: str, block: int) -> None:
                 expected *= len(ways) / 5 ** min(block, slots - first)
             assert math.exp(weight) == pytest.approx(expected, rel=1e-9)
 
-
-# ---- every sampler, kind of constraint, cache and block policy -----------------------------------------------------
 
 NAMED_REFUSALS = {
     **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),

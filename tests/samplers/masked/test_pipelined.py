@@ -42,9 +42,6 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
     return paradec.generate(model, rows, **asked | request)
 
 
-# ---- which blocks are open ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("forced", ["first", "active"])
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
@@ -176,9 +173,6 @@ def test_ties_and_the_order_of_blocks() -> None:
         assert [position for step in out.trace.steps for _, position, *_ in step.commits] == order
 
 
-# ---- rules whose schedule says what goes at least --------------------------------------------------------------------
-
-
 class Slow(nn.Module):
     """Distributions that settle while a row fills up: the more is decided, the more confident and the calmer."""
 
@@ -273,9 +267,6 @@ def test_steps_have_no_meaning_there(model: Model) -> None:
     for sampler in ("klass", "persistence", "klass+threshold"):
         with pytest.raises(ValueError, match="steps=6 does not work with blocks=PipelinedBlocks.*: steps are spread"):
             decode(model, sampler=sampler, blocks=PipelinedBlocks(4), steps=6)
-
-
-# ---- the delayed cache ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -386,9 +377,6 @@ def test_which_blocks_wait_is_the_models(prediction: str) -> None:
                 both = [evaluated_by_rule(prompt, length, size, cache, w, filled) for w in (usual, other)]
                 differ += both[0] != both[1]
     assert differ > 10
-
-
-# ---- the rest of a request ------------------------------------------------------------------------------------------
 
 
 def test_caches_that_are_exact_on_block_causal_models() -> None:

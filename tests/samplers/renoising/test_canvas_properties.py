@@ -64,9 +64,6 @@ def same(a: Any, b: Any) -> bool:
     return same(vars(a), vars(b)) if hasattr(a, "__dict__") else a == b
 
 
-# ---- every rule -----------------------------------------------------------------------------------------------------
-
-
 def test_the_rules_that_mean_something_here_are_known() -> None:
     """A sampler that is registered later is on one side or the other."""
     assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*KEEPS}
@@ -156,9 +153,6 @@ def test_schedules_add_up() -> None:
     assert rules.quota(samplers.create("threshold"), free, np.ones(3, int), 4) is None
 
 
-# ---- draws ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("vocab", [1, 5, 4 * SEGMENT, 4 * SEGMENT + 1, 6 * SEGMENT + 7])
 def test_draws_invert_the_distribution_function(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
@@ -181,9 +175,6 @@ def test_draws_follow_the_distribution() -> None:
     uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     counts = torch.bincount(draw(distribution.expand(10_000, 4), uniform), minlength=4)
     assert (counts / 10_000 - distribution).abs().max() < 1e-3
-
-
-# ---- the loop -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait", [0, 1, 4])
@@ -427,8 +418,6 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
     method.commit(state, proposal)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
 REFUSED = {
     "cache": "dual",
     "attention": "sparsed",
@@ -510,9 +499,6 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
     banned = {*request_.get("suppress_tokens", ())} | ({*ENDS} if request_.get("logits_eos_inf") else set())
     for row, size in zip(out.new_tokens.tolist(), out.tokens, strict=True):
         assert not banned & {*row[:size]}
-
-
-# ---- what is written down -------------------------------------------------------------------------------------------
 
 
 def test_log_probabilities_are_those_of_the_closing_step() -> None:

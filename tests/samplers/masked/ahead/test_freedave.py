@@ -35,8 +35,6 @@ def same(first: Any, second: Any) -> bool:
     )
 
 
-# ---- lossless -------------------------------------------------------------------------------------------------------
-
 VOCAB, DIGITS, DENOISERS = 14, 8, 500
 MASK, END = 12, 13
 
@@ -226,9 +224,6 @@ def test_text_ends_where_it_would_have() -> None:
     assert sum(whole.row_nfe) < sum(found["low_confidence"][0].row_nfe)
 
 
-# ---- its distribution above temperature 0 ----------------------------------------------------------------------------
-
-
 class Table(nn.Module):
     """A denoiser of three positions and three tokens, written out: logits for every canvas."""
 
@@ -287,9 +282,6 @@ def test_the_distribution_is_exact(temperature: float) -> None:
     assert (
         p_value(counts, exact_distribution(module.table, temperature * 1.2)) < 1e-6
     )  # the test would see another distribution
-
-
-# ---- what is accepted, what is evaluated ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("subset", [False, True])
@@ -436,9 +428,6 @@ def test_every_forward_by_hand(
             inside += found["stopped"] and found["steps"] > len(commits[row])
             beyond += found["beyond"] > 0
     assert inside and beyond  # some rows ended after an accepted draft, some before another one
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 def test_a_base_is_a_name_a_sampler_or_its_data() -> None:

@@ -135,9 +135,6 @@ def test_rows_end_at_their_end_token(cache: str) -> None:
     assert 0 < state.stopped.sum() < len(rows) and len(set(state.end.tolist())) > 3
 
 
-# ---- against plain loops over the bare module -----------------------------------------------------------------------
-
-
 class Stale:
     """A module whose keys and values are only renewed at some positions: what a cache's step sees."""
 
@@ -263,8 +260,6 @@ def test_rows_of_one_phase_leave_the_others_alone() -> None:
     assert torch.equal(device.store.token_at_write[1], written[1])
     assert not torch.equal(device.canvas[0, :columns], before[0, :columns])
 
-
-# ---- from one request to the next ---------------------------------------------------------------------------------
 
 OTHERS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
 LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
@@ -435,9 +430,6 @@ def test_steps_that_are_played_again_are_steps(
             assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
         known |= set(device.graphs)
     assert device.layout.level == (prompts is LEVEL)
-
-
-# ---- that a graph can hold it -------------------------------------------------------------------------------------
 
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:

@@ -159,9 +159,6 @@ def test_the_first_cut_by_hand(joined: type) -> None:
     assert kinds == {0, 1, 2}
 
 
-# ---- whole decodings, by plain loops --------------------------------------------------------------------------------
-
-
 def scores_of(p: Tensor, name: str) -> float:
     """What one rule ranks a position by, from its probabilities [V]."""
     ordered = sorted(p.tolist(), reverse=True)

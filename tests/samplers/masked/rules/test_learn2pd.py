@@ -52,9 +52,6 @@ def block_filter(tmp_path: Path) -> str:
     return str(tmp_path / "block.safetensors")
 
 
-# ---- the filters ----------------------------------------------------------------------------------------------------
-
-
 def test_block_filter_by_hand() -> None:
     """Two linear layers with ReLU between over the block's confidences, a short block filled up with ones."""
     torch.manual_seed(0)
@@ -170,9 +167,6 @@ def test_any_block_length_with_features(llada64: Model) -> None:
         assert not (out.new_tokens == llada64.facts.mask_token_id).any()
 
 
-# ---- files, and what a filter is refused for -------------------------------------------------------------------------
-
-
 def test_round_trip(llada64: Model, block_filter: str) -> None:
     sampler = samplers.create("learn2pd", filter=Path(block_filter), filter_threshold=0.7)
     again = samplers.create("threshold").from_dict(sampler.to_dict())
@@ -249,9 +243,6 @@ def test_files_that_are_no_filters(tmp_path: Path, block_filter: str) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             samplers.create("learn2pd", **settings)
-
-
-# ---- end-of-text prediction ------------------------------------------------------------------------------------------
 
 
 def enders(layers: int = 1, **kinds: Any) -> Model:
@@ -382,9 +373,6 @@ def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
         ).sequences,
     )
     assert whole.tokens[0] <= 16 and not (whole.new_tokens == 38).any()
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def replay_by_hand(
@@ -544,9 +532,6 @@ def test_the_command(tmp_path: Path) -> None:
     file.write_text('{"prompt": "Sort: fig ant"}\n{"answer": 3}\n')
     with pytest.raises(ValueError, match="line 2: prompt=None must be a text"):
         training.read_prompts(file)
-
-
-# ---- the packaged filter ---------------------------------------------------------------------------------------------
 
 
 def test_the_packaged_filter() -> None:

@@ -70,9 +70,6 @@ def cut(prompt: list[int], block: int) -> list[range]:
     return [range(s, min(s + block, len(prompt) + NEW)) for s in range(len(prompt), len(prompt) + NEW, block)]
 
 
-# ---- the rules, one row at a time, from the methods' sources ------------------------------------------------------
-
-
 def wino(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
     accepted = 0
     while masks := [i for i in block if row[i] == HOLE]:
@@ -178,9 +175,6 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
     if settings.get("max_post_steps"):
         blocks = sum(len(cut(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
         assert 0 < memory["settled"] < blocks  # some were settled, some ran into the bound
-
-
-# ---- WINO's shadow ------------------------------------------------------------------------------------------------
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
@@ -312,9 +306,6 @@ def test_wino_is_refused_where_nothing_can_be_hidden() -> None:
             assert paradec.generate(model, [[1, 2]], sampler=name, max_new_tokens=4).nfe > 0
 
 
-# ---- the family's bounds ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Undoing(MaskedSampler):
     """Commits two positions a step and would take back everything, for ever."""
@@ -339,9 +330,6 @@ def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) ->
     out = paradec.generate(Additive(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
     assert out.row_nfe == [3 * (4 + slack)] * 3
     assert not (out.new_tokens == HOLE).any()
-
-
-# ---- requests -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REVISING)
