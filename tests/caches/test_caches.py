@@ -15,13 +15,13 @@ from fitting import fits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import MASK, tiny
+from wrapped_models import wrapped
 
 import paradec
 from paradec import caches, samplers
 from paradec.caches.cost import advice
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
-from paradec.caches.parts import buckets
 from paradec.caches.stored import ChangeLog
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
 from paradec.caches.table import MODELS as TABLE_MODELS
@@ -293,23 +293,6 @@ def test_greedy_window_takes_the_left_mask_first(window: int) -> None:
     assert walked(np.ones(11, bool), window, [5], []) == set(range(5 - left, 5 + right + 1))
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=7), most=st.integers(1, 3))
-def test_buckets_are_the_cheapest(sizes: list[int], most: int) -> None:
-    """A partition in at most `most` groups; unless the waste is small, none is cheaper."""
-    sizes = np.array(sizes)
-    groups = [np.arange(len(sizes))[group] for group in buckets(sizes, exact=False, most=most)]
-    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes))) and len(groups) <= most
-    cost = sum(sizes[group].max() * len(group) for group in groups)
-    ordered = np.sort(sizes)[::-1]
-    cheapest = min(
-        sum(part[0] * len(part) for part in np.split(ordered, cuts) if len(part))
-        for cuts in ([a, b] for a in range(len(sizes) + 1) for b in range(a, len(sizes) + 1))
-        if len([part for part in np.split(ordered, cuts) if len(part)]) <= most
-    )
-    assert cost == cheapest or cost <= 1.1 * sizes.sum()
-
-
 class Counting:
     """A model that counts the positions it is called with, padding included."""
 
@@ -440,13 +423,9 @@ def test_table_follows_from_declarations() -> None:
     assert verdict(samplers.create("threshold"), settings, Facts).status == EXACT
 
 
-def test_models_without_a_store_and_other_families_are_refused() -> None:
-    class Facts:
-        topology, prediction, name, whole_blocks = "bidirectional", "same", "an encoder", False
-
-    found = verdict(samplers.create("threshold"), caches.create("dual"), Facts, stores=False)
-    assert found.status == REFUSED and "an encoder does not run over a key/value store" in found.why
-    assert verdict(samplers.get("sjd"), caches.create("dual"), Facts).status == REFUSED
+def test_models_without_a_store_are_refused() -> None:
+    with pytest.raises(ValueError, match="Opaque does not run over a key/value store"):
+        paradec.generate(wrapped("Opaque"), [[1, 2]], cache="dual", max_new_tokens=4)
 
 
 def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
@@ -454,24 +433,6 @@ def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
         paradec.generate(
             tiny(1), [[1, 2]], sampler="random", cache="dkv_greedy", rng="reference", temperature=0.5, max_new_tokens=4
         )
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "value"),
-    [
-        ("dkv_decode", "refresh_interval", 0),
-        ("dkv_decode", "shift_type", "left"),
-        ("dkv_greedy", "window", -1),
-        ("vicinity", "prefix_look", -1),
-        ("vicinity", "cache_update_freq", 0),
-        ("dual", "store_dtype", "int8"),
-        ("dual", "max_memory", 0),
-        ("prefix", "shape_multiple", 0),
-    ],
-)
-def test_bad_settings_are_named(name: str, setting: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{setting}"):
-        caches.create(name, **{setting: value})
 
 
 def test_to_dict_makes_the_same_cache_again() -> None:

@@ -4,60 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paradec
 from paradec import FixedBlocks, caches, samplers
-from paradec.caches.parts import buckets
-from paradec.core.memory import Memory, MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
-from paradec.core.trace import Trace, TraceStep
 from paradec.samplers.masked.rules.schedules import linear, time_grid
-
-
-def make_memory(batch: int = 3) -> Memory:
-    specs = {
-        "credit": MemorySpec(dims=("position", "vocab"), reset="block"),
-        "count": MemorySpec(dtype=torch.int64, fill=7, reset="sequence"),
-    }
-    memory = Memory.allocate(specs, batch, {"position": 4, "vocab": 5}, torch.device("cpu"))
-    memory["credit"] = torch.arange(batch * 20.0).view(batch, 4, 5)
-    memory["count"] = torch.arange(batch)
-    return memory
-
-
-def test_memory_takes_from_the_model_what_a_spec_leaves_to_it() -> None:
-    specs = {"history": MemorySpec((2, "latent"), None), "count": MemorySpec((), torch.int64, fill=7)}
-    memory = Memory.allocate(specs, 3, {"latent": torch.Size((4, 5))}, torch.device("cpu"), torch.float64)
-    assert memory["history"].shape == (3, 2, 4, 5) and memory["history"].dtype == torch.float64
-    assert memory["count"].tolist() == [7, 7, 7] and memory["count"].dtype == torch.int64
-
-
-def test_memory_reset_touches_only_its_rows_and_scope() -> None:
-    memory = make_memory()
-    before = memory["credit"].clone()
-    memory.reset(np.array([1]), "block")
-    assert memory["credit"][1].eq(0).all() and torch.equal(memory["credit"][[0, 2]], before[[0, 2]])
-    assert memory["count"].tolist() == [0, 1, 2]
-    memory.reset(np.array([0]), "sequence")
-    assert memory["count"].tolist() == [7, 1, 2]
-
-
-def test_memory_scopes_are_checked() -> None:
-    with pytest.raises(ValueError, match="unknown reset: 'blok'.*block, sequence"):
-        MemorySpec(reset="blok")
-
-
-def test_memory_refuses_what_was_not_declared() -> None:
-    with pytest.raises(KeyError, match="was not declared"):
-        make_memory()["other"] = torch.zeros(3)
 
 
 @pytest.mark.parametrize("registry", [samplers, caches])
@@ -128,37 +85,6 @@ def test_registry_presets_and_names() -> None:
         registry.register("other", "no.colon")
 
 
-lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)
-
-
-@given(lengths, st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
-    array = np.array(sizes)
-    groups = buckets(array, exact=exact)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
-    if exact:
-        assert all(len(set(array[g])) == 1 for g in groups)
-    else:
-        assert len(groups) <= 3
-        spent = evaluated([array[g].tolist() for g in groups])
-        ordered, count = sorted(sizes, reverse=True), len(sizes)
-        for most in range(1, len(groups)):  # no more groups than it takes
-            assert cheapest(ordered, most) > 1.1 * sum(sizes)
-        assert spent <= max(1.1 * sum(sizes), cheapest(ordered, len(groups))) and count
-
-
-def evaluated(groups: list[list[int]]) -> int:
-    return sum(max(group) * len(group) for group in groups if group)
-
-
-def cheapest(ordered: list[int], most: int) -> int:
-    """The fewest positions that `most` buckets of rows evaluate, by trying every way to cut them."""
-    cuts = combinations_with_replacement(range(len(ordered) + 1), most - 1)
-    ways = [(0, *cut, len(ordered)) for cut in cuts]
-    return min(evaluated([ordered[a:b] for a, b in pairwise(way)]) for way in ways)
-
-
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20), st.sampled_from(["prompt", "absolute"]))
 @settings(max_examples=100, deadline=None)
 def test_fixed_blocks_cover_the_answer(prompt: int, new: int, block: int, align: str) -> None:
@@ -193,16 +119,6 @@ def test_time_grid_of_dream() -> None:
             taken.append(int(time_grid(np.array([left]), np.array([step]), np.array([steps]), 1e-3)[0]))
             left -= taken[-1]
         assert taken == expected
-
-
-def test_trace_replays_and_round_trips(tmp_path: object) -> None:
-    trace = Trace(canvas=[[5, 9, 9]], settings={"sampler": "x"})
-    trace.steps = [TraceStep([(0, 2, 7, 0.5)], [3], "full"), TraceStep([(0, 1, 6, 0.25)], [3], "full")]
-    assert [trace.replay(until) for until in (0, 1, 2, None)] == [[[5, 9, 9]], [[5, 9, 7]], [[5, 6, 7]], [[5, 6, 7]]]
-    assert trace.canvas == [[5, 9, 9]]  # what was replayed is a copy
-    trace.to_json(tmp_path / "trace.json")
-    assert Trace.from_json(tmp_path / "trace.json") == trace
-    assert Trace.from_json(trace.to_json()) == trace
 
 
 def test_public_names_are_found_when_they_are_asked_for() -> None:

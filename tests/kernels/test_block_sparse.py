@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paradec
 from paradec import samplers
-from paradec.attention.sparsed import DENSE, ESTIMATE, SPARSE, SparseD
+from paradec.attention.sparsed import ESTIMATE, SPARSE, SparseD
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import (
     BlockIndex,
     QueryTiles,
     block_means,
-    flex,
     generation_block,
     portable,
     select_blocks,
@@ -219,28 +218,6 @@ def test_flex_attention_attends_from_a_window() -> None:
     options = {"tiles": QueryTiles.of(positions, valid, 8), "lengths": lengths, "rows": rows}
     both = [sparse_attention(picked, key, value, index, backend=backend, **options) for backend in ("torch", "flex")]
     assert (both[0] - both[1]).abs().max() < 2e-6
-
-
-@pytest.mark.usefixtures("untraced")
-def test_blocks_that_need_no_mask_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled kernels read: which blocks are whole, and which one of each list is cut short by the row's end."""
-    from torch.nn.attention.flex_attention import flex_attention as run
-
-    masks = []
-    monkeypatch.setattr(flex, "_flex_attention", lambda compiled: lambda *a, **k: masks.append(k) or run(*a, **k))
-    query, key, value = tensors(2, 2, 1, 29, dtype=torch.float32)
-    index, lengths = random_lists(2, 2, 4, 8, 0.6, seed=4), [29, 16]
-    sparse_attention(query, key, value, index, lengths=lengths, backend="flex")
-    mask, listed = masks[0]["block_mask"], index.to_mask(4)
-    assert masks[0]["enable_gqa"] and mask.seq_lengths == (32, 29)
-    for row, length in enumerate(lengths):
-        for head, block in [(h, b) for h in range(2) for b in range(4)]:
-            chosen = listed[row, head, block].nonzero().flatten().tolist()
-            number = int(mask.full_kv_num_blocks[row, head, block])
-            whole = mask.full_kv_indices[row, head, block, :number].tolist()
-            short = mask.kv_indices[row, head, block, : int(mask.kv_num_blocks[row, head, block])].tolist()
-            assert whole == [at for at in chosen if 8 * at + 8 <= length]
-            assert short == [at for at in chosen if 8 * at < length < 8 * at + 8]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -607,28 +584,6 @@ def test_samplers_of_every_kind(sampler: str) -> None:
     assert calls.sum(0).tolist() == together.row_nfe
 
 
-def test_a_row_that_is_cut_off_finds_new_lists() -> None:
-    """What lay after the cut is not read, and the lists are those of what is left."""
-    model, sampler = tiny(1), samplers.create("low_confidence")
-    state = sampler.start(
-        model, ROWS[:1], attention=SparseD(select=0.3, block_size=4, dense_steps=1), max_new_tokens=16
-    )
-    kept = state.attention_state
-    with torch.inference_mode():
-        sampler.commit(state, sampler.step(model, state))
-        rows = np.array([0])
-        assert kept.modes(state, rows, True).tolist() == [SPARSE]
-        state.length[0] -= 6
-        assert kept.modes(state, rows, True).tolist() == [ESTIMATE]
-        assert kept.modes(state, rows, False).tolist() == [DENSE]
-
-
-def test_the_lists_are_freed() -> None:
-    seen = []
-    trained(attention=SOME, callback=lambda state, commit: seen.append(state.attention_state) and None)
-    assert seen[0].layers == {} and seen[0].report().density[0] > 0
-
-
 @pytest.mark.usefixtures("untraced")
 def test_decoding_through_flex_attention() -> None:
     request = {"rows": ROWS[:2], "cache": "dual"}
@@ -647,23 +602,6 @@ def test_decoding_through_the_kernels() -> None:
         outs.append(paradec.generate(model, [[7] * 21], attention=settings, **request))
     assert torch.equal(outs[0].sequences, outs[1].sequences) and steps_of(outs[1]) == (0, 1, 2)
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("select", 1.1),
-        ("skip", -0.1),
-        ("block_size", 0),
-        ("dense_steps", 0),
-        ("refresh_pattern_every", 0),
-        ("selection", "top"),
-        ("backend", "cuda"),
-    ],
-)
-def test_bad_settings_are_named(setting: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=setting):
-        SparseD(**{setting: value})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from paradec.kernels import interpreting
 from paradec.kernels.token_stats import (
     FIELDS,
     IN_ONE_READ,
-    QUANTITIES,
     TokenDraws,
     TokenStats,
     draw,
@@ -29,11 +28,9 @@ from paradec.kernels.token_stats import (
     portable,
     read,
     reference_stats,
-    token_statistics,
     token_stats,
 )
 from paradec.samplers.filters import draw_filtered, filter_logits
-from paradec.samplers.statistics import best_with_probability
 
 VOCABULARY = 9001
 """Beyond SMALL_VOCABULARY, and no multiple of any tile."""
@@ -169,14 +166,6 @@ def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str
     torch.testing.assert_close(found.ids_prob, expected, rtol=1e-5, atol=0)
     one = token_stats(view, ids=ids[..., 2], path=path).ids_prob
     assert torch.equal(one, found.ids_prob[..., 2])
-
-
-def test_only_what_is_wanted_is_computed() -> None:
-    logits = logits_of(2, vocabulary=50)
-    found = token_stats(logits, fields=("margin",))
-    assert found.entropy is None and found.logsumexp is None
-    assert torch.equal(found.margin, token_stats(logits).margin)
-    assert token_stats(logits[:0]).prob.shape == (0,)
 
 
 def test_the_path_depends_on_the_tokens_alone() -> None:
@@ -546,24 +535,6 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
                 assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), (name, row)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_samplers_read_the_same_numbers_on_every_path() -> None:
-    logits = logits_of(2, 3)
-    chosen = torch.randint(VOCABULARY, (2, 3), generator=torch.Generator().manual_seed(2))
-    for tokens in (None, chosen):
-        small, exact = (
-            token_statistics(logits, QUANTITIES, tokens),
-            token_statistics(logits.double(), QUANTITIES, tokens),
-        )
-        assert torch.equal(small[0], exact[0]) and set(small[1]) == set(exact[1]) == set(QUANTITIES)
-        for name in QUANTITIES:
-            torch.testing.assert_close(small[1][name], exact[1][name], rtol=1e-6, atol=1e-6)
-    p = logits.double().softmax(-1)
-    torch.testing.assert_close(exact[1]["minus_entropy"], (p * p.log()).nan_to_num().sum(-1), rtol=1e-9, atol=1e-12)
-    best, prob = best_with_probability(logits)
-    assert torch.equal(best, p.argmax(-1))
-    torch.testing.assert_close(prob.double(), p.amax(-1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

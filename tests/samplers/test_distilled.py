@@ -294,12 +294,6 @@ def test_pictures_traces_and_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"t_list": (1, 2)}, "t_list="),
-        ({"t_list": ()}, "t_list="),
-        ({"t_list": (0, 2.5)}, "t_list="),
-        ({"split": -1}, "split=-1"),
-        ({"teacher_start": -1}, "teacher_start=-1"),
-        ({"masked_prefix": 1}, "masked_prefix=1"),
         ({"teacher": tiny_llamagen, "t_list": (0, 2, 3)}, "two stages"),
         ({"teacher": tiny_llamagen, "t_list": (0, 2), "teacher_start": 2}, "teacher_start=2"),
     ],

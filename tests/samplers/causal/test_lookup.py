@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import paradec
 from paradec.samplers.causal.drafts.text import PromptLookup, look_up
-from paradec.samplers.causal.lantern import Lantern
 from paradec.samplers.causal.speculative import Speculative
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
@@ -114,29 +110,3 @@ def test_settings_travel() -> None:
     assert short.drafter == PromptLookup(10, 2) and short == Speculative(drafter=PromptLookup())
     data = sampler(7, 3).to_dict()
     assert data["drafter"]["max_matching_ngram_size"] == 3 and Speculative.from_dict(data) == sampler(7, 3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"drafter": "lookup"}, "drafter='lookup' is no drafter's name; give a model, or 'prompt_lookup'"),
-        ({"drafter": {"drafter": "prompt_lookup", "size": 3}}, "unexpected keyword argument 'size'"),
-        ({"drafter": "prompt_lookup", "tree": (2, 1)}, "tree=(2, 1) has no meaning with drafter='prompt_lookup'"),
-        ({"drafter": "prompt_lookup", "window": 7}, "window=7 has no meaning with drafter='prompt_lookup'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Speculative(**settings)
-
-
-def test_lantern_refuses_it() -> None:
-    with pytest.raises(ValueError, match="drafter='prompt_lookup' is not for 'lantern'"):
-        Lantern(drafter="prompt_lookup")
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "max_matching_ngram_size"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True])
-def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer from 1"):
-        PromptLookup(**{name: value})

@@ -357,17 +357,3 @@ def test_answers_have_the_model_s_distribution(refresh: str, siblings: int, bran
 def test_twenty_thousand_answers_have_the_model_s_distribution(sampler: SCD, temperature: float) -> None:
     found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
     assert min(found["p_values"]) > 0.01 / 12
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"siblings": 0}, "siblings=0 must be an integer from 1"),
-        ({"siblings": 2, "branching": 0}, "branching=0 must be an integer from 1"),
-        ({"siblings": 4, "branching": 4}, "branching=4 slots of siblings=4 make more than 255 nodes"),
-        ({"siblings": 16, "branching": 200}, "branching=200 slots of siblings=16 make more than 255"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SCD(**settings)

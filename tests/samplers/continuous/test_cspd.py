@@ -451,8 +451,6 @@ def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()
     own = run(replace(sampler, inner_temperature=1e-9, max_rounds=0), model)
     assert torch.equal(state.tokens, own.tokens) == (temperature == 0)
-    with pytest.raises(ValueError, match="temperature=0 needs mended=True"):
-        CSpD(near, temperature=0, mended=False)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
@@ -542,26 +540,6 @@ def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> Non
         CSpD(paradec.load("digits-maskgit"))
     with pytest.raises(ValueError, match="draft='mar_base' must be a smaller MAR"):
         CSpD("mar_base")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_draft": 0}, "num_draft=0 must be an integer"),
-        ({"ratio": 1.1}, r"ratio=1.1 must be a number in \[0, 1\]"),
-        ({"inner_temperature": 0}, "inner_temperature=0 must be a number"),
-        ({"mended": 1}, "mended=1 must be True or False"),
-        ({"max_rounds": -1}, "max_rounds=-1 must be an integer"),
-        ({"temperature": -1}, "temperature=-1 must be a number"),
-        ({"head_steps": 0}, "head_steps=0 must be an integer from 1 to 1000"),
-        ({"head_steps": ""}, "head_steps='' must be"),
-        ({"head_steps": "501,1"}, "head_steps='501,1' must be"),
-        ({"guidance_schedule": "cosine"}, "unknown guidance_schedule: 'cosine'"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CSpD(**settings)
 
 
 @pytest.mark.parametrize("which", ["model", "draft model"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,29 +251,3 @@ def test_a_wrong_policy_is_named(llada64: Model) -> None:
     policy.off = 24
     with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than what it read"):
         paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24)
-
-
-BAD = [
-    ({"length": 0}, "length=0 must be an integer from 1 to 2147483647"),
-    ({"delimiter_threshold": 2}, r"delimiter_threshold=2 must be a number in \[0, 1\]"),
-    ({"delimiters": "\n"}, r"delimiters='\\n' must be a sequence of texts and token ids"),
-    ({"delimiters": 3}, "delimiters=3 must be a sequence of texts and token ids"),
-    ({"delimiters": []}, r"delimiters=\[\] is empty; without any, use paradec.FixedBlocks"),
-    ({"delimiters": ("",)}, r"delimiters=\('',\) holds an empty text"),
-    ({"delimiters": (1.5,)}, "delimiters=1.5 must be an integer from 0"),
-    ({"delimiter_match": "end"}, r"unknown delimiter_match: 'end' \(did you mean 'ends'\?\); allowed: ends, exact"),
-    ({"window": 1.2}, r"window=1.2 must be a number in \[0, 1\]"),
-    ({"min_length": 33}, "min_length=33 must be at most length=32"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), BAD)
-def test_settings_are_checked(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveBlocks(**settings)
-    names = {"length": "init_block_length", "min_length": "min_block_length"}
-    ((name, value),) = settings.items()
-    settings = {names.get(name, name): value}
-    message = re.sub(r"\b(length|min_length)=", lambda found: f"{names[found[1]]}=", message)
-    with pytest.raises(ValueError, match=message):
-        samplers.create("adablock", **settings)

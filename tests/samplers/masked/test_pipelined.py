@@ -348,11 +348,6 @@ def test_full_blocks_wait_one_after_the_other_or_together(
     assert ours == positions == evaluated_by_rule(13, 45, 4, cache, waiting, filled)
 
 
-def test_what_waits_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="unknown waiting: 'last'; allowed: all, first"):
-        DelayedCache(waiting="last")
-
-
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_which_blocks_wait_is_the_models(prediction: str) -> None:
     """d3LLM's code for LLaDA has one wait after the other, that for Dream all."""
@@ -471,18 +466,3 @@ def test_drafts_of_one_block_are_refused(model: Model) -> None:
     sampler = samplers.create("freedave", base="threshold")
     with pytest.raises(ValueError, match="'freedave' does not work with .*: it drafts later steps .*lopa"):
         decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"length": 0}, "length=0 must be an integer from 1"),
-        ({"length": 4, "add": 1.5}, r"add=1.5 must be a number in \[0, 1\]"),
-        ({"length": 4, "full": -1}, r"full=-1 must be a number in \[0, 1\]"),
-        ({"length": 4, "forced": "all"}, "unknown forced: 'all'; allowed: active, first"),
-        ({"length": 4, "align": "left"}, "unknown align: 'left'"),
-    ],
-)
-def test_settings_out_of_range(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelinedBlocks(**settings)

@@ -19,7 +19,7 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.ahead.freedave import FreeDave, accept
+from paradec.samplers.masked.ahead.freedave import FreeDave
 from paradec.samplers.masked.loop import MaskedSampler, Needs
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
@@ -284,42 +284,6 @@ def test_the_distribution_is_exact(temperature: float) -> None:
     )  # the test would see another distribution
 
 
-@pytest.mark.parametrize("subset", [False, True])
-def test_accept_by_hand(subset: bool) -> None:
-    """Against the rule written row by row, on random chains."""
-    made = np.random.default_rng(0)
-    mask, count, rows, width = 9, 5, 400, 6
-    drafts = np.full((count, rows, width), mask)
-    written = np.empty_like(drafts)
-    for row in range(rows):
-        order = made.permutation(width)
-        for depth in range(count):
-            drafts[depth, row, order[:depth]] = 0  # nested: one token more each
-            written[depth, row] = drafts[depth, row]
-            fills = order[depth : depth + made.integers(1, 4)]
-            written[depth, row, fills] = made.random(len(fills)) < 0.15
-    copies = made.integers(1, count + 1, rows)
-    best, judge = accept(drafts, written, copies, mask, subset)
-    for row in range(rows):
-        expected, jumps = 0, {}
-        while True:
-            target = written[expected, row]
-            stand = [
-                j
-                for j in range(expected + 1, copies[row] if subset else min(expected + 2, copies[row]))
-                if (target == drafts[j, row]).all()
-                or subset
-                and all(a in (mask, b) for a, b in zip(drafts[j, row], target, strict=True))
-            ]
-            if not stand:
-                break
-            jumps |= dict.fromkeys(range(expected, max(stand)), expected)
-            expected = max(stand)
-        assert best[row] == expected
-        assert all(judge[i, row] == by for i, by in jumps.items())
-    assert len(set(best.tolist())) > 3
-
-
 @dataclass
 class ByHand:
     """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
@@ -438,27 +402,6 @@ def test_a_base_is_a_name_a_sampler_or_its_data() -> None:
     assert Sampler.from_dict(json.loads(json.dumps(plus.to_dict()))) == plus
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"base": "freedave"}, ["base='freedave'", "drafts by itself"]),
-        ({"base": "adablock"}, ["base='adablock'", "where its blocks end"]),
-        ({"base": "sjd"}, ["base='sjd'", "masked sampler"]),
-        ({"base": "low_confidense"}, ["base='low_confidense'", "did you mean 'low_confidence'"]),
-        ({"base": {"sampler": "threshold", "threshold": 2}}, ["base=", "threshold=2"]),
-        ({"base": CARRY, "agreement": "subset"}, ["base='threshold'", "agreement='subset'"]),
-        ({"draft_steps": 0}, ["draft_steps=0"]),
-        ({"draft_mode": "trea"}, ["draft_mode", "did you mean 'tree'"]),
-        ({"agreement": "most"}, ["agreement", "exact, subset"]),
-    ],
-    ids=str,
-)
-def test_settings_that_are_refused(settings: dict, words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        samplers.create("freedave", **settings)
-    assert all(word in str(caught.value) for word in words)
-
-
 @dataclass(frozen=True)
 class Rewriter(MaskedSampler):
     name = "rewriter"
@@ -498,12 +441,3 @@ def test_requests_that_are_refused(llada64: Model, request_: dict, words: str) -
 def test_trees_need_a_mask_per_position(denoisers: tuple[Model, list[list[int]]]) -> None:
     with pytest.raises(ValueError, match="draft_mode='tree'.*use draft_mode='batch'"):
         paradec.generate(denoisers[0], [0, 0, 1], sampler=FreeDave(draft_mode="tree"), max_new_tokens=4)
-
-
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_one_draft_is_the_base_forward_for_forward(cache: str) -> None:
-    model = tiny(2)
-    arguments = {"max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True, "steps": 8}
-    base = paradec.generate(model, ROWS, sampler="low_confidence", **arguments)
-    found = paradec.generate(model, ROWS, sampler=FreeDave(draft_steps=1), **arguments)
-    assert found.trace.steps == base.trace.steps

@@ -170,25 +170,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"base": "low_confidence"}, "base='low_confidence' does not work with sampler 'lopa': its schedule"),
-        ({"base": "freedave"}, "base='freedave' does not work with sampler 'lopa': it evaluates rows"),
-        ({"base": "wino"}, "base='wino' does not work with sampler 'lopa': it takes back"),
-        ({"base": "adablock"}, "base='adablock' does not work with sampler 'lopa': the logits say"),
-        ({"base": "nothing"}, "base='nothing': unknown sampler"),
-        ({"branches": -1}, "branches=-1 must be an integer from 0 to 64"),
-        ({"alpha": 1.5}, r"alpha=1.5 must be a number in \[0, 1\]"),
-        ({"tail": 0}, r"tail=0 must be a number in \(0, 1\]"),
-        ({"confidence": "entropy"}, "unknown confidence: 'entropy'"),
-    ],
-)
-def test_settings_out_of_range(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LoPA(**settings)
-
-
-@pytest.mark.parametrize(
     ("request_", "message"),
     [
         ({"rng": "reference"}, "rng='reference' does not work with sampler 'lopa'"),

@@ -285,33 +285,6 @@ def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
     assert_same(model, "threshold", **request)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"settings": {"threshold": 0.5}},
-        {"sampler": "factor"},
-        {"cache": "prefix"},
-        {"top_p": 0.8},
-        {"suppress_tokens": (3,)},
-        {"block_length": 6},
-        {"eos_early_stop": False},
-        {"holes_eos_inf": True},
-        {"prompt": [[1] * 30, [2], [3]]},
-        {"prompt": ROWS[:2]},
-    ],
-)
-def test_what_a_graph_holds_is_its_layout(change: dict) -> None:
-    model = MODELS["same"]
-    request = {"sampler": "threshold", "cache": "dual"}
-    layouts = []
-    for given in (request, request | {"seed": 5, "prompt": OTHERS}, request | change):
-        name = given.pop("sampler")
-        method, state = start(name, model, **given)
-        layouts.append(engine.StepLayout.of(method, state, engine.block_table(state)[0], capture=False))
-        assert hash(layouts[-1]) is not None
-    assert layouts[0] == layouts[1] != layouts[2]
-
-
 def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     model = tiny(1)
     for length in (3, 4, 5, 6, 3, 7):

@@ -93,18 +93,3 @@ def test_public_traces(name: str) -> None:
         assert_batches_move_together(rows, settings["block_length"])
     else:
         assert_replayed(rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"profile": 1}, "profile=1 must be True or False"),
-        ({"margin": 0.1}, "margin=0.1 is a setting of profile=True"),
-        ({"profile": True, "margin": 1.5}, "margin=1.5 must be a number in"),
-        ({"profile": True, "factor": 0.7}, "factor and reference_last_rank are not of profile=True"),
-        ({"profile": True, "reference_last_rank": True}, "not of profile=True"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samplers.create("factor", **settings)

@@ -373,25 +373,3 @@ def test_credit_survives_bfloat16() -> None:
         p = logits.double().softmax(-1)[0, 0, 2].item()
         assert fused[0, 0, 2].item() - 20 == pytest.approx(0.65 * math.log(1 + p**0.2), rel=1e-4)
         assert logits[0, 0, 2] == 20
-
-
-BAD = [
-    ("credit", {"decay": 1.1}, r"decay=1.1 must be a number in \[0, 1\]"),
-    ("credit", {"fusion": -1}, r"fusion=-1 must be a number in \[0, 1e\+06\]"),
-    ("credit", {"storage": "sparse"}, "unknown storage: 'sparse'.*allowed: dense, slots"),
-    ("credit", {"slots": 0}, "slots=0 must be an integer from 1 to 1024"),
-    ("klass", {"kl_threshold": 0}, r"kl_threshold=0 must be a number in \(0, inf\]"),
-    ("klass", {"history": 0}, "history=0 must be an integer from 1"),
-    ("persistence", {"persist": 0}, "persist=0 must be an integer from 1"),
-    ("persistence", {"end_threshold": 2}, r"end_threshold=2 must be a number in \[0, 1\]"),
-    ("ccd", {"buffer": 0}, "buffer=0 must be an integer from 1"),
-    ("ccd", {"entropy_threshold": -0.1}, r"entropy_threshold=-0.1 must be a number in \[0, inf\]"),
-    ("ccd_agree", {"tail": 1.5}, r"tail=1.5 must be a number in \[0, 1\]"),
-    ("ccd_agree", {"adaptive": 1}, "adaptive=1 must be True or False"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "message"), BAD)
-def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samplers.create(name, **settings)

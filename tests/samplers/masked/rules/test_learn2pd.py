@@ -235,14 +235,6 @@ def test_files_that_are_no_filters(tmp_path: Path, block_filter: str) -> None:
     save_filter(tmp_path / "wrong", dataclasses.replace(FACTS, block_length=8), FACTS.network())
     with pytest.raises(ValueError, match="holds other weights than a 'block' filter"):
         load_filter(tmp_path / "wrong")
-    for settings, match in (
-        ({"filter_threshold": 1.1}, "filter_threshold=1.1"),
-        ({"eot": "eager"}, "unknown eot: 'eager'"),
-        ({"eot_confidence": -1}, "eot_confidence=-1"),
-        ({"filter": 3}, "filter=3 must be the path"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            samplers.create("learn2pd", **settings)
 
 
 def enders(layers: int = 1, **kinds: Any) -> Model:

@@ -176,15 +176,3 @@ def test_refusals(llada64: Model) -> None:
         model = llada64 if topology_of(name) == "bidirectional" else tiny(2, topology_of(name))
         with pytest.raises(ValueError, match=f"'{name}' does not work with stop=Prophet"):
             decode(model, [[1, 2]], sampler=name, stop=NEVER)
-    for settings, match in (
-        ({"gaps": (1, 2)}, "gaps=.*3 numbers"),
-        ({"gaps": (1, 2, "x")}, "gaps='x'"),
-        ({"gaps": (1, 2, -1)}, "gaps=-1"),
-        ({"stages": (0.5, 0.2)}, "stages=.*must not fall"),
-        ({"stages": (0.5, 2)}, "stages=2"),
-        ({"answer": "five"}, "answer='five'"),
-        ({"answer": []}, r"answer=\[\]"),
-        ({"answer": [-1]}, "answer=-1"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            paradec.Prophet(**settings)

@@ -309,20 +309,6 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"local_steps": -1}, "local_steps=-1 must be an integer"),
-        ({"order": "raster"}, "unknown order: 'raster'"),
-        ({"final_temperature": 0}, r"final_temperature=0 must be a number in \(0, 1\]"),
-        ({"locals": 1}, "unknown setting of sampler 'recap': 'locals'"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paradec.samplers.create("recap", **settings)
-
-
 def test_bad_requests(golden_model: UViTModel) -> None:
     with pytest.raises(ValueError, match="cache='recap' does not work with sampler 'threshold'"):
         paradec.generate(golden_model, prompts(golden_model, 1), sampler="threshold", cache="recap")

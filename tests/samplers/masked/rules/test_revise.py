@@ -413,22 +413,3 @@ def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
         for before, after in zip(drafts, drafts[1:], strict=False):
             changed += int(((before != after) & (before != HOLE) & (before >= 0) & (after >= 0)).sum())
     assert changed  # drafts did change
-
-
-BAD = [
-    ("wino", {"threshold": 1.5}, r"threshold=1.5 must be a number in \[0, 1\]"),
-    ("wino", {"threshold_back": None}, r"threshold_back=None must be a number in \[0, 1\]"),
-    ("wino", {"cap_share": 2}, r"cap_share=2 must be a number in \[0, 1\]"),
-    ("wino", {"cap_low": 0}, "cap_low=0 must be an integer from 1"),
-    ("wino", {"cap_high": 4}, "cap_low=5 must be at most cap_high=4"),
-    ("editing", {"editing_threshold": -0.1}, r"editing_threshold=-0.1 must be a number in \[0, 1\]"),
-    ("editing", {"max_post_steps": -1}, "max_post_steps=-1 must be an integer from 0 to 1000000"),
-    ("saber", {"minimum": 0}, "minimum=0 must be an integer from 1 to"),
-    ("saber", {"remask_share": 1.1}, r"remask_share=1.1 must be a number in \[0, 1\]"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "message"), BAD)
-def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samplers.create(name, **settings)

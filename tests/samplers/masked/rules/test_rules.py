@@ -176,27 +176,6 @@ def test_margin_follows_the_linear_schedule(llada64: Model) -> None:
     assert [len(step.commits) for step in out.trace.steps] == [6, 5, 5]
 
 
-BAD = [
-    ("hierarchy", {"threshold": 1.5}, r"threshold=1.5 must be a number in \[0, 1\]"),
-    ("hierarchy", {"low_threshold": -0.1}, r"low_threshold=-0.1 must be a number in \[0, 1\]"),
-    ("entropy_bound", {"gamma": -1}, r"gamma=-1 must be a number in \[0, inf\]"),
-    ("entropy_bound", {"gamma": math.nan}, r"gamma=nan must be a number in \[0, inf\]"),
-    ("entropy_threshold", {"threshold": "0.5"}, r"threshold='0.5' must be a number in \[0, inf\]"),
-    ("localleap", {"relaxed_threshold": 0.95}, "relaxed_threshold=0.95 must be at most anchor_threshold=0.9"),
-    ("localleap", {"anchor_threshold": 0.5}, "relaxed_threshold=0.75 must be at most anchor_threshold=0.5"),
-    ("localleap", {"relaxed_threshold": -1}, r"relaxed_threshold=-1 must be a number in \[0, 1\]"),
-    ("localleap", {"radius": 1.5}, r"radius=1.5 must be an integer from 0"),
-    ("localleap", {"anchor_threshold": None}, r"anchor_threshold=None must be a number in \[0, 1\]"),
-    ("margin", {"threshold": 0.9}, r"unknown setting of sampler 'margin': 'threshold'"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "message"), BAD)
-def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samplers.create(name, **settings)
-
-
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
     """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final, in the second block as in the
     first."""
