@@ -481,7 +481,6 @@ def plain_node(
 
 
 def test_trees_of_drafts() -> None:
-    """Both kinds of trees, with LANTERN and without, down to distributions of which nothing is left."""
     rng = np.random.default_rng(0)
     ended = {"empty": 0, "leaf": 0, "fell": 0}
     for case in range(120):

@@ -366,7 +366,6 @@ def own(**declared: Any) -> Any:
     ],
 )
 def test_quantities_that_nothing_computes(declared: dict[str, Any], message: str) -> None:
-    """Said where the class is written."""
     with pytest.raises(ValueError, match=re.escape(message)):
         own(needs=Needs(**declared))
 

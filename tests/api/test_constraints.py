@@ -101,7 +101,6 @@ def of_family(family: str, **facts: Any) -> Model:
 
 @pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal", "canvas"])
 def test_an_end_token_that_reads_text_is_in_no_text(family: str) -> None:
-    """An answer ends there, before its text is whole; it is only written after the text."""
     comma = TEXTS.index(",")
     model = of_family(family, eos_token_id=(39, comma))
     asked: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}

@@ -73,7 +73,6 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
 
 @pytest.mark.parametrize("seed", range(3))
 def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
-    """Special tokens in the state are text in both."""
     module, temperature = network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
     found = paradec.decide(model_of("causal", module=module), STATE, QUESTIONS, temperature=temperature)
     check_answers(found, pipeline_answers(module, None, temperature), 2e-6)
@@ -169,7 +168,6 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
 
 
 def test_together_each_reads_the_others() -> None:
-    """One row of turns; the last question's labels have two tokens at most."""
     model = model_of("bidirectional")
     questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
     found = paradec.decide(model, "Answer: level", questions, together=True)
@@ -199,7 +197,6 @@ def canvas_model(**more: Any) -> Any:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
-    """transformers' own module, with noise in the slots that are not given; the mean of probabilities over seeds."""
     model, texts = canvas_model(), ["Yes", "No only"]
     found = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
     prompt = ids_of("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")

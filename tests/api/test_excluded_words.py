@@ -132,7 +132,6 @@ def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[s
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("speculative", "self_speculative")])
 def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
-    """Those that read codebooks and grids, on an image model under guidance."""
     token_ids, found = list(range(0, 32, 2)), []
     for value in (-INF, LOW):
         model = tiny_llamagen()
@@ -212,7 +211,6 @@ def test_scales_of_their_own_for_every_row() -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """What others exclude moves nothing, to the bit."""
     draw = torch.Generator().manual_seed(1)
     conditional, unconditional = torch.randn(2, 3, 5, 9, generator=draw, dtype=torch.float64)
     alone = guided(torch.cat((conditional[:1], unconditional[:1])), 2.5)
@@ -241,7 +239,6 @@ def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, bra
 @pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
-    """Decoding is what lower and lower logits lead to."""
     found = []
     for value in (-INF, -1e5):
         model = tiny(1)

@@ -107,7 +107,6 @@ def test_other_mappings_are_refused(packaged: Model) -> None:
 
 
 def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends full, counts forwards, and leaves the answer and the caller's callback as they are."""
     seen: list[int] = []
     request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 8}
     plain = paradec.generate(packaged, PROMPT, **request)

@@ -416,7 +416,6 @@ def wordpiece_tokenizer() -> Any:
 
 @pytest.mark.parametrize("kind", ["Bert", "ModernBert", "ConvBert"])
 def test_masked_language_models(kind: str) -> None:
-    """Text gets the special tokens that the model was trained with, and each mask what the module alone says."""
     torch.manual_seed(0)
     config = getattr(transformers, kind + "Config")(**SMALL)
     module = getattr(transformers, kind + "ForMaskedLM")(config).double().eval()

@@ -79,7 +79,6 @@ def test_masked_samplers(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_samplers_of_causal_models(name: str) -> None:
-    """A drafter that proposes nothing but the mask included."""
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
     for request in REQUESTS:

@@ -64,7 +64,6 @@ def test_what_follows_an_answer_is_never_the_mask() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), PAIRS)
 def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], name: str, cache: str) -> None:
-    """Progress, tokens, forwards and steps are those with a pad id; so is what was undecided at the start."""
     found = []
     for model in models:
         seen: list[tuple[int, int]] = []
@@ -89,7 +88,6 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> None:
-    """`sequences` is a prompt: its padding holds no masks to fill, and a kept prefix covers the tokens alone."""
     model = models[0]
     keep = caches.create(cache).facts.uses_store
     first = paradec.generate(model, RAGGED, max_new_tokens=NEW, cache=cache, keep_prefix=keep)
@@ -107,7 +105,6 @@ def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> 
 
 
 def test_holes_of_unequal_rows(models: tuple[Model, Model]) -> None:
-    """Masks of the prompts are filled and counted, the padding of the shorter row is not."""
     rows = [[3, 0, 5, 0, 0, 8, 9], [4, 0, 6]]
     outs = [paradec.infill(model, rows, block_length=2) for model in models]
     for out in outs:
@@ -141,7 +138,6 @@ class Recorder:
 
 
 def test_a_row_that_a_stop_string_ends_holds_no_masks() -> None:
-    """After its end it is padded; streamers go on beside it, and progress reaches the total."""
     found = []
     for ids in ({}, {"pad_token_id": PAD}):
         model = wrapped(tokenizer=Words(), **ids)

@@ -161,7 +161,6 @@ def test_temperature_0_is_greedy_decoding(
 def test_drafted_rows_do_not_depend_on_their_neighbours(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]]
 ) -> None:
-    """At temperature 1, where the drafts have a say in which token is drawn."""
     model, small = models[drafter]
     sampler = made(name, small, shape)
     for new, scale in ((2, 1.0), (3, 1.7)) if sampler.lossless and drafter != "none" else ((3, 1.7),):
@@ -186,7 +185,6 @@ GRIDS = [
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", CAUSAL)
 def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any, Any]]) -> None:
-    """From prompts of one token, alone and beside a longer one. (ZipAR's rows follow each other at its window.)"""
     model, small = models["table"]
     kind = samplers.get(name)
     shapes = ["children per depth", "dynamic"] if issubclass(kind, DraftingSampler) else ["defaults"]
@@ -235,7 +233,6 @@ def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Pat
 def test_the_distribution_of_short_answers_is_the_model_s(
     shape: str, new: int, models: dict[str, tuple[Any, Any]]
 ) -> None:
-    """Chi-square against all answers, from prompts of one token."""
     model, small = models["table"]
     count = 3000
     state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)

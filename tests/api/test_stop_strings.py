@@ -64,7 +64,6 @@ TOKENIZERS = {
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_text_is_found_as_in_the_whole_answer(name: str, data: st.DataObject) -> None:
-    """Tokens come in pieces of any size that break off within characters, and may be taken back."""
     tokenizer, first = TOKENIZERS[name], 3
     emoji = tokenizer("né 🎉 a the 🎉", add_special_tokens=False)["input_ids"]
     pieces = [emoji, emoji[1:4], emoji[-4:] * 3, [len(tokenizer)] * 9]
@@ -101,7 +100,6 @@ TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20)
 @settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(ids=st.one_of(st.sampled_from([ids_of(TEXT), ids_of(TEXT[30:])]), TOKENS), data=st.data())
 def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> None:
-    """Random texts (broken bytes among them), and stop strings that begin and end anywhere in them."""
     text = TOKENIZER.decode(ids)
     cuts = st.integers(0, len(text) - 1).flatmap(
         lambda a: st.integers(a + 1, min(len(text), a + 6)).map(lambda b: (a, b))
@@ -128,7 +126,6 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_stops(name: str) -> None:
-    """Whatever the order of commits: the kept text is decided, holds the stop string, and rows end on their own."""
     first, second = ids_of(TEXT), ids_of(TEXT[3:])
     model, stop = reciting(first, second), ". th"
     if not fits(name, model):
@@ -188,7 +185,6 @@ def test_words_and_batches_of_the_packaged_model() -> None:
 
 
 def test_text_that_is_taken_back_is_read_again() -> None:
-    """A method may change tokens of the open block after they were read."""
     mask, (one, two, stop) = TOKENIZER.mask_token_id, (ids_of(text)[0] for text in ("one", " two", "."))
     rule = StopStrings(["."], TOKENIZER, np.array([2]), mask)
     window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None], host_valid=None)

@@ -56,7 +56,6 @@ def packaged() -> Model:
 
 
 def test_a_row_that_ended_early_holds_nothing_back() -> None:
-    """Two rows and a rule that edits: what stands to the left of the open block of every row that runs is sent."""
     model = tiny(1)
     rows, request = [[7], [0]], {"max_new_tokens": 16, "block_length": 4}
     ends = [paradec.generate(model, [row], sampler="editing", **request).tokens[0] for row in rows]
@@ -109,7 +108,6 @@ def test_everything_comes_once_and_final(name: str, kind: str, request: pytest.F
 
 
 def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
-    """After every step: what was sent ends where the first undecided token stands."""
     sent = []
     streamer = Recorder()
 
@@ -177,7 +175,6 @@ def test_one_row_streamers_refuse_a_batch(packaged: Model) -> None:
 
 @pytest.mark.parametrize("rows", [[[1, 2, -1, 3, 4, -1, -1, 5]], [[1, 2, -1, 3, 4, -1, -1, 5], [6, 7, 8, 9, -1, 1]]])
 def test_an_infill_streams_given_text_in_its_place(llada: Model, rows: list[list[int]]) -> None:
-    """Of two rows up to the first hole of either."""
     rows = [[llada.facts.mask_token_id if token < 0 else token for token in row] for row in rows]
     streamer = Recorder()
     out = paradec.infill(llada, rows, sampler="low_confidence", streamer=streamer)
@@ -220,7 +217,6 @@ def test_an_early_end_by_callback(llada: Model) -> None:
 
 
 def test_what_is_sent_does_not_change_later(llada: Model) -> None:
-    """A streamer may keep what it was given."""
     streamer = Drafts()
     kept = []
     streamer.put_draft = lambda value: kept.append((value, value.tolist()))

@@ -248,7 +248,6 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
 
 
 def test_it_is_said_once_where_the_request_is_made() -> None:
-    """Of what the call names, not of a preset's; a seed not with samplers that say nothing of draws."""
     given = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
     many = [{"prompt": [1, 2]}] * 3
     entries: list[Callable[[], Any]] = [
@@ -286,7 +285,6 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
 def test_masked_samplers_take_extreme_logits(
     name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
 ) -> None:
-    """Nothing is said to be NaN or infinite that the model gave as a number; the best token is certain then."""
     model = table(vocab, dtype, scale, name)
     answer(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
     greedy, cold = (
@@ -298,7 +296,6 @@ def test_masked_samplers_take_extreme_logits(
 @pytest.mark.parametrize("name", [name for name in MASKED if hasattr(samplers.get(name), "alg_temp")])
 @pytest.mark.parametrize("alg_temp", [COLD, 1e-3, 5.0])
 def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> None:
-    """Also those whose probability is too small for a number, and end tokens that are to come last."""
     prompts, asked = [[1, 2, 3]], {"max_new_tokens": 16, "steps": 4, "block_length": 16, "seed": 0}
     out = paradec.generate(table(), prompts, sampler=samplers.create(name, alg_temp=alg_temp), **asked)
     assert out.nfe <= 4
@@ -314,7 +311,6 @@ def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> Non
 
 @pytest.mark.parametrize("fusion", [0.65, 1e4])
 def test_credit_of_any_size(fusion: float) -> None:
-    """Tokens that are raised by more than exp can say, in a vocabulary whose raised logits are not written."""
     sampler = samplers.create("credit", fusion=fusion)
     for vocab, dtype in ((50, torch.float64), (9001, torch.float32)):
         out = paradec.generate(
@@ -352,7 +348,6 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [60, 9001])
 def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> None:
-    """Against float64, written out; what is filtered or not allowed has no probability at all, and is never drawn."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(3, 2, vocab, generator=generator)).to(dtype)
     logits[0, 0, 3:] = -torch.inf

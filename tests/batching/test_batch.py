@@ -34,7 +34,6 @@ def causal() -> Model:
 
 
 def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_other(model: Model) -> None:
-    """Six prompts of two kinds, which take turns; two rows."""
     with Batch(model, batch_size=2, **REQUEST) as batch:
         tickets = [batch.add(row, **({"top_k": 3} if n % 2 else {})) for n, row in enumerate(ROWS[:6])]
         began: list[int] = []
@@ -72,7 +71,6 @@ def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, cau
 
 
 def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
-    """But for those that are to draw as if they were alone, which no other one counts."""
     rows = [ROWS[0], ROWS[1], ROWS[0], ROWS[0], ROWS[1]]
     whole = paradec.generate(model, rows, **REQUEST)
     with Batch(model, batch_size=1, **REQUEST) as batch:
@@ -174,7 +172,6 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_nan_logits_end_their_prompt_alone(model: Model, cache: str) -> None:
-    """The poisoned rows take slots that others have after them."""
     rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 37], *ROWS[6:]]
     request = {**REQUEST, "cache": cache, "suppress_tokens": [37]}
     with Batch(Failing(model, token=37), batch_size=3, **request) as batch:
@@ -236,7 +233,6 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("once"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) -> None:
-    """Of one kind, and of two, the last of which has one row."""
     for rows, calls in ((ROWS[:4], 2), (ROWS[:3], 1)):
         kinds = [{"top_k": 3} if len(rows) == 3 and n == 1 else {} for n in range(len(rows))]
         with Batch(Failing(model, calls=calls, error=error), batch_size=4, calls_per_step=1, **REQUEST) as batch:
@@ -247,7 +243,6 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
 
 
 def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a MemoryError, or an error of a method of one's own, where nothing else is decoded."""
     for error in (MemoryError("16 GiB"), RuntimeError("broken"), OverflowError("too big")):
 
         @dataclass(frozen=True)
@@ -480,7 +475,6 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
 
 @pytest.mark.parametrize("lengths", [(8, 27, 8, 8, 27, 8), (8, 8, 8, 27, 27, 8)])
 def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ...]) -> None:
-    """Free slots grow with those that are taken, and more than the row needs."""
     request = {**REQUEST, "cache": "dual", "temperature": 0.0, "eos_early_stop": False}
     row = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
     for rows_that_fit in (1, 2, 3):
@@ -495,7 +489,6 @@ def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ..
 
 
 def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: Model) -> None:
-    """Nothing grows with the prompts that have left, but for what tells equal ones apart."""
     for adapter, own in ((model, {"cache": "dkv_decode", "block_length": 4}), (causal, {"sampler": "sjd"})):
         with Batch(adapter, batch_size=2, max_new_tokens=4, seed=0, **own) as batch:
             sizes = []

@@ -265,13 +265,11 @@ def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> Non
 
 
 def test_generate_many_takes_it(model: Model) -> None:
-    """The entry point is the same batch; on a CPU it says what `generate` says."""
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
         next(iter(paradec.generate_many(model, [{"input_ids": ROWS[0]}], **REQUEST, compile=True)))
 
 
 def test_rows_in_slots_are_those_of_the_numpy_loop() -> None:
-    """A slot that has been used begins as an unused one: all tensors of a row are those of an engine that is new."""
     model = tiny(1)
     method = samplers.create("low_confidence")
 

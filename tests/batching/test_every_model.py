@@ -48,7 +48,6 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 
 
 def test_masked_pictures_are_decoded_as_ids() -> None:
-    """Of a masked image model, whose prompt is a class's token: all positions of the picture, drawn by `maskgit`."""
     model = shared("digits-maskgit")
     grid = model.grid()
     prompts = [model.request(label, grid).prompts[0] for label in (1, 7, 3)]

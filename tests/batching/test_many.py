@@ -177,7 +177,6 @@ def test_prompts_are_taken_back_by_their_number(model: Model, whole: list[list[i
 
 
 def test_nothing_is_lost_by_an_interrupt(model: Model, whole: list[list[int]]) -> None:
-    """The long first answer is interrupted while others are whole; iterating on gives all of them."""
     request = {**REQUEST, "sampler": "low_confidence"}
     rows = [[index, 1] for index in range(6)]
     expected = [out.new_tokens.tolist() for out in generate_many(model, uneven(rows), **request)]
@@ -192,7 +191,6 @@ def test_nothing_is_lost_by_an_interrupt(model: Model, whole: list[list[int]]) -
 
 
 def test_an_interrupt_between_the_calls_of_two_groups_loses_nothing(model: Model) -> None:
-    """A row of the first group has ended when the call of the second group is interrupted."""
     raised = []
 
     class Interrupting(Failing):

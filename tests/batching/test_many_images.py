@@ -98,7 +98,6 @@ def test_autoregressive_pictures_are_those_of_the_whole_list(llamagen: LlamaGenM
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("llamagen")])
 def test_grids_and_prompts_of_every_family(name: str) -> None:
-    """Structure in the picture, prompts and negative prompts of unequal lengths."""
     request = dict(MODELS[name][1])
     prompts = [*request.pop("prompts"), *MODELS[name][1]["prompts"][::-1]]
     if "negative_prompt" in request:
@@ -108,7 +107,6 @@ def test_grids_and_prompts_of_every_family(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_captions_move_with_their_rows(scale: float) -> None:
-    """Of a model that holds the captions itself; the longest one comes when slots are there already."""
     same(*both(family("llamagen-t2i"), CAPTIONS, batch_size=2, sampler="jacobi", guidance_scale=scale, seed=1))
 
 
@@ -168,7 +166,6 @@ def test_no_more_is_read_than_fits(masked: MaskedImageModel) -> None:
 
 
 def test_what_fails_fails_alone(llamagen: LlamaGenModel) -> None:
-    """A label out of its range, a field without a meaning, and NaN logits."""
     model = hurt(llamagen, poison=8)
     request = {"seed": 4, "output_type": "pt"}
     bad = [10, "a cat", [1, 2], {"prompt": 1, "max_new_tokens": 3}, {"prompt": 1, "trace": True}, 8]
@@ -259,7 +256,6 @@ def test_pictures_need_a_decoder_and_texts_none() -> None:
 
 
 def test_captions_of_a_drafter_are_refused() -> None:
-    """A drafter that holds captions does not give them away."""
     model = family("llamagen-t2i")
     sampler = samplers.create("speculative", drafter=tiny_llamagen("t2i", seed=1))
     (out,) = generate_many(model, CAPTIONS[:1], sampler=sampler, output_type="latent")

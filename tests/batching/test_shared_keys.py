@@ -93,7 +93,6 @@ def sample(names: Sequence[str], count: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_second_prompt_is_answered_as_if_it_were_alone(kind: str) -> None:
-    """A twentieth of the ordered pairs that share keys and values."""
     model = MODELS[kind]
     every = {name: arguments for name, arguments in requests_of(model).items() if shares_keys(model, arguments)}
     count = math.ceil(len(every) / math.sqrt(20))

@@ -175,7 +175,6 @@ def test_which_caches_are_exact_for_block_causal_models() -> None:
 @pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
 @pytest.mark.parametrize(("prediction", "block_length"), [("same", 2), ("same", 8), ("shifted", 4)])
 def test_exact_on_block_causal_models(name: str, prediction: str, block_length: int) -> None:
-    """Prompts end inside blocks, and the request's blocks are smaller, equal or larger than the model's."""
     model = tiny(2, "block_causal", prediction)
     assert max(differences(model, name, block_length=block_length)) < 1e-12
 
@@ -253,7 +252,6 @@ def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
-    """Against the walk written out: from each pick outwards, left first, the first `window` masks not yet included."""
     length = data.draw(st.integers(4, 20))
     undecided = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     undecided[data.draw(st.integers(0, length - 1))] = True
@@ -288,7 +286,6 @@ def walked(undecided: np.ndarray, window: int, picks: list[int], fresh: list[int
 
 @pytest.mark.parametrize("window", range(6))
 def test_greedy_window_takes_the_left_mask_first(window: int) -> None:
-    """In a row of masks alone: one more on the left than on the right where the window is odd."""
     left, right = -(-window // 2), window // 2
     assert walked(np.ones(11, bool), window, [5], []) == set(range(5 - left, 5 + right + 1))
 
@@ -311,7 +308,6 @@ class Counting:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "dkv_decode", "dkv_prefill", "dkv_pd"])
 def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
-    """Eight rows with unequal prompts and unequal progress: padding costs at most a fifth."""
     model = Counting(tiny(1))
     rows = [[index + 1] * length for index, length in enumerate([2, 5, 9, 14, 20, 27, 35, 44])]
     sampler = samplers.create("threshold", threshold=0.35)
@@ -359,7 +355,6 @@ def walk(entries: list, every: int = 37) -> list:
 @pytest.mark.thinned
 @pytest.mark.parametrize("entry", walk(ENTRIES))
 def test_table(entry: Any, models: dict) -> None:
-    """What the table allows decodes one row and unequal rows, equally; what it refuses is refused by name."""
     sampler, cache, topology, prediction, found = entry
     model = models[topology, prediction]
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
@@ -396,8 +391,6 @@ def test_table_says_what_it_must() -> None:
 
 
 def test_table_follows_from_declarations() -> None:
-    """Samplers that are registered later bring their own declarations."""
-
     class Facts:
         topology, prediction, name, whole_blocks = "bidirectional", "same", "a model", False
 
@@ -521,7 +514,6 @@ def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
 
 
 def test_an_end_token_in_a_cached_row_ends_it() -> None:
-    """Rows that stop leave the calls, and the others go on over their own part of the store."""
     ends = tuple(range(20, 40))  # random weights rarely end otherwise
     model = tiny(2, ends=ends)
     rows = [[index] * (index % 3 + 1) for index in range(8)]

@@ -51,7 +51,6 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
 @pytest.mark.parametrize("new", [1, 3, NEW])
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_unequal_rows(cache: str, window: Any, new: int) -> None:
-    """Prompts of one token and answers shorter than a block or the window among them."""
     asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
     model = tiny(2)
     assert_alone(paradec.generate(model, ROWS, **asked), model, ROWS, asked)
@@ -75,7 +74,6 @@ def test_templates(cache: str, window: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
-    """Answers of many lengths, templates among them: a row has the steps that it has alone."""
     model = tiny(2, prediction="shifted")
     asked = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
     asked |= {"cache": cache, "suffix": window, "temperature": 0.1}

@@ -136,7 +136,6 @@ def test_rows_are_independent(suffix: Suffix | None) -> None:
 
 
 def test_what_comes_into_the_window_gets_its_keys_at_once() -> None:
-    """With a suffix: after every step, all that exists has keys and values, and nothing else."""
     model, sampler = tiny(2), samplers.create("low_confidence")
     for suffix in (Suffix(6), Suffix(9, "gaussian")):
         state = sampler.start(model, ROWS, cache=caches.create("d2", current_k=3), suffix=suffix, **ASKED)

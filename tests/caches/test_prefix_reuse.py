@@ -119,7 +119,6 @@ def test_keys_of_causal_calls_are_shared_with_their_like_alone() -> None:
 
 
 def test_forwarded_tokens_drop_by_what_was_reused() -> None:
-    """With `block` a row's first step alone evaluates the prompt, so that is where the prefix is missing."""
     model = tiny(2, "block_causal")
     first = paradec.generate(model, [[1] * 13], cache="block", keep_prefix=True, **request())
     rows = [first.sequences[0].tolist() + [2, 3]]
@@ -137,7 +136,6 @@ def test_forwarded_tokens_drop_by_what_was_reused() -> None:
 )
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, prediction: str) -> None:
-    """Keys and values of every kept position, whichever rows ended when and whatever was taken back on the way."""
     if prediction == "shifted" and sampler in MASKED and samplers.get(sampler).needs.mask_probes:
         pytest.skip("refused")
     model = tiny(3, "block_causal", prediction, ends=ENDS)
@@ -170,7 +168,6 @@ def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, predic
 
 
 def test_only_what_is_common_is_reused() -> None:
-    """Other tokens from position 10 on; a row that shares nothing; a row that is shorter than what was kept."""
     model = tiny(2, "block_causal")
     kept = paradec.generate(model, [list(range(1, 19))], cache="block", keep_prefix=True, **request()).prefix
     assert len(kept.tokens[0]) == 24
@@ -194,7 +191,6 @@ def reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]:
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
-    """Prompts that end with a block of the model, one position after it, and so on, each inside what was kept."""
     model = tiny(2, "block_causal", prediction)
     first = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
     kept = first.tokens[0]
@@ -215,7 +211,6 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("beyond", range(4))
 def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, beyond: int) -> None:
-    """The shortest row is all that is common, and ends `beyond` positions after a block; it may stand anywhere."""
     model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + beyond))
     for rows in ([common, common + [20, 21, 22]], [common + [20], common, common + [21] * 6]):
         count = whole_blocks(prediction, len(common), len(common))
@@ -250,7 +245,6 @@ def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["wino", "credit", "random", "freedave", "tree"])
 def test_samplers_over_a_shared_prefix(sampler: str) -> None:
-    """Shadow blocks and drafts read it beside their own keys; rows end when they would alone."""
     model = tiny(2, "block_causal", ends=ENDS)
     rows = [SYSTEM + [index] * (index % 3 + 1) for index in range(8)]
     method = samplers.create("freedave", draft_mode="tree") if sampler == "tree" else samplers.create(sampler)
@@ -294,7 +288,6 @@ def test_answers_to_one_prompt_share_it() -> None:
 
 
 def test_a_kept_prefix_that_all_rows_begin_with_is_read_in_place() -> None:
-    """One system prompt, evaluated in an earlier request: no row has a copy of it, and none evaluates it."""
     model = tiny(2, "block_causal")
     kept = paradec.generate(model, [SYSTEM * 4], cache="block", keep_prefix=True, **request()).prefix
     rows = [SYSTEM * 4 + [index] * (index + 1) for index in range(5)]
@@ -308,7 +301,6 @@ def test_a_kept_prefix_that_all_rows_begin_with_is_read_in_place() -> None:
 
 
 def test_what_cannot_be_shared_is_left_alone() -> None:
-    """One row; rows that differ within the first block."""
     model = tiny(1, "block_causal")
     for rows in ([SYSTEM], [[1, 2, 3, 4], [1, 2, 3, 5]]):
         out = paradec.generate(model, rows, cache="block", share_prefix=True, **request())
@@ -358,7 +350,6 @@ def test_bidirectional_models_are_exact_with_one_layer_alone(cache: str, predict
 
 
 def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
-    """Approximate, but a row of a batch gets what it gets alone, whether it reads the prefix in place or has a copy."""
     model = tiny(3)
     kept = paradec.generate(model, [SYSTEM], cache="dual", keep_prefix=True, **request(block_length=5)).prefix
     rows = [SYSTEM + row for row in ROWS]

@@ -79,7 +79,6 @@ def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
 @pytest.mark.parametrize("prediction", ["same", pytest.param("shifted", marks=FULL)])
 @pytest.mark.parametrize("window", [NEW - BLOCK, *(pytest.param(n, marks=FULL) for n in (NEW, 10**6))])
 def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, prediction: str, window: int) -> None:
-    """Bit for bit, and as many positions. "uniform" keeps all of its window where it may keep as many."""
     model = tiny(3, prediction=prediction)
     cache = caches.create("vicinity", prefix_look=2, after_look=2, warmup_steps=0) if cache == "vicinity" else cache
     asked = ASKED | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
@@ -93,7 +92,6 @@ def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, predicti
 @pytest.mark.parametrize("cache", ["prefix", *(pytest.param(name, marks=FULL) for name in WITH if name != "prefix")])
 @pytest.mark.parametrize("suffix", SOME[1:], ids=str)
 def test_rows_are_independent(cache: str, suffix: Suffix) -> None:
-    """Of their neighbours, and of how many there are; other seeds thin out otherwise."""
     model = tiny(2)
     asked = ASKED | {"sampler": samplers.create("threshold", threshold=0.5), "cache": cache, "suffix": suffix}
     asked |= {"temperature": 0.1, "guidance_scale": 1.5}
@@ -106,7 +104,6 @@ def test_rows_are_independent(cache: str, suffix: Suffix) -> None:
 
 @pytest.mark.parametrize("cache", WITH)
 def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
-    """Every call's positions, and the slots that hold something, are among those that exist."""
     model, sampler = tiny(2), samplers.create("low_confidence")
     state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **ASKED)
     left_out = 0
@@ -126,7 +123,6 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
 
 @pytest.mark.parametrize("cache", WITH)
 def test_given_text_after_the_window_is_context(cache: str) -> None:
-    """An infilling is without masks after the window, and has its text: another token there changes the hole."""
     model = tiny(3)
     holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
     asked = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
@@ -143,7 +139,6 @@ def test_given_text_after_the_window_is_context(cache: str) -> None:
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_positions_evaluated(cache: str) -> None:
-    """A block's first step takes what stands left of it, the block and the window; the others what the cache says."""
     prompt, new, window = 3, 40, 6
     asked = ASKED | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
     out = paradec.generate(tiny(1), [[1, 2, 3]], **asked)
@@ -231,7 +226,6 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
 
 
 def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
-    """The paper's early termination: a row that has ended evaluates none of the slots after it."""
     model = tiny(1)
     asked = ASKED | {"sampler": "low_confidence", "suffix": 4, "eos_early_stop": True, "logits_eos_inf": False}
     out = paradec.generate(model, ROWS, **asked)
@@ -242,7 +236,6 @@ def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_several_open_blocks(cache: str) -> None:
-    """The window is counted from the last block that was added; one over the whole answer changes nothing."""
     model, window = tiny(2), 3
     rule = samplers.create("entropy_threshold", threshold=1.0)
     asked = {"max_new_tokens": 24, "blocks": PipelinedBlocks(4, add=0.5), "sampler": rule, "cache": cache, "seed": 1}

@@ -123,7 +123,6 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAID)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
-    """Every sampler in the registry, those that write a position several times included."""
     sampler = masked_sampler(name)
     given: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
     if name == "adablock":
@@ -296,7 +295,6 @@ def test_copies_and_ends(masked: Model) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_likeliest_of_a_large_vocabulary(dtype: torch.dtype) -> None:
-    """Found in the segments that have the largest, beside a probability that is known already; the last tokens too."""
     logits = torch.randn(2, 6, 9001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     logits[0, 0, -3:] = torch.tensor([30.0, 29.0, 28.0], dtype=dtype)
     logits[0, 1, 500:504] = 40.0 + torch.arange(4)

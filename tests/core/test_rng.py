@@ -100,7 +100,6 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 @settings(max_examples=50, deadline=None)
 def test_row_keys(prompts: list[list[int]], seed: int) -> None:
-    """A row's key ignores the rows around it, and copies of one prompt have keys of their own."""
     keys = [tuple(key) for key in rng.row_keys([seed] * len(prompts), prompts)]
     assert len(set(keys)) == len(keys)
     for prompt in prompts:

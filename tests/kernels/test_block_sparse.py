@@ -103,7 +103,6 @@ def test_a_weak_answer_beside_a_strong_prompt_does_not_vanish() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_selection_is_the_rule(data: st.DataObject) -> None:
-    """Against loops, with ties, unequal rows, and shares whose product with a count is rounded."""
     size = data.draw(st.sampled_from([1, 4, 16]))
     lengths = data.draw(st.lists(st.integers(1, 9 * size), min_size=1, max_size=3))
     new = [data.draw(st.integers(1, length)) for length in lengths]
@@ -151,7 +150,6 @@ def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2**22])
 def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """A call of scattered positions, padded, whose rows use other rows' lists."""
     monkeypatch.setattr(portable, "CHUNK", chunk)
     size, length, lengths = 8, 45, [45, 38, 20]
     query, key, value = tensors(3, 2, 1, length)
@@ -194,7 +192,6 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flex_attention_reads_the_same_lists(
     length: int, size: int, heads: int, groups: int, dtype: torch.dtype
 ) -> None:
-    """Uncompiled. Empty lists, blocks beyond a row's end, rows whose last block is short, grouped heads."""
     query, key, value = tensors(2, heads, groups, length, dtype=dtype)
     index = random_lists(2, heads, math.ceil(length / size), size)
     options = {"lengths": [length, max(1, length - 19)], "return_logsumexp": True}
@@ -300,7 +297,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 @interpreter
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_kernel_attends_to_lists(dtype: torch.dtype) -> None:
-    """Odd lengths, grouped heads, a head dimension that is no power of two, empty lists."""
     query, key, value = tensors(2, 2, 1, 37, 24, dtype)
     index, lengths = random_lists(2, 2, 3, 16, 0.6), [37, 20]
     visible = visible_keys(index.to_mask(3), 16, torch.arange(37).expand(2, -1), 37)
@@ -315,7 +311,6 @@ def test_kernel_attends_to_lists(dtype: torch.dtype) -> None:
 
 @interpreter
 def test_kernel_attends_to_everything() -> None:
-    """Several tiles of keys and of queries per block; rows of one position."""
     query, key, value = tensors(1, 1, 1, 300, 12, torch.float32)
     expected, sums = reference_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
     options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
@@ -328,7 +323,6 @@ def test_kernel_attends_to_everything() -> None:
 @interpreter
 @pytest.mark.parametrize("shares", [1, 2])
 def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
-    """Scattered columns over longer keys, lists of other rows, programs that share them; keys as a store has them."""
     from paradec.kernels.block_sparse import triton as kernels
 
     monkeypatch.setattr(kernels, "_shares", lambda *_: shares)
@@ -392,7 +386,6 @@ for kernel, more in (
 @pytest.mark.full
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 def test_kernels_compile_for_an_h100() -> None:
-    """With the tiles of a model's shape, and within the memory that a multiprocessor shares."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -473,7 +466,6 @@ def test_samplers_without_a_schedule_count_tokens() -> None:
 
 
 def test_lists_wait_for_a_whole_row() -> None:
-    """Over a dual cache: found at the first forward of a block that comes after the dense steps."""
     assert steps_of(trained(rows=ROWS[:1], attention=SOME, cache="dual")) == (8, 1, 15)
     renewed = SparseD(select=0.3, block_size=8, refresh_pattern_every=2)
     assert steps_of(trained(rows=ROWS[:1], attention=renewed, cache="dual")) == (8, 2, 14)
@@ -570,7 +562,6 @@ def test_models_that_predict_shifted(dream64: Model, cache: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["random", "factor", "credit", "klass", "editing", "saber", "learn2pd", "adablock"])
 def test_samplers_of_every_kind(sampler: str) -> None:
-    """With memory, with revision, with blocks that logits end, with rows that are cut off."""
     model = tiny(2)
     request = {"sampler": sampler, "max_new_tokens": 12, "seed": 3, "attention": SparseD(select=0.4, block_size=4)}
     request |= {} if sampler == "adablock" else {"block_length": 6}

@@ -177,7 +177,6 @@ def test_the_path_depends_on_the_tokens_alone() -> None:
 
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
 def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
-    """Large batches are read piece by piece in memory of their own; long rows are searched by stretches."""
     rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
@@ -294,7 +293,6 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
-    """Finite logits that overflow where a temperature divides them, or where they are subtracted."""
     large = torch.finfo(dtype).max
     logits = torch.zeros(3, VOCABULARY, dtype=dtype)
     logits[0], logits[0, 70] = -large, large
@@ -412,7 +410,6 @@ def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tens
 )
 @pytest.mark.parametrize("filters", [(None, None), (0.9, None), (None, 40), (0.95, 30)])
 def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: float, count: int) -> None:
-    """Of every temperature and filter, in large vocabularies and small ones, by one number each."""
     for vocabulary in (700, VOCABULARY):
         logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
         logits[::7] = -torch.inf
@@ -479,7 +476,6 @@ def test_paths_draw_the_same_tokens_but_at_boundaries(
 
 
 def test_draws_beside_boundaries_are_those_of_float64() -> None:
-    """Nearer to them than float32 weights place them, on either side; alone and beside other rows."""
     logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * torch.randn(
         4, VOCABULARY, generator=torch.Generator().manual_seed(0)
     )

@@ -243,7 +243,6 @@ def test_values(name: str) -> None:
 
 
 def test_blocks_of_a_model_that_names_none(llada: Model, dream: Model) -> None:
-    """32 for LLaDA, the whole canvas for Dream."""
     assert llada.default_block_length == 32
     assert dream.default_block_length is None
 

@@ -250,7 +250,6 @@ def test_stages_follow_the_request() -> None:
 
 
 def test_a_drawn_picture_is_the_teacher_s() -> None:
-    """Where the teacher draws everything, what is left of the student is the codebook."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler, states = Distilled(t_list=(0, 16), teacher=teacher), []
 

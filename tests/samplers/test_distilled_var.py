@@ -109,7 +109,6 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_teacher_s_prefix(masked: bool) -> None:
-    """With the mask every scale says what the teacher says of all scales at once; without it another thing."""
     teacher = tiny_var()
     student = tiny_var_student(teacher)
     scales = teacher.module.scales
@@ -261,7 +260,6 @@ def test_published_stages() -> None:
 
 
 def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
-    """`--drafter` is the teacher, which shares the student's autoencoder."""
     from typer.testing import CliRunner
 
     from paradec.cli import app

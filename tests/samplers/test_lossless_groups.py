@@ -77,7 +77,6 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) -> None:
-    """Row by row, whatever the window, in orders of each row's own; and in no more calls than cells."""
     model, asked = MODELS[name](), SETTINGS[setting]
     labels = [0, 1, 1]
     schedule = ("linear", "constant")[setting % 2]
@@ -116,7 +115,6 @@ def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
 
 @pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])
 def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
-    """Every picture of four cells with three codes, by enumeration, in one order with guidance that grows."""
     model = made(1, dim=8, n_layer=2, n_head=2, grid=2, vocab_size=3, num_classes=2)
     order, count = torch.tensor([2, 0, 3, 1]), 2_000
     expected = torch.zeros(81, dtype=torch.float64)
@@ -163,7 +161,6 @@ def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:
 
 
 def test_traces_and_what_is_counted() -> None:
-    """A step asks for what is undecided, and reads the drafts beside it; a picture says when each code was decided."""
     model = tiny_lpd()
     out = paradec.generate_images(
         model,
@@ -180,7 +177,6 @@ def test_traces_and_what_is_counted() -> None:
 
 
 def test_orders_are_those_of_the_groups() -> None:
-    """LPD's order with its sizes: what the groups would decide together is decided near each other in rank."""
     model = MODELS["deep"]()
     laid = model.request([1], model.grid())
     for order, steps in (("lpd", 6), ("lpd", None), ("halton", None)):

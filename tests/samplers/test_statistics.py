@@ -65,7 +65,6 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
-    """Without a sort, where nuclei end early and late, and where the least kept logit is 0; and draws from them."""
     generator = torch.Generator().manual_seed(5)
     logits = KINDS[kind](4 * torch.randn(2, 30, 9001, generator=generator), generator).to(dtype)
     logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
@@ -102,7 +101,6 @@ def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
-    """Masses that are exactly what lies before some token, and the numbers next to them."""
     generator = torch.Generator().manual_seed(2)
     wide = 2 * HEAD
     for spread, size, ranks in ((3, 300, range(1, 200, 9)), (0.5, wide, range(wide // 2 - 2, wide - 99, 700))):
@@ -159,7 +157,6 @@ def test_divergence_of_logits_beyond_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
-    """The token before which exactly `top_p` lies crosses it, and tokens as good as the `top_k`-th are kept."""
     logits = torch.zeros(2, 4, dtype=dtype)  # each token has a quarter
     for top_p, kept in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
         assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [kept, kept]
@@ -181,7 +178,6 @@ def test_searches() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [3, 20, 1000])
 def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torch.dtype) -> None:
-    """GSD's groups: with distinct probabilities, equal ones, and many that are nothing or next to it."""
     generator = torch.Generator().manual_seed(4)
     distribution = (3 * torch.randn(2, 5, size, generator=generator)).softmax(-1).to(dtype)
     empty = distribution.masked_fill(torch.rand(distribution.shape, generator=generator) < 0.5, 0)

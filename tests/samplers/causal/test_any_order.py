@@ -148,7 +148,6 @@ def test_log_probabilities_add_up_to_the_score_in_the_order(
 def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_is_known_of(
     model: ProteinMPNNModel,
 ) -> None:
-    """The first drafts are the model's own, whatever the window; a step takes those that it has verified."""
     prompt, request = model.prompt("gaps"), {"temperature": 0.5, "seed": 2, "trace": True}
     out = paradec.generate(model, prompt, sampler="jacobi", **request)
     left, evaluated = 12, 15
@@ -245,7 +244,6 @@ def plain(model: Sums, row: list[int], order: list[int], key: Tensor, temperatur
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
-    """An end token ends a row once all before it is decided; masks may be appended; given tokens stay."""
     model, prompts = Sums(), [[0, 6, 2], [6, 6, 1, 6], [3]]
     out = paradec.generate(model, prompts, sampler="jacobi", max_new_tokens=6, temperature=1.0, seed=seed)
     rows = [[*row, *[6] * 6] for row in prompts]
@@ -291,7 +289,6 @@ def test_rows_that_are_refilled_are_what_they_are_alone(model: ProteinMPNNModel,
 
 
 def test_a_shorter_row_takes_the_place_of_a_longer_one(model: ProteinMPNNModel) -> None:
-    """In the state itself: a batch would decode a row alone whose step fails."""
     sampler, asked = paradec.samplers.create("jacobi"), {"temperature": 0.8, "seed": 7}
     alone = paradec.generate(model, model.prompt("pair"), sampler=sampler, **asked)
     state = sampler.start(model, [model.prompt("gaps"), model.prompt("two")], **asked)

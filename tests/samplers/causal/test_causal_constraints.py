@@ -107,7 +107,6 @@ def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
 
 
 def test_the_recorded_masked_distribution() -> None:
-    """The recursion above is the recorded one's, where the order is from the left."""
     for name in named("law"):
         if CASES[name]["settings"]["order"] == "left":
             with replay(name):
@@ -160,7 +159,6 @@ def test_every_answer_fits(name: str, causal: Model) -> None:
 
 
 def test_a_template_joins_the_next_forward(causal: Model) -> None:
-    """Tokens that alone fit are drafts that are always accepted: as many as the window holds, in one forward."""
     out = paradec.generate(
         causal,
         [[1, 2]],

@@ -91,7 +91,6 @@ def by_hand(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.T
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
-    """In float64 to 1e-10 and in float32 to 1e-5; tokens and steps are those of the trace."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = causal(2, dtype)
         sampler = method(name, causal(1, dtype))
@@ -211,7 +210,6 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
 @pytest.mark.parametrize("constraint", [None, paradec.Regex("[b-h]{2}x[b-h]+")])
 @pytest.mark.parametrize("tree", [(1, 1), (2, 2), "2.2.2"])
 def test_recycled_tokens(tree: Any, constraint: Any) -> None:
-    """The drafter reads the logits of all nodes, the rollout those of the accepted ones."""
     model = reading_letters(paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted"), 0)
     sampler = create("speculative", drafter=TokenRecycling(tree=tree), rule="naive")
     given: dict[str, Any] = {"sampler": sampler, "constraint": constraint, "temperature": 0.7, "seed": 3}

@@ -45,7 +45,6 @@ def test_answers_have_the_distribution_of_masked_decoding(name: str, tree: str, 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_tokens_that_the_drafter_does_not_have(tree: str, base: Model) -> None:
-    """EAGLE-3's vocabulary is a part of the model's: what fits is drafted from what the constraint says alone."""
     drafter = paradec.load_drafter(RECORDED / "eagle3-speculators", base=base)
     assert drafter.tokens is not None
     missing = [token for token in range(26) if token not in drafter.tokens.tolist()][:3]

@@ -34,7 +34,6 @@ GIVEN: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0.8}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_is_what_it_is_alone(name: str) -> None:
-    """Beside others, and in a slot that another row had."""
     base, method = tiny_base(), METHODS[name]()
     together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **GIVEN)
     for row, prompt in enumerate(PROMPTS):

@@ -89,7 +89,6 @@ def test_reference_verification(path: Path) -> None:
 @pytest.mark.parametrize("path", cases("lantern"))
 @replays("path")
 def test_reference_tree_verification(path: Path) -> None:
-    """Chains and trees, drafts that were taken (dynamic) and drawn (static), every draw supplied."""
     case = read_json(path)
     settings, expected = case["settings"], case["expected"]
     paths = [tuple(choice) for choice in case["tree_choices"]]
@@ -178,7 +177,6 @@ EXACT = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "request_name"), EXACT)
 def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> None:
-    """Ragged batches against full enumeration; `benchmarks/exactness.py` has the whole grid and more answers."""
     sampler, request = exactness.samplers(DRAFTER)[name], exactness.REQUESTS[request_name]
     found = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
     assert min(found["p_values"]) > 0.01 / (2 * len(EXACT))
@@ -192,7 +190,6 @@ LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.e
 @pytest.mark.thinned
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
 def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
-    """Seven tokens in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
     sampler = SJD(window=3, refresh=refresh, init=init)
     found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
     assert min(found["p_values"]) > 0.01 / (2 * len(LONGER))
@@ -292,7 +289,6 @@ def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) ->
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
 def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
-    """One node with three children, for several p and q; the last q has fewer tokens than there are children."""
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
     tree, rows, p_values = Tree.of((3,)), 20_000, []
@@ -317,7 +313,6 @@ def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
-    """Where other nodes have more children, columns without a child stand after its own."""
     rule, generator, rows = RULES[name], torch.Generator().manual_seed(5), 500
     p, q = (torch.randn(rows, 6, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
     for count in (1, 2, 3):

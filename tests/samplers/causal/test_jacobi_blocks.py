@@ -181,7 +181,6 @@ MODEL = tiny(2, topology="causal", prediction="shifted", ends=())
 @pytest.mark.parametrize(("group", "iterations"), [(1, None), (2, 2), (5, 5), (5, 9), (7, None), (40, None)])
 @pytest.mark.parametrize("early_exit", ["prefix", "published"])
 def test_as_many_iterations_as_tokens_give_greedy_decoding(group: int, iterations: int | None, early_exit: str) -> None:
-    """Ragged rows in float64; the last block is shorter where the group does not divide the answer."""
     sampler = Jacobi(group=group, max_iterations=iterations, early_exit=early_exit)
     assert sampler.lossless
     for new in (1, 2, 13):
@@ -211,7 +210,6 @@ def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None
 
 
 def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
-    """An end token that is known to be right closes the block before its fixed point."""
     greedy = [token_by_token(MODEL, prompt, 20, ()) for prompt in PROMPTS]
     end = greedy[0][4]
     model = tiny(2, topology="causal", prediction="shifted", ends=(end,))
@@ -226,7 +224,6 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
 
 
 def test_an_end_token_that_is_not_right_closes_nothing() -> None:
-    """Most ids end a row, and drafts are full of them."""
     greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
     ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
     free, ended = (tiny(2, topology="causal", prediction="shifted", ends=each) for each in ((), ends))
@@ -283,7 +280,6 @@ def test_images_have_their_structure() -> None:
 
 
 def test_the_store_holds_the_block_between_blocks_alone() -> None:
-    """A block leaves the store after every iteration but its last, and a step repeated changes nothing."""
     sampler = Jacobi(group=5)
     state = sampler.start(MODEL, PROMPTS, max_new_tokens=16, temperature=0, seed=0)
     while not state.done:

@@ -35,7 +35,6 @@ class Suppress:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("ends", "forbidden"), [([], []), ([3], []), ([3, 0], [1])])
 def test_candidates_are_those_of_transformers(size: int, ends: list[int], forbidden: list[int]) -> None:
-    """Random rows of few tokens, padded on the right: every length, long matches, ends, forbidden tokens."""
     generator = torch.Generator().manual_seed(size)
     length = torch.randint(1, 24, (200, 1), generator=generator)
     tokens = torch.randint(0, 5, (200, 24), generator=generator)
@@ -74,7 +73,6 @@ def test_tokens_and_forwards_are_those_of_transformers() -> None:
 
 
 def test_temperature_0_is_greedy_decoding() -> None:
-    """Rows of one batch draft different numbers of tokens."""
     base = tiny_base()
     found, state = answers(sampler(), base, PROMPTS, max_new_tokens=14, temperature=0)
     assert found == greedy(base.module, PROMPTS, 14)
@@ -83,7 +81,6 @@ def test_temperature_0_is_greedy_decoding() -> None:
 
 @pytest.mark.parametrize("request_name", ["temperature 1", "all"])
 def test_answers_have_the_model_s_distribution(request_name: str) -> None:
-    """Prompts that repeat themselves, so that the first windows hold drafts, against full enumeration."""
     model = exactness.TableModel.random(5, seed=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
@@ -92,7 +89,6 @@ def test_answers_have_the_model_s_distribution(request_name: str) -> None:
 
 
 def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
-    """Suppressed tokens, an end token and ids beyond the vocabulary (conditions of image models) stand in the text."""
     base = tiny_base()
     given = {"max_new_tokens": 12, "suppress_tokens": (1,), "temperature": 0}
     found = paradec.generate(base, PROMPTS, sampler=sampler(), **given)

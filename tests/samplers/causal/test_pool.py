@@ -45,7 +45,6 @@ def test_short_answers_and_windows() -> None:
 
 
 def test_answers_have_the_model_s_distribution() -> None:
-    """Answers twice as long as the window, against full enumeration."""
     model = exactness.TableModel.random(3, seed=4, sharpness=2.0)
     found = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
     assert min(found["p_values"]) > 0.01 / 2 and found["nfe"] < 6
@@ -53,7 +52,6 @@ def test_answers_have_the_model_s_distribution() -> None:
 
 @pytest.mark.full
 def test_pictures_are_the_same_in_fewer_forwards() -> None:
-    """The packaged model, labels and seeds that nothing was chosen by."""
     model = paradec.load("digits-ar")
     given = {"class_labels": range(10), "seed": 77, "output_type": "latent"}
     alone = paradec.generate_images(model, sampler=Jacobi(), **given)

@@ -30,7 +30,6 @@ def test_the_paper_s_tree() -> None:
 
 @pytest.mark.parametrize("tree", ["2.2.2", (3, 2, 2)])
 def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> None:
-    """A dictionary for each row: what followed each evaluated token, the last place in the tree's order."""
     model, method, known = TableModel.random(9, seed=3), sampler(tree), [{}, {}, {}]
     shape = tree_of(tree)
     state = method.start(model, [[2, 0], [4, 1, 3], [8]], max_new_tokens=14, seed=5)

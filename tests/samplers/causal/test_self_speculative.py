@@ -77,7 +77,6 @@ def runs(mode: str) -> list[Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("path", runs("spec"))
 def test_recorded_rounds(path: Path) -> None:
-    """Drafts, how many stand, and tokens of every round; on both loads."""
     trace = read_json(path)
     settings = trace["settings"]
     threshold = settings.get("threshold") or None
@@ -222,7 +221,6 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("rule", ["ratio", "match"])
 def test_rows_do_not_depend_on_their_neighbours(kind: str, rule: str) -> None:
-    """At a temperature, with log-probabilities, a trace, and in a batch that rows leave and enter."""
     model, sampler = kinds()[kind](), SelfSpeculative(rule=rule)
     request: dict[str, Any] = {"sampler": sampler, "temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 9}
     together = paradec.generate(model, PROMPTS, logprobs=2, trace=True, **request)
@@ -244,7 +242,6 @@ def test_rows_do_not_depend_on_their_neighbours(kind: str, rule: str) -> None:
 )
 @pytest.mark.full
 def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
-    """Of the first two tokens, over many rows: a chi-square test against the distribution token by token."""
     model, rows, temperature = kinds()[kind](), 6000, 0.6
     few = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
     request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": few, "eos_early_stop": False}

@@ -120,7 +120,6 @@ def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
 @pytest.mark.parametrize("path", RECORDED)
 @replays("path")
 def test_replays_a_recorded_verification(path: Path) -> None:
-    """A step of the sampler with every number supplied. The recorded window ends before what its last slot says."""
     case = read_json(path)
     vocab, width, count, depth = (case[name] for name in ("vocab", "window", "siblings", "branching"))
     expected, model = case["expected"], TableModel.random(case["vocab"], seed=0)
@@ -213,7 +212,6 @@ def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
 def test_the_plain_steps_have_the_model_s_distribution(
     vocab: int, length: int, siblings: int, branching: int, window: int
 ) -> None:
-    """All that may be drawn in all steps: every answer has the probability that the model gives it."""
     table = TableModel.random(vocab, seed=vocab, sharpness=1.5).table.softmax(-1)
 
     def after(text: tuple[int, ...]) -> Weights:
@@ -271,7 +269,6 @@ SHAPES = [(2, 1, 6), (3, 2, 4), (4, 1, 3), (2, 3, 4), (6, 2, 3)]
 
 @pytest.mark.parametrize(("siblings", "branching", "window"), SHAPES)
 def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, window: int) -> None:
-    """Rows of two lengths, each after its own accepted path; the numbers are the ones that the state gives out."""
     sampler = SCD(window=window, refresh="maximal", siblings=siblings, branching=branching)
     prompts, answer, deep = [[2, 0], [4, 1, 3], [1, 2, 2, 0]], 9, set()
     state = sampler.start(MODEL, prompts, max_new_tokens=answer, seed=5)
@@ -342,7 +339,6 @@ def test_one_sibling_and_temperature_0_are_the_window_alone() -> None:
     ("siblings", "branching", "window"), [(3, 2, 4), pytest.param(8, 1, 4, marks=pytest.mark.full)]
 )
 def test_answers_have_the_model_s_distribution(refresh: str, siblings: int, branching: int, window: int) -> None:
-    """Answers twice as long as the window and a picture with prescribed tokens, against full enumeration."""
     sampler = SCD(window=window, refresh=refresh, siblings=siblings, branching=branching)
     long = TableModel.random(3, seed=4, sharpness=2.0)
     image = TableModel.random(6, seed=2)

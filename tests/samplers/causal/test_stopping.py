@@ -50,7 +50,6 @@ def test_twenty_thousand_answers_have_the_model_s_distribution(rule: Any, temper
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", RULES)
 def test_windows_end_after_the_draft_that_the_rule_names(rule: Any, temperature: float) -> None:
-    """Against a plain loop over each window; the drafter makes no forward for a row after that."""
     method, width = Speculative(drafter=DRAFTER, window=6, stop=rule), 6
     state = method.start(MODEL, [[2, 0], [4, 1, 3], [1]], max_new_tokens=17, seed=5, temperature=temperature)
     lengths, before, stale = set(), np.zeros(3, np.int64), np.array([True] * 3)
@@ -80,7 +79,6 @@ def test_windows_end_after_the_draft_that_the_rule_names(rule: Any, temperature:
 
 @pytest.mark.parametrize("name", ["eagle3-original", "dflash2-zlab", "dspark-vanilla"])
 def test_drafters_of_hidden_states(name: str) -> None:
-    """What is drafted is cut before it is verified; greedy answers are the model's."""
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
     base = paradec.load(RECORDED / "base", dtype=torch.float64)
     drafter = paradec.load_drafter(RECORDED / name, base=base)
@@ -92,7 +90,6 @@ def test_drafters_of_hidden_states(name: str) -> None:
 
 
 def test_a_recorded_confidence_ends_the_window() -> None:
-    """The recorded logits of DSpark's head."""
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
     from safetensors.torch import load_file
 

@@ -97,7 +97,6 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
 @pytest.mark.parametrize("name", cases("cspd", "steps"))
 @replays("name", "cspd/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of both models, what the heads say, every decision, and the final latent."""
     case, arrays = next_image.case("cspd", name)
     settings = case["settings"]
     target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
@@ -230,7 +229,6 @@ def plain(
 
 @pytest.mark.parametrize(("inner", "spread"), [(42.0, 1.0), (4.0, 0.3), (1.0, 0.3)])
 def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
-    """Whatever is drawn beside it: tokens are drawn again alone, and once."""
     draw = torch.Generator().manual_seed(int(inner))
     count, channels, rounds = 60, 3, 6
 
@@ -292,7 +290,6 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
 
 
 def test_one_dimension_has_the_target_s_distribution() -> None:
-    """Where drafts are drawn from their distribution, T = 1 and Sigma = 1."""
     count = 40_000
     x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = one_dimension(x, 1.0)
@@ -306,7 +303,6 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
 def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
-    """A draft is the mean of its distribution."""
     count = 40_000
     found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
@@ -363,7 +359,6 @@ def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) ->
 
 
 def test_the_schedule(draft: MARModel, model: MARModel) -> None:
-    """The steps of the model come first, a verification at multiples of `num_draft` and at the last step."""
     for steps, num_draft, ratio, expected in (
         (8, 3, 0.15, [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]),
         (8, 3, 0.0, [(0, 1), (1, 4), (4, 7), (7, 8)]),
@@ -380,7 +375,6 @@ def test_the_schedule(draft: MARModel, model: MARModel) -> None:
 
 
 def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
-    """A verification of one step sees what the draft saw, so all drafts are accepted, as they are."""
     own = run(CSpD(ratio=1, head_steps="4,1"), model)
     both = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
     torch.testing.assert_close(both.tokens, own.tokens, atol=1e-10, rtol=1e-10)
@@ -390,7 +384,6 @@ def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
 
 
 def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, draft: MARModel) -> None:
-    """By a plain loop over the model's own positions of every call: what the drafts cost nothing of is gained."""
     sampler = CSpD(draft, num_draft=3, head_steps="4,1", inner_temperature=1e-9, max_rounds=0)
     state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=4)
     order, draws, tokens = state.order, state.draws, torch.zeros(2, 16, 4, dtype=torch.float64)
@@ -431,7 +424,6 @@ def test_a_step_changes_nothing_and_proposals_go_stale(model: MARModel, near: MA
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_a_row_alone_is_the_same(model: MARModel, near: MARModel, scale: float) -> None:
-    """With a seed of its own; in the published form the last row decides how often the first is drawn again."""
     labels, seeds, sampler = [2, 4, 2], [5, 6, 7], CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5)
     state = run(sampler, model, labels, seed=seeds, guidance_scale=scale)
     for row, (label, seed) in enumerate(zip(labels, seeds, strict=True)):
@@ -492,7 +484,6 @@ def images(model: MARModel, **request: Any) -> Any:
 
 
 def test_generate_images(model: MARModel, near: MARModel) -> None:
-    """What both models spent; a trace says when each token was final; the temperature is the request's."""
     sampler = paradec.samplers.create("cspd", draft=near, num_draft=3, head_steps="3,1")
     out = images(model, sampler=sampler, trace=True)
     state = run(sampler, model, [1, 2], seed=0)
@@ -558,7 +549,6 @@ def test_numbers_that_are_not_finite_are_named(which: str, near: MARModel) -> No
 
 @pytest.mark.parametrize("sections", [(4,), (1,), (3, 1), (10, 1), (2, 2, 3), (1000,)])
 def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
-    """So many in each part, the first and the last of a part among them where there are two."""
     times, table = solver(sections)
     assert times == sorted(set(times)) and all(len(column) == len(times) for column in table.values())
     edges = [round(1000 * part / len(sections)) for part in range(len(sections) + 1)]
@@ -572,7 +562,6 @@ def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
 
 
 def test_noise_belongs_to_a_position() -> None:
-    """The heads' noise has no other name; what accepts belongs to a commit too, what redraws to its round as well."""
     draws = CounterDraws(torch.tensor([[1, 2], [3, 4]]), 16)
     at = torch.tensor([[0, 3, 7], [3, 7, 9]])
     chain = draws.chain(at, 5, 4)

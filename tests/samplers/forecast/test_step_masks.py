@@ -39,7 +39,6 @@ def test_a_mask_is_a_schedule() -> None:
 
 
 def test_in_a_pipeline() -> None:
-    """A run's own number of steps is taken, and the steps are those of the list."""
     pipe = flux_pipeline()
     with accelerate(pipe, Forecast(when="fast")) as session:
         for steps in (9, 16):

@@ -67,7 +67,6 @@ def test_cut_equals_loops() -> None:
 
 @pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("low_confidence", "dual")])
 def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
-    """At every opening of a ragged batch, from an evaluation of the row alone."""
     seen = set()
     for model in (llada64, dream64):
         facts = model.facts
@@ -107,7 +106,6 @@ def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Mo
 
 @pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("adablock", "dual"), ("origin", "prefix")])
 def test_steps_and_rows(name: str, cache: str, llada64: Model, dream64: Model) -> None:
-    """A step repeated equals the step and changes nothing; a commit stays in the block; a row is the same alone."""
     policy = AdaptiveBlocks(6, delimiters=MANY, window=0.5, delimiter_threshold=0.2)
     for model in (llada64, dream64) if name == "adablock" else (dream64,):
         sampler = samplers.create(name)
@@ -146,7 +144,6 @@ def test_steps_and_rows(name: str, cache: str, llada64: Model, dream64: Model) -
 
 
 def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
-    """`adablock` is `threshold` over `AdaptiveBlocks`; a request's block length or blocks take their place."""
     own = samplers.create("adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2)
     arguments = {"max_new_tokens": 24, "trace": True}
 

@@ -160,7 +160,6 @@ def answers_of(out: paradec.Output, task: str) -> Tensor:
 
 
 def test_the_distributions_have_the_closed_forms() -> None:
-    """The enumeration, and with it the denoiser, against the formulas."""
     assert at_once(TASKS["copy"]) == 1
     assert at_once(TASKS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
     shuffled = at_once(TASKS["permutation"]) * len(TASKS["shuffle"]) / len(TASKS["permutation"])
@@ -185,7 +184,6 @@ def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> None:
-    """Blocks of one position, default settings: every answer is right, and drawn from the joint distribution itself."""
     out = decode(name, {}, filter_file, 1)
     comparisons = sum(map(len, TASKS.values()))
     for task, answers in TASKS.items():
@@ -202,7 +200,6 @@ def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> Non
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
-    """One block: a row whose steps committed one token each has a right answer, whatever the order."""
     most = torch.zeros(len(PROMPTS), dtype=torch.int64)
 
     def callback(state: Any, commit: Any) -> None:

@@ -347,7 +347,6 @@ def masked_law(case: dict[str, Any], where: Any, canvas: Canvas) -> dict[tuple[i
 @pytest.mark.parametrize("name", named("law"))
 @replays("name")
 def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all runs; their weights make it the model's own distribution of texts in the language."""
     case, expected = CASES[name], CASES[name]["expected"]
     assert case["settings"]["tokens_per_step"] == 1
     orders = {
@@ -482,7 +481,6 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
 
 
 def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any forward, and by the slots that a step looks at together."""
     asked: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
     monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**15)
     assert paradec.generate(bidirectional, [[1, 2]], block_length=8, **asked).text
@@ -515,7 +513,6 @@ def test_other_refusals(bidirectional: Model) -> None:
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject) -> None:
-    """Rows of several lengths, several tokens a step, early rules, guidance, filters: each answer matches."""
     part = st.sampled_from(["a", "b", "[a-e]", "[0-9]", "12", "(?:yes|no)", r"\.", "x", "."])
     pieces = st.tuples(part, st.sampled_from(["", "", "?", "+", "*", "{2}", "{1,3}"])).map("".join)
     pattern = "|".join(
@@ -558,7 +555,6 @@ def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
-    """Only the digits take forwards; a row of which everything is certain takes none."""
     pattern = r'\{"a": [0-9]\}'
     free = paradec.generate(bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", eos_early_stop=False)
     out = paradec.generate(

@@ -63,7 +63,6 @@ def test_the_device_step_takes_what_says_so_for_itself(registry: Any) -> None:
 
 
 def test_a_shadow_that_is_not_finite_is_seen() -> None:
-    """WINO's shadow alone holds NaN: nothing is written."""
     sampler, state = start("wino", cache="none")
     queries = sampler.query(state)
     outputs = [MODEL(query) for query in queries]

@@ -229,7 +229,6 @@ def test_every_step_and_every_row(
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in MASKED if "temperature" not in samplers.get(name).unsupported])
 def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
-    """A seed gives the same result again, also among other rows."""
     arguments = {"sampler": name, "max_new_tokens": NEW, "temperature": 4.0, "eos_early_stop": False}
     model = llada64 if fits(name, llada64) else blocks64
     alone = paradec.generate(model, [1, 2, 3], seed=5, **arguments)
@@ -267,7 +266,6 @@ def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
 
 
 def test_query_and_propose_are_step(llada64: Model) -> None:
-    """A host that owns the model call gets the same as `step`."""
     sampler = samplers.create("threshold")
     state = sampler.start(llada64, [[1, 2, 3], [4]], max_new_tokens=NEW)
     with torch.inference_mode():

@@ -47,7 +47,6 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
 @pytest.mark.parametrize("sampler", ["threshold", "credit", "factor", "klass", "persistence", "klass+persistence"])
 def test_full_blocks_alone_are_fixed_blocks(sampler: str, cache: str, forced: str, model: Model) -> None:
-    """Step by step, with an end of text too."""
     for request in ({"temperature": 0.7}, {"eos_early_stop": True}):
         ours, theirs = (
             decode(model, sampler=sampler, cache=cache, blocks=blocks, **request)
@@ -60,7 +59,6 @@ def test_full_blocks_alone_are_fixed_blocks(sampler: str, cache: str, forced: st
 
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
-    """Where the window begins and ends before every step, with holes, and which blocks must make progress."""
     draw = random.Random(seed)
     model = tiny(1, seed=seed)
     policy = PipelinedBlocks(
@@ -109,7 +107,6 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
 
 
 def test_the_best_of_blocks_by_hand() -> None:
-    """Equal scores go to the lower position."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         scores = torch.randint(3, (2, 9), generator=generator).double() / 2
@@ -132,7 +129,6 @@ def test_the_best_of_blocks_by_hand() -> None:
 
 
 def test_nothing_opens_after_an_end() -> None:
-    """Once an end of the text is decided no block is added, and the row ends when nothing before it is undecided."""
     often = tuple(range(0, 40, 4))
     always = tiny(1, ends=often)
     ended = 0
@@ -166,7 +162,6 @@ class Flat(nn.Module):
 
 
 def test_ties_and_the_order_of_blocks() -> None:
-    """All alike: the lowest position of the first open block. More confident to the right."""
     for slope, order in ((0.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.01, [4, 3, 2, 1, 8, 7, 6, 5])):
         flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
         out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
@@ -243,7 +238,6 @@ def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: Pi
     ids=lambda rule: f"{rule.name}-{getattr(rule, 'history', getattr(rule, 'persist', 0))}",
 )
 def test_rules_with_memory_are_a_plain_loop(rule: Any) -> None:
-    """Rows of several lengths in a batch are loops of their own, and something is ready that no block had to commit."""
     ahead = 0
     for seed in range(4):
         module = Slow(seed)
@@ -342,7 +336,6 @@ GAP = [0, 1, 2, 3, *[2] * 4, *[3] * 4, *[5] * 4, *[7] * 16]
 def test_full_blocks_wait_one_after_the_other_or_together(
     steps: list[int], delay: int, waiting: str, positions: list[int], model: Model
 ) -> None:
-    """Positions that each step evaluates, by hand: 13 of the prompt and 8 blocks of 4."""
     cache = DelayedCache(delay, waiting=waiting)
     ((ours, filled),) = evaluated(model, [[1] * 13], 32, [0] * 13 + steps, 4, cache)
     assert ours == positions == evaluated_by_rule(13, 45, 4, cache, waiting, filled)
@@ -387,7 +380,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
 
 
 def test_streamed_ids_are_in_order_and_final(model: Model) -> None:
-    """Tokens become final out of order; what is put is the text from its beginning, and does not change."""
     put: list[int] = []
     streamer = SimpleNamespace(put=lambda ids: put.extend(ids.flatten().tolist()), end=lambda: None)
     out = decode(model, [[1, 2, 3]], blocks=PipelinedBlocks(3, add=0.3), streamer=streamer)
@@ -407,7 +399,6 @@ def test_rows_that_are_refilled_are_those_of_generate(model: Model) -> None:
 
 
 def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
-    """Each of them, in files and on pages too; a run with one open block says nothing of the kind."""
     for align in ("prompt", "absolute"):
         out = decode(model, sampler="threshold", blocks=PipelinedBlocks(4, align=align, add=0.25))
         most = 0

@@ -80,7 +80,6 @@ def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Mo
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 0.7, 1.0])
 def test_log_probabilities_are_those_of_the_step_s_logits(temperature: float, model: Model) -> None:
-    """Step by step, with softmax of the logits as a plain computation; those after an end are there too."""
     given = {"temperature": temperature, "seed": 1, "guidance_scale": 1.5, "suppress_tokens": [3], "block_length": 5}
     sampler = samplers.create("threshold", threshold=0.05)
     state: Any = sampler.start(model, ROWS, **GIVEN, **given)
@@ -213,7 +212,6 @@ CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template"
 @pytest.mark.parametrize("name", ["threshold", "random", "origin"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, topology: str) -> None:
-    """Replays of every kind of constraint, over exact caches, under guidance and of refilled batches."""
     model, forced = lettered(topology), False
     asked: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
     asked |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}

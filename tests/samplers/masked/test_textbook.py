@@ -34,7 +34,6 @@ def test_the_textbook_fits_a_page() -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_family_is_the_textbook(settings: dict[str, Any], shift: int, cache: str | None) -> None:
-    """With one layer, where these caches are exact. Prompts of several lengths, with and without holes."""
     draw, names = random.Random(str(settings)), dict[str, Any]()
     exec(TEXTBOOK, names)
     ends, length = settings.get("end_ids", (END,)), settings["block_length"]

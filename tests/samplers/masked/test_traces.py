@@ -53,7 +53,6 @@ ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 
 
 def test_no_method_without_a_replay() -> None:
-    """Cases of other methods are refused by name."""
     names = trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE)
     refuse_others("traces", [case for name in names for case, _ in some_cases(head_of(name) | {"file": name}, None)])
 

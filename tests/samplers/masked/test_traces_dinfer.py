@@ -101,7 +101,6 @@ def test_trace(name: str, storage: str, precision: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if is_credit(name)][:1])
 def test_credit_counts_the_mask_as_other_rules_do(name: str) -> None:
-    """Without fusion, credit is the threshold rule, confidences and all."""
     trace = load_trace(name)
     model = model_of(trace)
     prompts = [case["prompt_ids"][0] for case in trace["cases"]]

@@ -271,7 +271,6 @@ def test_batches(name: str, numbers: slice) -> None:
 @pytest.mark.parametrize(("name", "numbers"), some(names("diffusers_pipeline")))
 @pytest.mark.parametrize("cache", [None, "block"])
 def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
-    """diffusers' LLaDA2Pipeline with the loaded model, batches with left padding too."""
     from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 
     trace = trace_of(name)

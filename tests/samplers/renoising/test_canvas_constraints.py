@@ -22,7 +22,6 @@ from paradec.samplers.features.constraints import CanvasConstraint
 @pytest.mark.parametrize("name", named("canvas"))
 @replays("name")
 def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of every canvas, from the recorded logits and uniform numbers. Temperatures are float32."""
     case = CASES[name]
     size, settings, end = len(case["vocab"]), dict(case["settings"]), case["end"]
     width, vocab = settings.pop("canvas"), max(size + 2, 16)

@@ -65,7 +65,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_the_rules_that_mean_something_here_are_known() -> None:
-    """A sampler that is registered later is on one side or the other."""
     assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*KEEPS}
     for name in {*MASKED} - {*KEEPS}:
         with pytest.raises(
@@ -95,7 +94,6 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_and_commits_keep_the_contracts(name: str) -> None:
-    """A step repeated is the step, and changes nothing. What is final stays, what the user gave is never written."""
     own, method = model(), sampler(name)
     state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
     given, before = state.given.clone(), state.canvas.clone()
@@ -206,7 +204,6 @@ def test_waiting_makes_fewer_calls() -> None:
 
 
 def test_calls_are_counted_from_the_queries() -> None:
-    """Encoder calls apart; positions are those of canvases and of what was encoded; a row that has ended leaves."""
     own, method = model(ends=(11,)), sampler("diffusion_gemma")
     seen = []
 
@@ -231,7 +228,6 @@ def test_calls_are_counted_from_the_queries() -> None:
 
 @pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])
 def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
-    """The last canvas is decoded whole, and cut."""
     own, method = model(ends=()), sampler("diffusion_gemma")
     whole = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
     out = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=new)
@@ -242,7 +238,6 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
 
 
 def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fits into one piece, the tokens are the same."""
     own, method = model(), sampler("diffusion_gemma")
     whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
     monkeypatch.setattr(base, "PIECE", 3 * VOCAB)
@@ -252,7 +247,6 @@ def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pinned_positions_are_conditioned_on_nothing() -> None:
-    """At every step, while rows close their canvases at different ones."""
     own, method, apart = model(), sampler("diffusion_gemma"), 0
     state = method.start(own, HOLED, seed=1, max_new_tokens=20)
     while not state.done:
@@ -319,7 +313,6 @@ def test_a_prefix_is_exact() -> None:
 
 @pytest.mark.parametrize("pad", [0, None])
 def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that have ended go on there, and what they decode is encoded; no answer has it."""
     module, method = tiny_module(dtype=torch.float64), sampler("diffusion_gemma")
     monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
     own = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
@@ -397,7 +390,6 @@ def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
 
 @pytest.mark.parametrize("rng", ["counter", "reference"])
 def test_steps_that_fail_change_nothing(rng: str) -> None:
-    """Logits that are not finite; and an error when the best tokens are there and noise was drawn."""
     own, method = model(), sampler("diffusion_gemma")
     state = method.start(own, ROWS, seed=0, rng=rng, max_new_tokens=20)
     method.commit(state, method.step(own, state))
@@ -502,7 +494,6 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
 
 
 def test_log_probabilities_are_those_of_the_closing_step() -> None:
-    """Of the tempered distribution that tokens are drawn from; a plain log-softmax of the step's logits."""
     own, method = model(), sampler("diffusion_gemma")
     state = method.start(own, HOLED, seed=1, max_new_tokens=20, logprobs=3)
     expected: dict[tuple[int, int], list[float]] = {}

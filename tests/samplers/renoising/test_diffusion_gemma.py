@@ -88,7 +88,6 @@ def test_recorded_answers(path: Path, number: int) -> None:
     ],
 )
 def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
-    """Tokens of three canvases, and each row's tokens per denoising call."""
     early = finished = 0
     for seed in range(seeds):
         answer, per_call, out = both(tiny_module(), case, seed, ends, stop)
@@ -126,7 +125,6 @@ def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
 
 
 def test_equals_transformers_generate_over_a_long_context() -> None:
-    """Sliding layers leave most of the context out."""
     module = tiny_module()
     model = paradec.wrap(module)
     ids, _ = prompts("one", 5, length=70)
@@ -155,7 +153,6 @@ KEEPERS = {
 @pytest.mark.parametrize("name", KEEPERS)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
 def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
-    """Counter draws, several canvases, an end token; and holes, whose given neighbours are pinned."""
     module = tiny_module(dtype=torch.float64)
     sampler, keep = KEEPERS[name]
     model = paradec.wrap(module, eos_token_id=ENDS)
@@ -176,8 +173,6 @@ def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
 def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) -> None:
-    """Tokens are excluded from what is drawn, from entropies, and from what the next step is conditioned on."""
-
     def cut(logits: Tensor) -> Tensor:
         order = logits.argsort(-1, descending=True)
         before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
@@ -196,7 +191,6 @@ def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) ->
 
 
 def test_what_is_unset_follows_the_model() -> None:
-    """The generation config's values, and transformers' defaults where it has none."""
     module = tiny_module()
     stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
     before = {name: getattr(module.generation_config, name) for name in stated}

@@ -35,7 +35,6 @@ def tokens_of(sampler: Any, model: VARModel, labels: Any = LABELS, **request: An
 @pytest.mark.parametrize("shared_adaln", [False, True])
 @pytest.mark.parametrize("l2_norm", [False, True])
 def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool) -> None:
-    """Scale by scale over the store, all at once with a mask, and in two calls: the same logits, keys and values."""
     model = tiny_var(shared_adaln=shared_adaln, l2_norm=l2_norm)
     module, labels = model.module, torch.tensor([1, 4, 2])
     ends, last = module.ends, len(SCALES) - 1
@@ -59,7 +58,6 @@ def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool
 
 
 def test_by_hand() -> None:
-    """Greedy VAR without a store, a sampler or guidance in common with ours."""
     model = tiny_var()
     module, vq = model.module, model.vq
     scale, total = 2.5, torch.zeros(1, 4, SCALES[-1], SCALES[-1], dtype=torch.float64)
@@ -84,7 +82,6 @@ def test_by_hand() -> None:
 
 
 def test_splits_at_the_ends() -> None:
-    """CoDe with the split at the end is the large model alone, at 0 the small one."""
     model = tiny_var()
     large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
     plain = samplers.create("var", temperatures=(1.1, 1.1, 1.1, 1.0))
@@ -98,7 +95,6 @@ def test_splits_at_the_ends() -> None:
 
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_any_split_by_hand(split: int) -> None:
-    """The large model's greedy scales, then the small one's over all of them, each scale evaluated anew."""
     model = tiny_var()
     large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
     tokens = torch.zeros(1, 0, dtype=torch.int64)
@@ -141,7 +137,6 @@ def test_a_step_repeated_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("smooth", [False, True])
 def test_rows_are_alone(name: str, smooth: bool) -> None:
-    """A row's tokens and codes do not depend on its neighbours; rows that are equal draw differently."""
     model = tiny_var()
     sampler = sampler_of(name, model, smooth=smooth)
     request = {"seed": [7, 8, 7], "guidance_scale": 3.0, "temperature": 0.7}
@@ -156,7 +151,6 @@ def test_rows_are_alone(name: str, smooth: bool) -> None:
 
 
 def test_guidance_of_one_is_off() -> None:
-    """One branch, whose logits are used as they are; and the schedule's constant form is another."""
     model = tiny_var()
     sampler = samplers.create("var")
     state = sampler.start(model, LABELS, seed=0)
@@ -169,7 +163,6 @@ def test_guidance_of_one_is_off() -> None:
 
 
 def test_draws_have_their_distribution() -> None:
-    """The frequency of 20,000 draws, and tokens of no share."""
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20_000, -1)
     u = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tokens = draw(logits.softmax(-1), u)
@@ -186,7 +179,6 @@ def test_draws_have_their_distribution() -> None:
 
 
 def test_filters_and_temperatures() -> None:
-    """top_k=1 is temperature 0; the temperature divides what the filters left."""
     model = tiny_var()
     var = samplers.create("var")
     assert torch.equal(tokens_of(var, model, top_k=1), tokens_of(var, model, temperature=0))
@@ -259,7 +251,6 @@ def test_an_interrupt_loses_nothing() -> None:
 
 
 def test_files(tmp_path: Any) -> None:
-    """Single files, of both kinds, and what is wrong with others, in one line each."""
     from safetensors.torch import save_file
 
     model = tiny_var()
@@ -299,7 +290,6 @@ def test_files(tmp_path: Any) -> None:
 
 
 def test_what_is_encoded_is_decoded() -> None:
-    """Tokens of a decoded map are not those it came from; encoding what codes say exactly is."""
     model = tiny_var()
     images = torch.rand(2, 3, 8, 8, dtype=torch.float64)
     tokens = model.encode(images)
@@ -316,7 +306,6 @@ def test_what_is_encoded_is_decoded() -> None:
 
 
 def test_tokens_have_places_of_their_own() -> None:
-    """With flat distributions a picture's draws are as different as fair ones, in every scale and row."""
     model = copy.deepcopy(tiny_var())
     with torch.no_grad():
         model.module.head.weight.zero_()
@@ -330,7 +319,6 @@ def test_tokens_have_places_of_their_own() -> None:
 
 
 def test_command(tmp_path: Any) -> None:
-    """`paradec image` with single files, whose drafter shares the autoencoder."""
     from safetensors.torch import save_file
     from typer.testing import CliRunner
 

@@ -83,7 +83,6 @@ BASES = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("base", "request_"), BASES, ids=lambda value: str(getattr(value, "name", value)))
 def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict) -> None:
-    """Token for token the base, in ragged batches whose rows accept differently."""
     model, prompts = denoisers
     arguments = {"max_new_tokens": 8, "block_length": 4, "seed": 1} | request_
     method = FreeDave(base).base
@@ -108,7 +107,6 @@ def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, requ
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: str) -> None:
-    """Lossless with its defaults and a plan of steps, or refused by name."""
     model, prompts = denoisers
     try:
         sampler = FreeDave(name, draft_steps=3)
@@ -139,7 +137,6 @@ CASES = [
 @pytest.mark.parametrize(("topology", "prediction", "cache"), CASES)
 @pytest.mark.parametrize(("base", "temperature"), [("low_confidence", 0.0), ("random", 0.3)])
 def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base: Any, temperature: float) -> None:
-    """Drafts leave nothing in the store that the base would not have found there."""
     model = tiny(2, topology, prediction)
     arguments = {"max_new_tokens": 8, "block_length": 4, "cache": cache, "temperature": temperature, "seed": 2}
     expected = paradec.generate(model, ROWS, sampler=base, eos_early_stop=False, **arguments)
@@ -155,7 +152,6 @@ def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base
 @pytest.mark.parametrize("base", ["learn2pd", "learn2pd+margin"])
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
-    """No draft stands that was evaluated with a longer row than the base would have had."""
     rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
     forwarded = {}
     for eot in ("greedy", "none"):
@@ -178,7 +174,6 @@ def test_guidance(mode: str, cache: str) -> None:
 
 @pytest.mark.parametrize(("mode", "cache"), [("batch", "none"), ("tree", "none"), ("batch", "dual"), ("tree", "dual")])
 def test_neighbours(mode: str, cache: str) -> None:
-    """A row's forwards, drafts and commits are those that it has alone."""
     model, sampler = tiny(2), FreeDave(draft_mode=mode)
     arguments = {"sampler": sampler, "max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True}
     together = paradec.generate(model, ROWS, **arguments)
@@ -192,8 +187,6 @@ def test_neighbours(mode: str, cache: str) -> None:
 
 
 def test_text_ends_where_it_would_have() -> None:
-    """End tokens, stop strings, holes and streams: the same text, the same finished rows, the same answer lengths."""
-
     class Streamer:
         def __init__(self) -> None:
             self.got: list[int] = []
@@ -365,7 +358,6 @@ class ByHand:
 def test_every_forward_by_hand(
     denoisers: tuple[Model, list[list[int]]], threshold: float, count: int, subset: bool
 ) -> None:
-    """Tokens, the score that each had when the base took it, steps, decided positions and ends, also inside drafts."""
     model, prompts = denoisers
     hand = ByHand(model.module, threshold, count, subset)
     sampler = FreeDave(

@@ -58,7 +58,6 @@ def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) ->
     ids=["fixed", "first", "active"],
 )
 def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> None:
-    """One row, step by step: the branches, what they promise, which one wins, and what is written."""
     winners, filled = set(), 0
     for seed, (tail, alpha, at) in enumerate(((1.0, 0.0, 0), (0.3, 0.1, 1), (0.5, 0.0, 0), (0.4, 0.0, 1))):
         model, policy = tiny(2, seed=seed), lengths[at]
@@ -138,8 +137,6 @@ def test_the_order_that_makes_the_rest_sure_is_found() -> None:
 
 
 def test_ties_go_to_the_first_branch(model: Model) -> None:
-    """All alike: each step adds a branch's token, the lowest position, and the base's one after it."""
-
     class Flat(Key):
         def forward(self, input_ids: Tensor) -> Tensor:
             return torch.zeros(*input_ids.shape, VOCAB, dtype=torch.float64)
@@ -150,7 +147,6 @@ def test_ties_go_to_the_first_branch(model: Model) -> None:
 
 
 def test_what_is_evaluated_is_counted(model: Model) -> None:
-    """One call a step; rows and positions of all branches; the trace shows the branches' tokens."""
     out = decode(model, [[1, 2, 3]], sampler=LoPA(Threshold(1.0), branches=2), block_length=12)
     left, rows = [12], 0
     for step in commits(out):
@@ -163,7 +159,6 @@ def test_what_is_evaluated_is_counted(model: Model) -> None:
 
 
 def test_caches_that_are_exact_on_block_causal_models() -> None:
-    """With a store a block's first step has no branches; that apart, logits are those without one."""
     model = tiny(2, "block_causal")
     outs = [decode(model, sampler="lopa", cache=cache, block_length=4) for cache in ("none", "block", "dual", "prefix")]
     assert all(commits(out) == commits(outs[0]) for out in outs)
@@ -184,7 +179,6 @@ def test_requests_that_are_refused(request_: dict, message: str, model: Model) -
 
 
 def test_logits_that_are_not_finite_write_nothing(model: Model) -> None:
-    """Of any branch of any row, also one that does not win; the row is named, not one that has fewer branches."""
     sampler, owners = LoPA(Threshold(1.0), branches=2), [0, 1, 2, 0, 1, 2, 0, 2]  # the row itself, a branch, another
     rows = [[1, MASK, MASK, MASK, 2, 3], [4, MASK, MASK, 5, 6, 7], [8, *[MASK] * 4, 9]]
     state = sampler.start(model, rows, max_new_tokens=0, eos_early_stop=False)

@@ -151,7 +151,6 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
 
 @pytest.mark.parametrize("name", others_are_full(STATIC, together=1))
 def test_by_answers(name: str) -> None:
-    """With this library's own reading and caches, which force no token, under drafts."""
     trace = load_trace(name)
     settings = trace["settings"] | {"draft_steps": 4}
     model = model_of(trace)

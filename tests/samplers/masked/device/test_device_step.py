@@ -216,7 +216,6 @@ def decoded_by_hand(
     ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
 )
 def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None:
-    """The device-side step, and the host's, in a batch of unequal rows: tokens, ends, steps and what was evaluated."""
     prediction = "shifted" if (sampler == "factor") == (cache == "prefix") else "same"
     model = tiny(2, prediction=prediction, seed=3, ends=(END, 7, 21, 30))
     rows = [[i, *range(i + 1, i + 1 + i % 3)] for i in range(8, 22)]
@@ -268,7 +267,6 @@ LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
-    """Other prompts, lengths and seeds; in between another temperature, and a request of which a part runs."""
     model = tiny(2, prediction="shifted")
     request = {"cache": cache, "temperature": 0.6}
     assert_same(model, "threshold", **request)
@@ -482,7 +480,6 @@ def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callb
 
 
 def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails in the second graph, after the first one ran, leaves the request as it was."""
     model = tiny(1)
     seen = []
 

@@ -68,7 +68,6 @@ def test_combinations_that_are_one_of_their_parts(joined: str | Sampler, alone: 
 
 @pytest.mark.parametrize("joined", [Union, Intersection])
 def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
-    """Every rule reads its own score, quota and memory: parts run one by one on the same canvas and logits."""
     rules = (
         "threshold",
         "entropy_threshold",
@@ -108,7 +107,6 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
 
 
 def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
-    """Learn2PD drops what lies after an end: a predicted one, or, later, a committed one."""
     request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
     alone = {eot: decode(llada64, f"learn2pd(eot={eot!r})", **request) for eot in ("greedy", "committed", "none")}
     forwarded = [out.forwarded_tokens for out in alone.values()]
@@ -182,7 +180,6 @@ JOINED = [
 
 @pytest.mark.parametrize(("joined", "rules", "steps"), JOINED)
 def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps: int) -> None:
-    """Step for step, idle ones included, with the first rule's score of every committed token."""
     model, idle = tiny(1), 0
     sampler = joined(rules=[samplers.create(name, **settings) for name, settings in rules])
     for prompt in ([1, 2, 3], [20, 30]):
@@ -230,7 +227,6 @@ def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
 
 
 def test_who_may_wait_and_for_how_long() -> None:
-    """A union waits where all of its rules may; one rule that may not must commit something."""
     assert samplers.create("maskgit_plus").needs.may_wait and not samplers.create("threshold").needs.may_wait
     assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
     assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
@@ -269,7 +265,6 @@ def test_text_is_the_value() -> None:
 
 @pytest.mark.parametrize("text", ["credit+localleap", "intersection(rules=['threshold', 'klass'])"])
 def test_blocks_by_name(text: str, llada64: Model) -> None:
-    """rule x block policy x stop rule."""
     request = {"block_length": None, "eos_early_stop": True}
     adaptive = paradec.AdaptiveBlocks(length=8)
     outs = {

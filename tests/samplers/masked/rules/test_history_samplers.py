@@ -302,8 +302,6 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
 def test_sampler_equals_loops_in_float32(
     loop: type[Loop], settings: dict, steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the path of large vocabularies."""
-
     class Single(Script):
         def __call__(self, query: object) -> Tensor:
             return super().__call__(query).float()
@@ -317,7 +315,6 @@ def test_sampler_equals_loops_in_float32(
 
 
 def test_dense_equals_slots_bit_for_bit() -> None:
-    """As long as no position has more best tokens than slots; with fewer slots something differs."""
     dense = samplers.create("credit", storage="dense", fusion=1.5)
     for slots, equal in ((VOCAB - 1, True), (1, False)):
         sparse = samplers.create("credit", slots=slots, fusion=1.5)

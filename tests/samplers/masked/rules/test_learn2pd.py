@@ -53,7 +53,6 @@ def block_filter(tmp_path: Path) -> str:
 
 
 def test_block_filter_by_hand() -> None:
-    """Two linear layers with ReLU between over the block's confidences, a short block filled up with ones."""
     torch.manual_seed(0)
     network = BlockFilter(32)
     assert sum(p.numel() for p in network.parameters()) == 2112
@@ -90,7 +89,6 @@ def test_feature_filter_knows_no_padding_and_no_other_row() -> None:
 
 
 def test_the_filter_reads_the_block(llada64: Model, block_filter: str) -> None:
-    """Acceptance is the filter of the confidences of the whole block, those of decided positions included."""
     sampler = samplers.create("learn2pd", filter=block_filter, eot="none")
     request = {"max_new_tokens": 10, "block_length": 4, "eos_early_stop": False}
     state = sampler.start(llada64, PROMPTS, **request)
@@ -123,7 +121,6 @@ def test_the_filter_reads_the_block(llada64: Model, block_filter: str) -> None:
 
 
 def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
-    """Each computed from an evaluation of the row alone, a position at a time."""
     facts = dataclasses.replace(FACTS, kind="features", caches=("none",))
     torch.manual_seed(2)
     save_filter(tmp_path / "features.safetensors", facts, facts.network())
@@ -285,7 +282,6 @@ def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) ->
 @pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -> None:
-    """With one layer the caches are exact, and a batch is its rows."""
     model, rows = enders(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
     sampler = samplers.create("learn2pd", eot=eot, filter_threshold=1.0)
     request = {"sampler": sampler, "max_new_tokens": 24, "block_length": 8}
@@ -306,7 +302,6 @@ def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -
 @pytest.mark.parametrize("least", [0.0, 0.5])
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
-    """The first end token that becomes final, wherever it stands."""
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
     is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(
@@ -329,7 +324,6 @@ def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
 
 
 def test_an_end_at_the_first_position_counts() -> None:
-    """An answer may be an end token alone, after a prompt with holes, too; an end inside a hole is none."""
     model = enders(2)
     mask, ends, first = model.facts.mask_token_id, set(model.facts.eos_token_ids), 0
     rows = [[i, mask, mask, (3 * i + 7) % 36] for i in range(36)]
@@ -494,7 +488,6 @@ def test_training_prompts_are_not_those_of_the_evaluation() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """Collect, train, save; go on with the records; use the filter. One-line errors."""
     out, records = tmp_path / "filter.safetensors", tmp_path / "records.safetensors"
     command = ["learn2pd", "train", "--out", str(out), "--records", str(records), "--per-task", "1"]
     command += ["--max-new-tokens", "4", "--block-length", "4", "--epochs", "60"]

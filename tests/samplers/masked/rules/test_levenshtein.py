@@ -159,7 +159,6 @@ def shown(model: Model, prompt: list[int], **request: Any) -> tuple[list[list[in
 
 
 def test_a_trace_follows_what_moves(tiny22: Model) -> None:
-    """Written again over the prompt and masks, the commits of each step give the text after it; some of them move."""
     moved = 0
     for case in ANSWERS[:4]:
         prompt = case["prompt_ids"]
@@ -201,7 +200,6 @@ def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> Non
 
 
 def test_what_was_given_stays_where_it_is() -> None:
-    """Also control ids, and what is behind holes: text moves between them."""
     model = tiny(2, "block_causal")
     given = [5, DELETE, SPLIT, MASK, MASK, 7, MASK, DELETE, MASK, MASK, MASK, 9]
     state = paradec.samplers.create("levenshtein").start(model, [given], max_new_tokens=4)

@@ -110,7 +110,6 @@ def test_noise_chooses_by_gumbel_max(model: UViTModel) -> None:
 
 
 def test_second_draw_cools_down(model: UViTModel) -> None:
-    """At a vanishing last temperature the last step writes the best tokens, the first one still draws at 1."""
     sampler = samplers.create("maskgit", final_temperature=1e-6)
     state = sampler.start(model, [[model.class_token(1)]] * 8, steps=2, temperature=1.0, seed=2)
     first = sampler.step(model, state)
@@ -125,7 +124,6 @@ def test_second_draw_cools_down(model: UViTModel) -> None:
 
 
 def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
-    """Positions are chosen by the first draw."""
     plain = samplers.create("maskgit", choice_temperature=0)
     twice = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
     rows = [[model.class_token(1)]] * 400
@@ -164,8 +162,6 @@ def test_halton_order_begins_with_the_sequence() -> None:
 
 @pytest.mark.parametrize("count", [16, 64])
 def test_halton_order_spreads_out(count: int) -> None:
-    """The first cells are further apart than random ones: discrepancy is what the method is about."""
-
     def nearest(cells: np.ndarray) -> float:
         points = np.stack((cells // 32, cells % 32), -1).astype(float)
         gaps = np.linalg.norm(points[:, None] - points[None], axis=-1) + 1e9 * np.eye(len(points))
@@ -186,7 +182,6 @@ def test_halton_commits_in_order(model: UViTModel) -> None:
 
 
 def test_halton_fills_holes_of_an_image(model: UViTModel) -> None:
-    """What is given keeps its place in the grid: holes come in the order of the whole image."""
     mask = model.facts.mask_token_id
     row = [model.class_token(2), *[3] * 6, *[mask] * 10]
     sampler = samplers.create("halton", height=4, width=4)

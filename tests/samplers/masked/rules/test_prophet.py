@@ -136,7 +136,6 @@ def test_adaptive_blocks_and_stop_strings_go_along(llada64: Model) -> None:
 
 
 def test_partial_steps_do_not_judge(llada64: Model) -> None:
-    """A step of the dual cache inside a block has no logits of what lies after it."""
     late = paradec.Prophet(gaps=(1e6, 0, 0))  # from a third of the answer on, which is inside the second block
     out = decode(llada64, PROMPTS[0], cache="dual", stop=late)
     assert out.trace.steps[-1].kind == "full" and out.nfe == 9
@@ -157,8 +156,6 @@ def test_a_function_finds_the_answer(llada64: Model) -> None:
 
 
 def test_a_rule_of_ones_own(llada64: Model) -> None:
-    """What is called ends a row where it says; what is `satisfied` fills it."""
-
     def at_five(state: Any, tokens: np.ndarray) -> np.ndarray | None:
         decided = state.decided[state.window.rows] >= 5
         return np.where(decided, state.prompt_length[state.window.rows] + 4, np.iinfo(np.int64).max)

@@ -111,7 +111,6 @@ class Replayed(Recap):
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 @replays("path")
 def test_replays_the_reference(path: Path) -> None:
-    """Every call's positions, cache size and logits, every confidence, and the final grid."""
     case = read_json(path)
     settings, guidance = case["settings"], case["schedule"]["local_cfg"] or [[0.0]]
     positions, vocab = settings["seq_len"], case["model"]["codebook_size"]
@@ -241,7 +240,6 @@ def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
 @pytest.mark.parametrize("order", ["confidence", "halton"])
 @pytest.mark.parametrize(("depth", "local"), [(4, 4), (0, 1), (0, 2)])
 def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
-    """Where the targets are everything (one group), or the model has one layer: the same logits as without a cache."""
     model = random_model(depth)
     sampler = Recap(local_steps=local, order=order)
     states = [

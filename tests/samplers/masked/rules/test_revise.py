@@ -156,7 +156,6 @@ RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "loop", "settings"), RULES)
 def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
-    """Canvas for canvas, in a batch of unequal rows, as its trace replays it."""
     sampler = samplers.create(name, **settings)
     memory: dict = {"back": 0, "settled": 0}
     for seed in range(SEEDS):
@@ -194,7 +193,6 @@ EAGER = {"threshold": 0.05, "threshold_back": 0.4, "cap_low": 1, "cap_high": 3}
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
 def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale: float) -> None:
-    """Against one plain call per row with the visibility spelled out, pair by pair."""
     model, compared = tiny(3, topology), 0
     request = {"block_length": 4, "guidance_scale": guidance_scale}
     for state, proposal in steps_of(samplers.create("wino", **EAGER), model, ROWS, **request):
@@ -334,7 +332,6 @@ def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) ->
 
 @pytest.mark.parametrize("name", REVISING)
 def test_what_was_given_is_never_changed(name: str) -> None:
-    """Holes in a text: given tokens stand in the middle of the block that is revised."""
     rows = [[1, HOLE, HOLE, 2, HOLE, 3, HOLE, HOLE, HOLE, 4], [HOLE, 5, HOLE, 6, HOLE, HOLE]]
     for seed in range(4):
         for length in (None, 3):
@@ -398,7 +395,6 @@ class Recorder:
 @pytest.mark.parametrize("name", REVISING)
 @pytest.mark.parametrize("ends", [(), (7,)])
 def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
-    """Tokens of an open block are drafts: what was sent as final is a prefix of the result, in the end all of it."""
     changed = 0
     for seed in range(4):
         streamer = Recorder()

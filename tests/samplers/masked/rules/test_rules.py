@@ -95,7 +95,6 @@ def test_equal_maxima_of_a_run_are_all_taken() -> None:
 
 
 def test_minus_entropy_is_exact() -> None:
-    """Against math.fsum, for flat and for nearly certain distributions, with excluded tokens."""
     logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits *= torch.tensor([0.0, 0.1, 1.0, 5.0, 40.0, 200.0], dtype=torch.float64).unsqueeze(1)
     logits[:, 3] = -INF
@@ -112,7 +111,6 @@ def test_minus_entropy_is_exact() -> None:
 
 
 def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
-    """With top_k=1 the drawn-from distribution is certain, and the whole block is one step."""
     sampler = samplers.create("entropy_bound")
     arguments = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False, "seed": 0}
     assert paradec.generate(llada64, PROMPTS[0], sampler=sampler, temperature=1.0, top_k=1, **arguments).nfe == 2
@@ -120,7 +118,6 @@ def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
 
 
 def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
-    """Of the first block: whoever commits several a step commits those that come next one by one."""
     sampler, found = samplers.create("random", order="block"), {}
     for each in (1, 2, 4):
         out = paradec.generate(

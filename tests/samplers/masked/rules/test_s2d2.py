@@ -164,7 +164,6 @@ def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
 
 
 def test_always_verified_it_is_nearly_token_by_token() -> None:
-    """With what makes it exact, next to temperature 0 the tokens are those of blocks of one."""
     model, request = tiny(2, "block_causal"), {"max_new_tokens": 8, "eos_early_stop": False}
     found = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
     exact = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)

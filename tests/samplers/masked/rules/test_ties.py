@@ -91,7 +91,6 @@ def test_a_threshold_of_one_is_reached() -> None:
 
 
 def test_hierarchy_at_the_low_threshold() -> None:
-    """Two runs; the best of the second one must exceed the threshold."""
     for score, expected in zip(around(0.5), (True, False, False), strict=True):
         found = chosen("hierarchy", [0.625, -INF, 0.25, score], settings={"threshold": None, "low_threshold": 0.5})
         assert found == ([0, 3] if expected else [0])
@@ -118,7 +117,6 @@ def test_entropy_bound_at_gamma() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_klass_is_strict_in_confidence_and_counts_its_steps(steps: int) -> None:
-    """Confidence above the threshold, stable in `history` steps at least; else what the schedule grants."""
     settings = {"confidence_threshold": 0.5, "history": 2}
     for score, sure in zip(around(0.5), (True, False, False), strict=True):
         updates = {"stable": [0, steps]}
@@ -170,7 +168,6 @@ def test_persistence_at_its_three_thresholds() -> None:
 
 
 def test_ccd_at_its_entropy() -> None:
-    """In the buffer and with an entropy of at most the threshold."""
     for score, enough in zip(around(-0.5), (True, True, False), strict=True):
         for buffered in (True, False):
             updates = {"buffered": [True, buffered]}
@@ -201,7 +198,6 @@ def test_ccd_agree_at_its_warmup_tail_and_quota(
 
 
 def test_learn2pd_at_its_thresholds() -> None:
-    """Accepted above the threshold; an end token counts from `eot_confidence` on."""
     for acceptance, more in zip(around(0.75), (True, False, False), strict=True):
         quantities = {"acceptance": torch.tensor([[0.0, acceptance]], dtype=torch.float64)}
         found = chosen("learn2pd", [0.875, 0.25], settings={"filter_threshold": 0.75}, quantities=quantities)
@@ -253,7 +249,6 @@ def test_saber_commits_above_the_mean() -> None:
 
 @pytest.mark.parametrize(("decided", "bar"), [(0, 4.0), (24, 4.0), (25, 2.0), (74, 2.0), (75, 1.0), (99, 1.0)])
 def test_prophet_at_its_bars_and_stages(decided: int, bar: float) -> None:
-    """A mean gap of at least the bar; a stage begins at its share of the positions."""
     rule = paradec.Prophet(gaps=(4.0, 2.0, 1.0), stages=(0.25, 0.75))
     window = SimpleNamespace(rows=np.array([0]), undecided=lambda current, mask: current == mask)
     facts = SimpleNamespace(mask_token_id=3)
@@ -296,7 +291,6 @@ def test_adaptive_blocks_at_their_threshold() -> None:
 
 
 def test_adaptive_blocks_end_where_a_models_block_does() -> None:
-    """Of a model with blocks of 4, whatever the prompt's length: a block that starts at 3 ends at 4."""
     policy = AdaptiveBlocks(length=6, delimiters=(7,), window=1.0, model_block=4)
     for start in range(9):
         found = policy.open(np.array([3 + start]), np.array([3]), np.array([12]))
@@ -307,7 +301,6 @@ def test_adaptive_blocks_end_where_a_models_block_does() -> None:
 
 
 def test_equal_scores_go_to_the_lower_position() -> None:
-    """Wherever a rule takes the best one, or the best few."""
     for name in ("threshold", "adablock", "credit", "localleap", "factor", "entropy_threshold", "entropy_bound",
                  "wino", "editing"):  # fmt: skip
         value = -3.0 if name.startswith("entropy") else 0.125
