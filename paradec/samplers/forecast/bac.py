@@ -3,27 +3,23 @@
 Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456: the adaptive
 caching schedule and the bubbling union. Where text and public code differ, the code is followed: a segment is scored
 by its similarity to the features at its first step, not between neighbours, and any module may be given the union.
-
-Here is the method: numbers in, a schedule out. `paradec.integrations.diffusers.hooks.bac.calibrate` takes the numbers
-from runs of a pipeline.
+`paradec.integrations.diffusers.hooks.bac.calibrate` measures the scores in runs of a pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paradec.core.checks import check_int, shown
-from paradec.core.text_files import write_json
-from paradec.samplers.forecast.refresh import Rule, read_schedule
+from paradec.samplers.forecast.refresh import Rule, SavedAsJson
 
 
 @dataclass(frozen=True)
-class BlockSchedule(Rule):
+class BlockSchedule(SavedAsJson, Rule):
     """Steps at which each module is evaluated; between them its last output serves, or a forecast by another basis.
 
     Args:
@@ -57,38 +53,20 @@ class BlockSchedule(Rule):
         """The steps by name."""
         return {name: frozenset(steps) for name, steps in self.modules}
 
-    def check_run(self, total: int | None, **run: Any) -> None:
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         if total not in (None, self.steps):
             raise ValueError(f"refresh was made for runs of {self.steps} steps; this one has {total}")
+        return []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in the file."""
         return {"steps": self.steps, "modules": {name: list(steps) for name, steps in self.modules}}
 
     @classmethod
     def from_dict(cls, data: Any) -> BlockSchedule:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: data of another form.
-        """
         modules = data.get("modules") if isinstance(data, Mapping) and set(data) == {"steps", "modules"} else None
         if not isinstance(modules, Mapping) or not all(isinstance(steps, (list, tuple)) for steps in modules.values()):
             raise ValueError(f'when={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
         return cls(data["steps"], tuple((str(name), tuple(steps)) for name, steps in modules.items()))
-
-    def save(self, path: str | Path) -> None:
-        """Write the schedule as JSON."""
-        write_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> BlockSchedule:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or not of this form.
-        """
-        return cls.from_dict(read_schedule(path))
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:

@@ -1,8 +1,7 @@
-"""How a feature is forecast from those of earlier evaluations: one small class of maths each.
+"""How a feature is forecast from those of earlier evaluations.
 
-A basis keeps a `History` and never changes one: `update` makes the next after an evaluation, `forecast` reads it, and
-`roll` is for methods that feed a forecast back. Steps are counted in solver steps, not in timesteps or noise levels.
-Everything is elementwise over the feature but for `dmd`, so that shards and rows stay independent.
+A `History` is immutable: `update` makes the next one after an evaluation, `roll` after a forecast that is fed back.
+Steps are solver steps, not timesteps or noise levels. All bases but `dmd` are elementwise over the feature.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ RIDGE = 1e-8
 
 
 class History(NamedTuple):
-    """What is kept of one feature [B, ...] between evaluations."""
+    """One feature [B, ...] at earlier evaluations."""
 
     tensors: tuple[Tensor, ...]
-    """Derivatives (order 0 first), or earlier features (newest first): the basis knows."""
+    """Derivatives (order 0 first), or earlier features (newest first), by basis."""
     nodes: tuple[int, ...]
-    """Steps of the evaluations that are still in use, newest first."""
+    """Steps of the evaluations in use, newest first."""
     dtype: torch.dtype
     """The feature's own type, which forecasts have too."""
 
@@ -45,11 +44,9 @@ class Basis:
     """Base of the bases.
 
     Args:
-        order: O: how many orders beyond the last feature are used, where the basis has orders.
-        dtype: what the history is kept in, such as "bfloat16"; None keeps the feature's own type. Sums are taken in the
-            wider of the two.
-        guard: no differences are taken at steps up to this one (-1: always), as TaylorSeer's public code has it for
-            the steps before the last two of `first_enhance`. The sampler sets it.
+        order: O: orders beyond the last feature, where the basis has orders.
+        dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
+        guard: the last step at which no differences are taken (`Rule.guard`); the sampler sets it.
     """
 
     order: int = 1
@@ -74,8 +71,8 @@ class Basis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `basis_from`."""
-        said = {key: getattr(self, key) for key in self.settings()}
-        return {"how": self.name} | said | {"dtype": said["dtype"] and str(said["dtype"]).removeprefix("torch.")}
+        settings = {key: getattr(self, key) for key in self.settings()}
+        return {"how": self.name} | settings | {"dtype": self.dtype and str(self.dtype).removeprefix("torch.")}
 
     @property
     def slots(self) -> int:
@@ -87,8 +84,7 @@ class Basis:
         if history is not None and history.tensors[0].shape != feature.shape:
             history = None
         tensors, nodes = self.extend(history, feature, step)
-        kept = tuple(tensor.to(self.dtype or feature.dtype) for tensor in tensors)
-        return History(kept, nodes, feature.dtype)
+        return History(tuple(tensor.to(self.dtype or feature.dtype) for tensor in tensors), nodes, feature.dtype)
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
         """Tensors and nodes after an evaluation: by default the last features themselves."""
@@ -96,7 +92,7 @@ class Basis:
         return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
 
     def forecast(self, history: History, step: float) -> Tensor:
-        """The feature [B, ...] at a later step, in the feature's type; `DiCache` asks for one between two steps."""
+        """The feature [B, ...] at a later step (a fraction for `DiCache`), in the feature's type."""
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
@@ -110,8 +106,7 @@ class Basis:
         if weights[0] != 1:
             total = total * weights[0]
         for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-            # product and sum are rounded by themselves, as elsewhere (a fused one would not be); the product's place
-            # takes the sum
+            # product and sum are rounded separately, not fused; the sum reuses the product's memory
             total = total + tensor if weight == 1 else (tensor * weight).add_(total)
         return total
 
@@ -120,7 +115,7 @@ class Basis:
         raise NotImplementedError
 
     def roll(self, history: History, forecast: Tensor) -> History:
-        """The history after a forecast; most bases expand every forecast from the same evaluations."""
+        """The history after a forecast; by default unchanged."""
         return history
 
 
@@ -136,11 +131,11 @@ class Taylor(Basis):
     name = "taylor"
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
-        found = [feature]
+        differences = [feature]
         if history is not None and step > self.guard:
             for previous in history.tensors[: self.order]:
-                found.append((found[-1] - previous).div_(step - history.nodes[0]))
-        return found, (step,)
+                differences.append((differences[-1] - previous).div_(step - history.nodes[0]))
+        return differences, (step,)
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return [(step - nodes[0]) ** i / factorial(i) for i in range(count)]
@@ -164,7 +159,7 @@ class Hermite(Taylor):
 
 @dataclass(frozen=True)
 class Reuse(Basis):
-    """The last evaluation, as it was."""
+    """The last evaluation, unchanged."""
 
     name = "reuse"
     slots = 1
@@ -261,12 +256,12 @@ class DMD(Basis):
 
 
 def backward_differences(features: tuple[Tensor, ...], nodes: tuple[int, ...], order: int) -> list[Tensor]:
-    """What `Taylor` would hold after these evaluations (newest first), of orders 0 to `order`."""
-    level, found = list(features), [features[0]]
-    while len(found) <= order and len(level) > 1:
+    """Backward differences of orders 0 to `order` of features (newest first)."""
+    level, differences = list(features), [features[0]]
+    while len(differences) <= order and len(level) > 1:
         level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
-        found.append(level[0])
-    return found
+        differences.append(level[0])
+    return differences
 
 
 def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:

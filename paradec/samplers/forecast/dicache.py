@@ -7,17 +7,15 @@ public code, which has no licence file: nothing is shared with it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int, check_number
-from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import relative_change
+from paradec.core.checks import check_choice
+from paradec.samplers.forecast.refresh import Probe, RunProgress, integer, number, relative_change
 
 ERRORS = ("delta_y", "delta_minus")
 GAIN = (1.0, 1.5)
-"""Between these the residual is looked for: 1 is the latest evaluated one, 2 as far again from the one before."""
+"""Bounds of g: 1 is the latest evaluated residual, 2 as far again from the one before."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,13 @@ class DiCache(Probe):
     """Sum the changes of what the first blocks return, and evaluate when the sum is enough; else align the residual.
 
     The probe's relative L1 change is taken from step to step, skipped ones included. Where the sum stays below
-    `threshold`, the other blocks are skipped, and all of them, the probe's too, are replaced by a residual on the line
+    `threshold`, the other blocks are skipped, and all blocks, the probe's too, are replaced by a residual on the line
     through the last two that were evaluated: r_before + g (r_latest - r_before), where g is |p - p_before| over
     |p_latest - p_before|, p what the probe adds, within [1, 1.5]. Else the call goes on after the probe.
 
-    That line is TaylorSeer's of order 1, at a time that is measured instead of counted: the basis is "taylor", and with
-    another one the same time is used. Text streams go along the same line, and where the blocks change the shapes of
-    the streams, every segment has a residual of its own.
+    That line is TaylorSeer's of order 1 at a measured time: the basis is "taylor", and with another one the same time
+    is used. Text streams go along the same line; where the blocks change the shapes of the streams, every segment has
+    its own residual.
 
     Args:
         threshold: of the summed change; 0 always evaluates. 0.4 is the public code's for "delta_y", 0.08 for
@@ -43,72 +41,55 @@ class DiCache(Probe):
         num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
 
     Raises:
-        ValueError: a setting out of its range; at the start of a run whose steps nobody tells.
+        ValueError: a setting out of its range; at the start of a run of an unknown number of steps.
     """
 
-    threshold: float = 0.4
+    threshold: float = number(0.4, low=0)
     error: str = "delta_y"
-    probe_depth: int = 1
-    retention_ratio: float = 0.2
-    num_inference_steps: int | None = None
+    probe_depth: int = integer(1, low=1)
+    retention_ratio: float = number(0.2, low=0, high=1)
+    num_inference_steps: int | None = integer(None, low=1, none=True)
 
     name = "dicache"
     whole = True
+    how = "taylor"
+    counted = "the first steps and the last one"
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, low=0)
+        super().__post_init__()
         check_choice("error", self.error, ERRORS)
-        check_int("probe_depth", self.probe_depth, low=1)
-        check_number("retention_ratio", self.retention_ratio, low=0, high=1)
-        check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
-
-    @property
-    def how(self) -> str:
-        return "taylor"
 
     @property
     def head(self) -> int:
         return self.probe_depth
 
-    def check_run(self, total: int | None, **run: Any) -> None:
-        if self.num_inference_steps is None and total is None:
-            raise ValueError(
-                "num_inference_steps=None: DiCache evaluates the first steps and the last one, and a transformer by "
-                "itself does not tell how many there are; give their number"
-            )
-
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
-        kept, total = state.tensors, self.num_inference_steps or state.total or 0
+        memory, total = state.memory, self.num_inference_steps or state.total or 0
         residual = (probe - first).detach()
         if not forced:
-            change = relative_change(probe, kept["probe"])
+            change = relative_change(probe, memory["probe"])
             if self.error == "delta_minus":
-                change = abs(change - relative_change(first, kept["first"]))
-            state.error += change
+                change = abs(change - relative_change(first, memory["first"]))
+            state.change += change
         full = (
             forced
             or state.index < int(self.retention_ratio * total)
             or state.index == total - 1
-            or not state.error < self.threshold  # also where it is no number
+            or not state.change < self.threshold  # also where it is no number
         )
         if full:
-            state.error = 0.0
             # the first evaluation is also used as the one before it, so that memory is known from then on
-            kept["before"], kept["latest"] = kept.get("latest", residual), residual
+            memory["before"], memory["latest"] = memory.get("latest", residual), residual
         else:
-            state.product = self._gain(residual, kept["latest"], kept["before"])
-        kept["probe"] = probe.detach().clone()  # the next block may write into it
+            before, latest = memory["before"], memory["latest"]
+            gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
+            state.product = float(gain.clamp(*GAIN))
+        memory["probe"] = probe.detach().clone()  # the next block may write into it
         if self.error == "delta_minus":
-            kept["first"] = first.detach()
+            memory["first"] = first.detach()
         return full
 
-    def _gain(self, residual: Tensor, latest: Tensor, before: Tensor) -> float:
-        """g: how far along the line from the evaluation before the latest one. Waits for the device."""
-        low, high = GAIN
-        gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
-        return float(gain.clamp(low, high))
-
-    def forecast_at(self, state: ProbeState) -> float:
+    def forecast_at(self, state: RunProgress) -> float:
         latest, *before = state.nodes
         return latest + (state.product - 1.0) * (latest - before[0]) if before else latest

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number
-from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import relative_change
+from paradec.samplers.forecast.refresh import Probe, RunProgress, integer, number, relative_change
 
 
 @dataclass(frozen=True)
@@ -27,26 +25,19 @@ class FirstBlock(Probe):
         first_enhance: solver steps at the start that are all evaluated.
     """
 
-    threshold: float = 0.05
-    first_enhance: int = 1
+    threshold: float = number(0.05, low=0)
+    first_enhance: int = integer(1, low=1)
 
     name = "first_block"
+    head = 1
 
-    def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, low=0)
-        check_int("first_enhance", self.first_enhance, low=1)
-
-    @property
-    def head(self) -> int:
-        return 1
-
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
         residual = (probe - first).detach()
         full = forced or state.index < self.first_enhance or self.threshold == 0
-        full = full or relative_change(residual, state.tensors["residual"]) > self.threshold
+        full = full or relative_change(residual, state.memory["residual"]) > self.threshold
         if full:
-            state.tensors["residual"] = residual
+            state.memory["residual"] = residual
         return full
 
 
@@ -67,22 +58,14 @@ class DBCache(Probe):
         max_continuous_cached_steps: skipped steps in a row; -1 sets no bound.
     """
 
-    Fn_compute_blocks: int = 8
-    Bn_compute_blocks: int = 0
-    residual_diff_threshold: float = 0.08
-    max_warmup_steps: int = 8
-    max_cached_steps: int = -1
-    max_continuous_cached_steps: int = -1
+    Fn_compute_blocks: int = integer(8, low=1)
+    Bn_compute_blocks: int = integer(0, low=0)
+    residual_diff_threshold: float = number(0.08, low=0)
+    max_warmup_steps: int = integer(8, low=0)
+    max_cached_steps: int = integer(-1, low=-1)
+    max_continuous_cached_steps: int = integer(-1, low=-1)
 
     name = "dbcache"
-
-    def __post_init__(self) -> None:
-        check_int("Fn_compute_blocks", self.Fn_compute_blocks, low=1)
-        check_int("Bn_compute_blocks", self.Bn_compute_blocks, low=0)
-        check_number("residual_diff_threshold", self.residual_diff_threshold, low=0)
-        check_int("max_warmup_steps", self.max_warmup_steps, low=0)
-        check_int("max_cached_steps", self.max_cached_steps, low=-1)
-        check_int("max_continuous_cached_steps", self.max_continuous_cached_steps, low=-1)
 
     @property
     def head(self) -> int:
@@ -92,23 +75,18 @@ class DBCache(Probe):
     def tail(self) -> int:
         return self.Bn_compute_blocks
 
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
-        residual = (probe - first).detach()
-        full = forced or self._bound(state) or not self._alike(residual, state.tensors["residual"])
-        if full:
-            state.tensors["residual"] = residual
-        return full
-
-    def _bound(self, state: ProbeState) -> bool:
-        """Whether a bound asks for an evaluation."""
-        return (
-            state.index < self.max_warmup_steps
+        residual, threshold = (probe - first).detach(), self.residual_diff_threshold
+        full = (
+            forced
+            or state.index < self.max_warmup_steps
             or 0 <= self.max_cached_steps <= state.skips
-            or 0 <= self.max_continuous_cached_steps <= state.skipped
+            or 0 <= self.max_continuous_cached_steps <= state.forecasts
+            or threshold == 0
         )
-
-    def _alike(self, residual: Tensor, before: Tensor) -> bool:
-        if self.residual_diff_threshold == 0 or self.residual_diff_threshold >= 1:
-            return self.residual_diff_threshold >= 1
-        return relative_change(residual, before) < self.residual_diff_threshold
+        if not full and threshold < 1:
+            full = not relative_change(residual, state.memory["residual"]) < threshold
+        if full:
+            state.memory["residual"] = residual
+        return full

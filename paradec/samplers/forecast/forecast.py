@@ -20,8 +20,7 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History, basis_from
-from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Probe, Rule, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.rules import rule_from
 from paradec.samplers.forecast.targets import Modules, where_from
 
@@ -49,9 +48,9 @@ class FeatureForecast(ForecastSampler):
     # ---- when and how -----------------------------------------------------------------------------------------------
 
     def evaluates(self, course: RunProgress) -> bool:
-        # rules that decide inside the call are asked there (`paradec.integrations.diffusers.hooks.stack`)
+        # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
         assert isinstance(self.rule, StepRule)
-        return course.last_full < 0 or self.rule.is_full(course)
+        return not course.nodes or self.rule.is_full(course)
 
     def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         if isinstance(self.rule, StepRule):
@@ -63,19 +62,17 @@ class FeatureForecast(ForecastSampler):
         """As `ForecastSampler.start`; refuses settings that need the inside of a transformer."""
         rule, settings = self.rule, self.general()
         within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
-        if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
-            within = True
-        inside: dict[str, Any] = {"max_memory": settings.max_memory, "when": rule if within else None}
+        within = within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
         where = settings.where or rule.where
-        inside["where"] = None if where == "output" else where
-        for setting, value in inside.items():
+        inside = {"max_memory": settings.max_memory, "when": rule if within else None}
+        for setting, value in {**inside, "where": None if where == "output" else where}.items():
             if value is not None:
                 raise ValueError(
                     f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
                     "with paradec.accelerate; this loop forecasts the whole output"
                 )
         state = super().start(model, latent, **request)
-        rule.check_run(state.total, scheduler=state.scheduler, guidance=state.guidance_scale)
+        rule.check_run(state.total, state.scheduler, state.guidance_scale)
         return state
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -100,9 +97,9 @@ class FeatureForecast(ForecastSampler):
     def forecast(self, state: ForecastState) -> Tensor:
         history = _history(state)
         assert history is not None
-        found = self.forecaster.forecast(history, state.index)
-        # with nothing to add it is the memory itself, and a proposal is its caller's to write into
-        return found.clone() if found is history.tensors[0] else found
+        output = self.forecaster.forecast(history, state.index)
+        # callers may write into a proposal, not into the memory
+        return output.clone() if output is history.tensors[0] else output
 
 
 @dataclass(frozen=True)
@@ -113,24 +110,23 @@ class Forecast(FeatureForecast):
     the whole output is, under guidance the guided one.
 
     Args:
-        when: when to evaluate. A schedule: `Every(interval, ...)`, the default; the steps themselves, as a list with
-            step 0; the name of one of cache-dit's step masks, "slow", "medium", "fast" or "ultra"; or what
-            `paradec.tune_steps` (`StepSchedule`) or BAC's `calibrate` found (`BlockSchedule`: steps for every module),
-            or the file of it. Or a rule that measures: `Verification`, `AccumulatedChange`, `EasyCache`, and, deciding
-            in every call, `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. All also by name, with settings:
-            "every(interval=6, first_enhance=3)".
+        when: when to evaluate. A schedule: `Every(interval, ...)`, the default; a list of steps with step 0; the name
+            of one of cache-dit's step masks, "slow", "medium", "fast" or "ultra"; or a `StepSchedule`
+            (`paradec.tune_steps`) or `BlockSchedule` (BAC's `calibrate`), or its file. Or a rule that measures:
+            `Verification`, `AccumulatedChange`, `EasyCache`, and, deciding in every call, `FirstBlock`, `DBCache`,
+            `MagCache`, `DiCache`, `SeaCache`. All also by name, with settings: "every(interval=6, first_enhance=3)".
         how: how features are forecast: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in
             parentheses, or such an object of `bases`. None is taylor, or what `when` was published with.
         where: what is forecast in a pipeline: "module" (attention and feed-forward outputs before their gates),
             "block" (each block's residual), "stack" (what all blocks add, as one), "output" (the transformer is skipped
             as a whole; least memory), or a list of patterns of modules (`targets.Modules`). None is "module" there, or
             what `when` needs; paradec's own loop knows the output only.
-        order: in the place of the order of `how`; 0 reuses the last feature.
+        order: replaces the order of `how`; 0 reuses the last feature.
         max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
-            place does not fit, a smaller one is used, and the session says so.
+            place does not fit, a smaller one is used, and the session reports it.
 
     Raises:
-        ValueError: a value that is none of these, or two that do not go together.
+        ValueError: an invalid value, or two that do not go together.
     """
 
     when: Rule | Sequence[int] | str | None = None
@@ -143,9 +139,8 @@ class Forecast(FeatureForecast):
     summary = "some solver steps skip the transformer; what it would have computed is forecast"
 
     def __post_init__(self) -> None:
-        for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from)):
+        for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from), ("max_memory", read_bytes)):
             object.__setattr__(self, name, read(getattr(self, name)))
-        object.__setattr__(self, "max_memory", _read_bytes(self.max_memory))
         check_int("order", self.order, low=0, none=True)
         rule, where = self.rule, self.where
         if rule.where is not None and where not in (None, rule.where):
@@ -161,20 +156,20 @@ class Forecast(FeatureForecast):
 
 
 def _history(state: ForecastState) -> History | None:
-    """The history that is in a state's memory."""
+    """The history in a state's memory."""
     if not state.notes:
         return None
     tensors = state.memory["history"].unbind(1)[: state.notes["count"]]
     return History(tensors, state.notes["nodes"], state.notes["dtype"])
 
 
-def _read_bytes(value: Any) -> int | None:
+def read_bytes(value: Any) -> int | None:
     """A number of bytes from an int or a text as "2GB" (10^9) or "512MiB" (2^20)."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
-        if found is None:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
+        if match is None:
             raise ValueError(f'max_memory={value!r} must be bytes, as a number or as text: "2GB", "512MiB"')
-        value = int(float(found[1]) * units[found[2].upper()])
+        value = int(float(match[1]) * units[match[2].upper()])
     check_int("max_memory", value, low=1, high=LARGEST_INT64, none=True)
     return value

@@ -15,23 +15,26 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
-from paradec.core.text_files import parse_json, read_text, write_json
-from paradec.samplers.forecast.probes import Probe, ProbeState
+from paradec.core.checks import check_number, shown
+from paradec.core.text_files import write_json
+from paradec.samplers.forecast.refresh import Probe, RunProgress, SavedAsJson, integer, number
 
 
 @dataclass(frozen=True)
-class MagRatios:
+class MagRatios(SavedAsJson):
     """Magnitude ratios of one model and solver, one for each step of the run in which they were measured.
 
     Args:
         values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
 
     Raises:
-        ValueError: none, or something else than positive numbers.
+        ValueError: no numbers, or numbers that are not positive.
     """
 
     values: tuple[float, ...]
+
+    setting = "mag_ratios"
+    content = "file of ratios"
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -50,44 +53,29 @@ class MagRatios:
         return tuple(self.values[int(step)] for step in nearest.round())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in the file."""
         return {"mag_ratios": list(self.values)}
 
     def save(self, path: str | Path) -> None:
-        """Write the ratios as JSON."""
         write_json(path, self.to_dict(), indent=None)
 
     @classmethod
-    def load(cls, path: str | Path) -> MagRatios:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or not of this form.
-        """
-        try:
-            data = parse_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"mag_ratios={str(path)!r} is no file of ratios: {error}") from None
-        return cls.of(data)
-
-    @classmethod
-    def of(cls, value: Any) -> MagRatios:
+    def from_dict(cls, data: Any) -> MagRatios:
         """Ratios from themselves, a sequence or tensor [steps], plain data, or a file.
 
         Raises:
             ValueError: something else.
         """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, (str, os.PathLike)):
-            return cls.load(Path(value))
-        if isinstance(value, Mapping) and set(value) == {"mag_ratios"}:
-            value = value["mag_ratios"]
-        if isinstance(value, (Tensor, np.ndarray)):
-            value = value.tolist()
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise ValueError(f"mag_ratios={shown(value)} must be a ratio for each step, or a file of them")
-        return cls(tuple(value))
+        if isinstance(data, cls):
+            return data
+        if isinstance(data, (str, os.PathLike)):
+            return cls.load(Path(data))
+        if isinstance(data, Mapping) and set(data) == {"mag_ratios"}:
+            data = data["mag_ratios"]
+        if isinstance(data, (Tensor, np.ndarray)):
+            data = data.tolist()
+        if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+            raise ValueError(f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them")
+        return cls(tuple(data))
 
 
 @dataclass(frozen=True)
@@ -111,10 +99,10 @@ class MagCache(Probe):
     """
 
     mag_ratios: MagRatios | None = None
-    threshold: float = 0.06
-    max_skip_steps: int = 3
-    retention_ratio: float = 0.2
-    num_inference_steps: int | None = None
+    threshold: float = number(0.06, low=0)
+    max_skip_steps: int = integer(3, low=0)
+    retention_ratio: float = number(0.2, low=0, high=1)
+    num_inference_steps: int | None = integer(None, low=1, none=True)
 
     name = "magcache"
 
@@ -124,27 +112,20 @@ class MagCache(Probe):
                 "mag_ratios=None: MagCache needs the ratios of this model; calibrate(pipe, run), of "
                 "paradec.integrations.diffusers.hooks.magcache, measures them"
             )
-        object.__setattr__(self, "mag_ratios", MagRatios.of(self.mag_ratios))
-        check_number("threshold", self.threshold, low=0)
-        check_int("max_skip_steps", self.max_skip_steps, low=0)
-        check_number("retention_ratio", self.retention_ratio, low=0, high=1)
-        check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
+        object.__setattr__(self, "mag_ratios", MagRatios.from_dict(self.mag_ratios))
+        super().__post_init__()
 
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert self.mag_ratios is not None
         total = self.num_inference_steps or state.total or len(self.mag_ratios.values)
         begin = 0 if self.num_inference_steps else state.first
-        full = True
-        if state.index >= int(self.retention_ratio * total + 0.5):
-            ratios = self.mag_ratios.at(total + begin)[begin:]
-            state.product *= ratios[state.index] if state.index < total else 1.0
-            state.error += abs(1.0 - state.product)
-            full = forced or state.error > self.threshold or state.skipped >= self.max_skip_steps
-        if full:
-            state.product, state.error = 1.0, 0.0
-        return full
+        if state.index < int(self.retention_ratio * total + 0.5):
+            return True
+        ratios = self.mag_ratios.at(total + begin)[begin:]
+        state.product *= ratios[state.index] if state.index < total else 1.0
+        state.change += abs(1.0 - state.product)
+        return forced or state.change > self.threshold or state.forecasts >= self.max_skip_steps
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `methods.rule_from`."""
         assert self.mag_ratios is not None
-        return super().to_dict() | {"mag_ratios": list(self.mag_ratios.values)}
+        return super().to_dict() | self.mag_ratios.to_dict()

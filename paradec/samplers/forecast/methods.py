@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,67 +105,63 @@ SETTINGS = {
 """Settings of other tools, and what they may be called here."""
 
 
-def method_from(text: str, settings: Mapping[str, Any] | None = None) -> Any:
+def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """The sampler or rule of a name, which may have settings in parentheses: "taylorseer(interval=3)".
 
     Raises:
         ValueError: no such name or setting, or a wrong value.
     """
-    name, given = parse_component("sampler", text) if "(" in text else (text.strip(), {})
+    name, in_text = parse_component("sampler", text) if "(" in text else (text.strip(), {})
     spelt = {key.replace("_", ""): key for key in METHODS}
     plain = name.lower().replace("_", "").replace("-", "")
     if plain in NAMES:
         raise ValueError(f"sampler={name!r} is called {NAMES[plain]!r} here")
     if plain not in spelt:
         raise ValueError(unknown("sampler", name, METHODS))
-    settings = dict(given) | dict(settings or {})
-    make = METHODS[spelt[plain]]
-    allowed = _settings_of(make)
-    for key in settings:
-        if allowed is not None and key not in allowed:
+    settings = {**in_text, **settings}
+    make, kind = METHODS[spelt[plain]], spelt[plain]
+    if make is not ReCAP:  # which checks its settings itself
+        allowed = list(inspect.signature(make).parameters)
+        if isinstance(make, type):
+            allowed = [field.name for field in dataclasses.fields(make)]
+        for key in settings:
             ours = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
-            if ours is not None:
-                raise ValueError(f"{spelt[plain]} has no setting {key!r}; it is called {ours!r} here")
-            raise ValueError(unknown(f"setting of {spelt[plain]}", key, allowed))
+            if key not in allowed and ours is not None:
+                raise ValueError(f"{kind} has no setting {key!r}; it is called {ours!r} here")
+            if key not in allowed:
+                raise ValueError(unknown(f"setting of {kind}", key, allowed))
     return make(**settings)
 
 
-def _settings_of(make: Callable[..., Any]) -> list[str] | None:
-    """What a method may be given by name; None if it checks that itself."""
-    if make is ReCAP:
-        return None
-    if isinstance(make, type):
-        return list(make.__dataclass_fields__)  # type: ignore[attr-defined]
-    return list(make.__code__.co_varnames[: make.__code__.co_argcount])
-
-
 def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
-    """What attaches to a pipeline: a `Forecast`, or the sampler "recap".
+    """The sampler to attach to a pipeline: a `Forecast`, or the sampler "recap".
 
     Args:
         value: such a sampler, a rule, a name, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None is
             `TaylorSeer()`. settings: of a name.
 
     Raises:
-        TypeError: something else. ValueError: as `method_from`, or a config that has no equal here.
+        TypeError: another value. ValueError: as `method_from`, or a config that has no equal here.
     """
     if settings and not isinstance(value, (str, type(None))):
         raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")
-    made = method_from(value or "taylorseer", settings) if isinstance(value, (str, type(None))) else value
-    if type(made).__name__ in CONFIGS:
-        made = CONFIGS[type(made).__name__](made)
-    if isinstance(made, Rule):
-        made = Forecast(made)
-    if not isinstance(made, FeatureForecast) and getattr(made, "name", None) != "recap":
+    method = value
+    if isinstance(value, (str, type(None))):
+        method = method_from(value or "taylorseer", settings or {})
+    elif type(value).__name__ in CONFIGS:
+        method = CONFIGS[type(value).__name__](value)
+    if isinstance(method, Rule):
+        method = Forecast(method)
+    if not isinstance(method, FeatureForecast) and getattr(method, "name", None) != "recap":
         raise TypeError(
             f"sampler={shown(value)} is not for pipelines: accelerate takes {', '.join(map(repr, METHODS))}, by name "
             f"or made with settings, a config of diffusers ({', '.join(CONFIGS)}), or cache='block' without a sampler"
         )
-    return made
+    return method
 
 
 ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"
-"""What diffusers' TaylorSeer hooks where its config does not say."""
+"""The modules that diffusers' TaylorSeer hooks by default."""
 
 
 def _taylorseer_config(config: Any) -> Forecast:
@@ -175,21 +173,21 @@ def _taylorseer_config(config: Any) -> Forecast:
     return Forecast(when, how, Modules(tuple(config.cache_identifiers or (ATTENTION,)), skipped))
 
 
+def _settings(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
+
+
 def _magcache_config(config: Any) -> Forecast:
     if config.calibrate:
         raise ValueError("MagCacheConfig(calibrate=True): use paradec.integrations.diffusers.hooks.magcache.calibrate")
     names = ("mag_ratios", "threshold", "max_skip_steps", "retention_ratio", "num_inference_steps")
-    return Forecast(MagCache(**{name: getattr(config, name) for name in names}))
-
-
-def _seacache_config(config: Any) -> Forecast:
-    return Forecast(SeaCache(**{name: getattr(config, name) for name in SeaCache.__dataclass_fields__}))
+    return Forecast(MagCache(**_settings(config, *names)))
 
 
 CONFIGS: Mapping[str, Callable[[Any], Forecast]] = {
     "TaylorSeerCacheConfig": _taylorseer_config,
     "FirstBlockCacheConfig": lambda config: Forecast(FirstBlock(config.threshold)),
     "MagCacheConfig": _magcache_config,
-    "SeaCacheConfig": _seacache_config,
+    "SeaCacheConfig": lambda config: Forecast(SeaCache(**_settings(config, *SeaCache.__dataclass_fields__))),
 }
 """Configs of diffusers, which give the same latents here as through `enable_cache`."""

@@ -1,19 +1,21 @@
-"""How far a run is, and when to evaluate instead of forecast: evenly, or as measured once a step by SpeCa and TeaCache.
+"""When a model is evaluated instead of forecast: what rules read, their bases, and the rules that decide once a step.
 
-`methods` has all values of `Forecast(when=...)` by name. Independent of how features are forecast (`bases`): every
-rule goes with every basis.
+`rules` has all values of `Forecast(when=...)` by name. Every rule goes with every basis (`bases`).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
-from paradec.core.text_files import parse_json, read_text
+from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
 STYLES = ("reference", "diffusers")
@@ -24,7 +26,7 @@ WATCHED = ("modulated", "hidden", "latent")
 
 @dataclass
 class RunProgress:
-    """How far a run is: what the rules read. Steps are counted from 0."""
+    """What a rule reads of a run, or of one call of its steps. Steps are counted from 0."""
 
     total: int | None = None
     """Solver steps of the run, where they are known."""
@@ -32,25 +34,49 @@ class RunProgress:
     """The step that comes next."""
     first: int = 0
     """Steps of the scheduler that the run leaves out at its start (image to image)."""
-    last_full: int = -1
-    """The latest step that was evaluated."""
+    nodes: tuple[int, ...] = ()
+    """The latest two steps that were evaluated, newest first."""
+    forecasts: int = 0
+    """Forecasts since the latest evaluation."""
+    skips: int = 0
+    """Forecasts of the run."""
     change: float = 0.0
-    """Accumulated change of the watched input since then, this step's included (`AccumulatedChange`)."""
+    """Change or error that the rule has summed since the latest evaluation."""
+    product: float = 1.0
+    """What the rule has multiplied since then."""
     error: float | None = None
     """Relative error of the latest forecast that was verified since then (`Verification`)."""
-    kept: dict[str, Any] = field(default_factory=dict)
-    """What a rule keeps from step to step (`EasyCache`)."""
+    latent: Tensor | None = None
+    """What the transformer was given in this call [B, ...]."""
+    level: float = 0.0
+    """The noise level of this step, where the rule reads `noise_levels`."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What the rule remembers from step to step."""
 
     @property
-    def forecasts(self) -> int:
-        """Forecasts since the latest evaluation."""
-        return self.index - self.last_full - 1
+    def nbytes(self) -> int:
+        """Bytes of the remembered tensors."""
+        return sum(value.nbytes for value in self.memory.values() if isinstance(value, Tensor))
 
     def finished(self, full: bool) -> None:
         """Go on to the next step."""
         if full:
-            self.last_full, self.change, self.error = self.index, 0.0, None
+            self.nodes = (self.index, *self.nodes)[:2]
+            self.forecasts, self.change, self.product, self.error = 0, 0.0, 1.0, None
+        else:
+            self.forecasts += 1
+            self.skips += 1
         self.index += 1
+
+
+def number(default: float, **bounds: Any) -> Any:
+    """A setting of a rule that `check_number` checks."""
+    return field(default=default, metadata={"check": partial(check_number, **bounds)})
+
+
+def integer(default: int | None, **bounds: Any) -> Any:
+    """A setting of a rule that `check_int` checks."""
+    return field(default=default, metadata={"check": partial(check_int, **bounds)})
 
 
 @dataclass(frozen=True)
@@ -61,7 +87,14 @@ class Rule:
     measures: ClassVar[bool] = False
     """Whether `StepRule.changed` reads how the input changes."""
     from_input: ClassVar[bool] = False
-    """Whether what is forecast is how the transformer's output differs from its input, with no other `where`."""
+    """Whether the forecast is how the transformer's output differs from its input, with no other `where`."""
+    counted: ClassVar[str] = ""
+    """Steps, in words, for which the rule needs the number of steps: from the run or `num_inference_steps`."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            if "check" in setting.metadata:
+                setting.metadata["check"](setting.name, getattr(self, setting.name))
 
     @property
     def how(self) -> str:
@@ -75,16 +108,25 @@ class Rule:
 
     @property
     def guard(self) -> int:
-        """The last step at which no differences are taken: TaylorSeer's public code waits for the last two of the first
-        steps."""
+        """The last step at which no differences are taken: as in TaylorSeer's public code, before the last two of the
+        first steps."""
         return int(getattr(self, "first_enhance", 1)) - 2
 
-    def check_run(self, total: int | None, **run: Any) -> None:
-        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells) with this
-        `scheduler` and `guidance`."""
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
+        """Names of facts of a run that the rule is bound to and that are unknown (None).
+
+        Raises:
+            ValueError: the rule cannot serve a run of `total` solver steps with these.
+        """
+        if self.counted and total is None and getattr(self, "num_inference_steps", None) is None:
+            raise ValueError(
+                f"num_inference_steps=None: {type(self).__name__} evaluates {self.counted}, and a transformer by "
+                "itself does not tell how many there are; give their number"
+            )
+        return []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `methods.rule_from`."""
+        """Plain data, for `rules.rule_from`."""
         return {"when": self.name} | asdict(self)
 
 
@@ -93,14 +135,73 @@ class StepRule(Rule):
     """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
 
     def is_full(self, course: RunProgress) -> bool:
-        """Whether the next step is evaluated; what `changed` says of it is in `course` already."""
+        """Whether the next step is evaluated; `changed` has been called for it."""
         raise NotImplementedError
 
     def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         """Note in the course how the watched input [B, ...] changed from one step to the next."""
 
-    def evaluated(self, course: RunProgress, given: Tensor, output: Tensor) -> None:
-        """Take note of the transformer's input and output, both [B, ...], in the call that decided for its step."""
+    def evaluated(self, course: RunProgress, latent: Tensor, output: Tensor) -> None:
+        """Note the transformer's input and output, both [B, ...], of the call that decided for its step."""
+
+
+@dataclass(frozen=True)
+class Probe(Rule):
+    """Base of the rules that decide in every call, from what the first blocks (the probe) return or from a table.
+
+    The blocks between the probe and the last ones are evaluated or forecast together, as one residual. A subclass
+    implements `is_full`.
+    """
+
+    where = "stack"
+    filters: ClassVar[bool] = False
+    """Whether `RunProgress.latent` must have rows and columns."""
+    whole: ClassVar[bool] = False
+    """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
+
+    @property
+    def how(self) -> str:
+        return "reuse"
+
+    @property
+    def head(self) -> int:
+        """Blocks that are evaluated at every step, before the decision."""
+        return 0
+
+    @property
+    def tail(self) -> int:
+        """Blocks that are evaluated at every step, after what is forecast."""
+        return 0
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        """Whether the blocks after the probe are evaluated in this call. Keeps in `state` what later calls need.
+
+        Args:
+            first: [B, ...] hidden states before the first block.
+            probe: [B, ...] hidden states after the probe; None without one.
+            forced: the answer is yes in any case, as in the first call.
+        """
+        raise NotImplementedError
+
+    def check_model(self, module: nn.Module) -> None:
+        """Raise ValueError if the rule cannot serve this transformer."""
+
+    def noise_levels(self, scheduler: Any) -> Sequence[float]:
+        """The noise level of each step of a run, where the rule reads them; else nothing.
+
+        scheduler: the pipeline's, before or in a run; None for a transformer by itself.
+
+        Raises:
+            ValueError: the rule cannot serve such a scheduler.
+        """
+        return ()
+
+    def forecast_at(self, state: RunProgress) -> float:
+        """The step for which the residual is forecast in this call."""
+        return state.index
+
+    def evaluated(self, state: RunProgress, residual: Tensor) -> None:
+        """Note what the blocks that were evaluated added to the hidden states [B, ...] in this call."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +218,16 @@ class Every(StepRule):
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
     """
 
-    interval: int | None = None
-    first_enhance: int = 1
+    interval: int | None = integer(None, low=1, none=True)
+    first_enhance: int = integer(1, low=1)
     style: str = "reference"
-    full_after: int | None = None
+    full_after: int | None = integer(None, low=1, none=True)
 
     name = "every"
 
     def __post_init__(self) -> None:
-        check_int("interval", self.interval, low=1, none=True)
-        check_int("first_enhance", self.first_enhance, low=1)
+        super().__post_init__()
         check_choice("style", self.style, STYLES)
-        check_int("full_after", self.full_after, low=1, none=True)
 
     @property
     def guard(self) -> int:
@@ -144,36 +243,32 @@ class Every(StepRule):
 
 @dataclass(frozen=True)
 class Verification(StepRule):
-    """Refresh when a verified forecast was off: SpeCa (Liu et al., "SpeCa", ACM MM 2025, arXiv 2509.11628).
+    """Refresh when a verified forecast was off: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
 
-    The last transformer block is also evaluated at forecast steps, on the forecast features, and compared with its own
-    forecast, which is what is used. If the mean relative error exceeds max(base_threshold decay_rate^(step / steps),
-    0.1), the *next* step is evaluated; nothing is taken back. After an evaluation comes a forecast, also among the
-    first steps. The public code asks for all four numbers; these defaults are ours.
+    The last block is also evaluated at forecast steps, on the forecast features, and compared with its own forecast,
+    which is used. If the mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next*
+    step is evaluated. After an evaluation comes a forecast, also among the first steps. The public code asks for all
+    four numbers; these defaults are ours.
 
     Args:
         base_threshold: relative error allowed at the first step.
-        decay_rate: what it is multiplied with from the first step to the last.
+        decay_rate: factor of the threshold from the first step to the last.
         min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
-        max_forecasts: forecasts after which the next step is evaluated anyhow (`max_taylor_steps`).
+        max_forecasts: forecasts after which the next step is evaluated in any case (`max_taylor_steps`).
         first_enhance: solver steps at the start that are evaluated, but for the forecast after each evaluation.
     """
 
-    base_threshold: float = 0.3
-    decay_rate: float = 0.3
-    min_forecasts: int = 1
-    max_forecasts: int = 8
-    first_enhance: int = 1
+    base_threshold: float = number(0.3, low=0, open_low=True)
+    decay_rate: float = number(0.3, low=0, high=1, open_low=True)
+    min_forecasts: int = integer(1, low=1)
+    max_forecasts: int = integer(8)
+    first_enhance: int = integer(1, low=1)
 
     name = "verification"
 
     def __post_init__(self) -> None:
-        check_number("base_threshold", self.base_threshold, low=0, open_low=True)
-        check_number("decay_rate", self.decay_rate, low=0, high=1, open_low=True)
-        check_int("min_forecasts", self.min_forecasts, low=1)
-        check_int("max_forecasts", self.max_forecasts)
+        super().__post_init__()
         check_order("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
-        check_int("first_enhance", self.first_enhance, low=1)
 
     def is_full(self, course: RunProgress) -> bool:
         if course.forecasts == 0:
@@ -182,8 +277,8 @@ class Verification(StepRule):
             return True
         if course.error is None or course.forecasts < self.min_forecasts:
             return False
-        done = (course.index - 1) / course.total if course.total else 0.0
-        return course.error > max(self.base_threshold * self.decay_rate**done, 0.1)
+        progress = (course.index - 1) / course.total if course.total else 0.0
+        return course.error > max(self.base_threshold * self.decay_rate**progress, 0.1)
 
 
 @dataclass(frozen=True)
@@ -191,15 +286,13 @@ class AccumulatedChange(StepRule):
     """Refresh when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
 
     The relative L1 change of the watched input from step to step, rescaled by a polynomial, is summed since the last
-    evaluation; at `threshold` the step is evaluated. The public code for FLUX is `watch="modulated", last_steps=1`,
-    with `where="stack", how="reuse"`, and coefficients 498.651651, -283.781631, 55.8554382,
-    -3.82021401, 0.264230861.
+    evaluation; at `threshold` the step is evaluated. `TeaCache` has the public code's other settings.
 
     Args:
         threshold: accumulated change that asks for an evaluation.
-        coefficients: of the polynomial, highest power first. The paper fits them per model; (1, 0) is the change as
-            it is.
-        max_forecasts: forecasts in a row after which the next step is evaluated anyhow; None sets no bound.
+        coefficients: of the polynomial, highest power first. The paper fits them per model; (1, 0) is the change
+            itself.
+        max_forecasts: forecasts in a row after which the next step is evaluated; None sets no bound.
         watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
             the first block; or "latent". None is the first thing that a forecast would replace: "modulated" with
             `where="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
@@ -207,35 +300,33 @@ class AccumulatedChange(StepRule):
         first_enhance: solver steps at the start that are all evaluated.
     """
 
-    threshold: float = 0.2
+    threshold: float = number(0.2, low=0, open_low=True)
     coefficients: tuple[float, ...] = (1.0, 0.0)
-    max_forecasts: int | None = None
+    max_forecasts: int | None = integer(None, low=1, none=True)
     watch: str | None = None
-    last_steps: int = 0
-    first_enhance: int = 1
+    last_steps: int = integer(0, low=0)
+    first_enhance: int = integer(1, low=1)
 
     name = "accumulated_change"
     measures = True
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, low=0, open_low=True)
+        super().__post_init__()
         if not isinstance(self.coefficients, (list, tuple)) or not self.coefficients:
             raise ValueError(f"coefficients={shown(self.coefficients)} must be numbers, highest power first")
         for value in self.coefficients:
             check_number("coefficients", value)
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
-        check_int("max_forecasts", self.max_forecasts, low=1, none=True)
         if self.watch is not None:
             check_choice("watch", self.watch, WATCHED)
-        check_int("last_steps", self.last_steps, low=0)
-        check_int("first_enhance", self.first_enhance, low=1)
 
-    def check_run(self, total: int | None, **run: Any) -> None:
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         if self.last_steps and total is None:
             raise ValueError(
                 f"last_steps={self.last_steps} needs the number of steps, which a transformer by itself does not tell; "
                 "attach to the pipeline, or leave last_steps out"
             )
+        return []
 
     def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         course.change += self.rescale(relative_change(now, before))
@@ -249,27 +340,57 @@ class AccumulatedChange(StepRule):
 
     def is_full(self, course: RunProgress) -> bool:
         late = self.last_steps and course.index >= (course.total or 0) - self.last_steps
-        if course.index < self.first_enhance or late:
-            return True
-        if self.max_forecasts is not None and course.forecasts >= self.max_forecasts:
-            return True
-        return course.change >= self.threshold
+        bound = self.max_forecasts is not None and course.forecasts >= self.max_forecasts
+        return bool(course.index < self.first_enhance or late or bound or course.change >= self.threshold)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `methods.rule_from`."""
         return super().to_dict() | {"coefficients": list(self.coefficients)}
 
 
-def read_schedule(path: str | os.PathLike[str]) -> Any:
-    """What a file of steps holds, as data.
+class SavedAsJson:
+    """A value that is written to a JSON file and read from one."""
 
-    Raises:
-        ValueError: no such file, or no JSON.
-    """
-    try:
-        return parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"when={str(path)!r} is no schedule file: {error}") from None
+    setting: ClassVar[str] = "when"
+    """The setting that takes the file, for messages."""
+    content: ClassVar[str] = "schedule file"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in the file."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: data of another form.
+        """
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or not of this form.
+        """
+        return cls.from_dict(cls.read(path))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Any:
+        """The data in a file.
+
+        Raises:
+            ValueError: no such file, or no JSON.
+        """
+        try:
+            return parse_json(read_text(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{cls.setting}={str(path)!r} is no {cls.content}: {error}") from None
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:

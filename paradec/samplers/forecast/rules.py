@@ -15,7 +15,7 @@ from paradec.samplers.forecast.dicache import DiCache
 from paradec.samplers.forecast.easycache import EasyCache
 from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache
-from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification, read_schedule
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
 from paradec.samplers.forecast.seacache import SeaCache
 from paradec.samplers.forecast.step_masks import MASKS, StepMask
 from paradec.samplers.forecast.step_schedule import StepSchedule
@@ -42,27 +42,27 @@ def rule_from(value: Any) -> Rule | None:
         return StepSchedule(tuple(value))
     if isinstance(value, int):
         raise ValueError(f"when={shown(value)}: one step in so many is Every({shown(value)})")
-    given = value
+    data = value
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
-        given = read_schedule(value)
+        data = SavedAsJson.read(value)
     elif isinstance(value, str):
         name, settings = parse_component("when", value) if "(" in value else (value, {})
-        given = {"when": "step_mask", "mask": value} if value in MASKS else {"when": name, **settings}
-    if isinstance(given, Mapping) and "when" not in given:
-        return (BlockSchedule if "modules" in given else StepSchedule).from_dict(given)
-    if not isinstance(given, Mapping):
+        data = {"when": "step_mask", "mask": value} if value in MASKS else {"when": name, **settings}
+    if not isinstance(data, Mapping):
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise ValueError(
             f"when={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
             f"(.json), or a step mask: {', '.join(MASKS)}"
         )
-    if not isinstance(given["when"], str) or given["when"] not in RULES:
-        raise ValueError(unknown("when", given["when"], RULES))
-    rule = RULES[given["when"]]
-    settings = {key: entry for key, entry in given.items() if key != "when"}
-    allowed = [field.name for field in fields(rule)]
+    if "when" not in data:
+        return (BlockSchedule if "modules" in data else StepSchedule).from_dict(data)
+    settings = dict(data)
+    name = settings.pop("when")
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(unknown("when", name, RULES))
+    allowed = [field.name for field in fields(RULES[name])]
     for key in settings:
         if key not in allowed:
-            raise ValueError(unknown(f"setting of when={rule.name!r}", key, allowed))
-    found: Rule = rule(**settings)
-    return found
+            raise ValueError(unknown(f"setting of when={name!r}", key, allowed))
+    rule: Rule = RULES[name](**settings)
+    return rule

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_choice, check_int, check_number
-from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import relative_change
+from paradec.core.checks import check_choice
+from paradec.samplers.forecast.refresh import Probe, RunProgress, integer, number, relative_change
 
 TINY = 1e-16
 """What keeps the filter's spectrum and denominator from zero, as in the public code."""
@@ -42,22 +41,19 @@ class SeaCache(Probe):
             Qwen-Image's cells are put in their places).
     """
 
-    threshold: float = 0.25
+    threshold: float = number(0.25, low=0)
     residual_order: int = 1
-    retention_steps: int = 1
-    cache_end_steps: int = 1
-    max_consecutive_cached: int = 2
-    power_exp: float = 3.0
+    retention_steps: int = integer(1, low=0)
+    cache_end_steps: int = integer(1, low=0)
+    max_consecutive_cached: int = integer(2, low=0)
+    power_exp: float = number(3.0, low=0, open_low=True)
 
     name = "seacache"
     filters = True
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, low=0)
+        super().__post_init__()
         check_choice("residual_order", self.residual_order, (0, 1))
-        for setting in ("retention_steps", "cache_end_steps", "max_consecutive_cached"):
-            check_int(setting, getattr(self, setting), low=0)
-        check_number("power_exp", self.power_exp, low=0, open_low=True)
 
     @property
     def how(self) -> str:
@@ -65,12 +61,12 @@ class SeaCache(Probe):
 
     def check_model(self, module: nn.Module) -> None:
         config = getattr(module, "config", None) or {}
-        given, made, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
-        packed = made is not None and isinstance(cell, int) and given == made * cell**2  # Qwen-Image counts so
-        if given is not None and made is not None and given > made and not packed:
+        inputs, outputs, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
+        packed = outputs is not None and isinstance(cell, int) and inputs == outputs * cell**2  # Qwen-Image counts so
+        if inputs is not None and outputs is not None and inputs > outputs and not packed:
             raise ValueError(
-                f"when='seacache' filters the latent, and {type(module).__name__} is given {given} channels and "
-                f"returns {made}: conditions beside the latent; use another rule"
+                f"when='seacache' filters the latent, and {type(module).__name__} is given {inputs} channels and "
+                f"returns {outputs}: conditions beside the latent; use another rule"
             )
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
@@ -85,24 +81,22 @@ class SeaCache(Probe):
             )
         return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
 
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert state.latent is not None
-        now, before = filtered(state.latent.detach(), state.level, self.power_exp), state.tensors.get("filtered")
-        state.tensors["filtered"] = now
+        now, before = filtered(state.latent.detach(), state.level, self.power_exp), state.memory.get("filtered")
+        state.memory["filtered"] = now
         full = (
             forced
             or before is None
             or state.index < self.retention_steps
             or state.index >= (state.total or 0) - self.cache_end_steps
-            or 0 < self.max_consecutive_cached <= state.skipped
+            or 0 < self.max_consecutive_cached <= state.forecasts
         )
         if not full:
             assert before is not None
             rows = list(zip(now, before, strict=True))
-            state.error += sum(relative_change(new, old) for new, old in rows) / len(rows)
-            full = not state.error < self.threshold  # also where it is no number
-        if full:
-            state.error = 0.0
+            state.change += sum(relative_change(new, old) for new, old in rows) / len(rows)
+            full = not state.change < self.threshold  # also where it is no number
         return full
 
 
@@ -128,5 +122,5 @@ def filtered(latent: Tensor, level: float, power: float) -> Tensor:
         along = clean * spectrum / (clean**2 * spectrum + noise**2 + TINY)
         gain = gain.unsqueeze(-1) * along
     axes = tuple(range(2, latent.ndim))
-    found = torch.fft.ifftn(torch.fft.fftn(latent.float(), dim=axes) * (gain / gain.mean()), dim=axes)
-    return found.real.to(latent.dtype)
+    picture = torch.fft.ifftn(torch.fft.fftn(latent.float(), dim=axes) * (gain / gain.mean()), dim=axes)
+    return picture.real.to(latent.dtype)

@@ -1,7 +1,7 @@
-"""cache-dit's named step masks (its "SCM"): which solver steps are evaluated, crowded at the start of a run.
+"""Step masks of cache-dit ("SCM"): which solver steps are evaluated, most of them at the start of a run.
 
-Four masks are given for 28 steps as runs of evaluated and skipped steps in turn; rules make those of other lengths, and
-few steps have masks of their own. Names, figures and rules are those of cache-dit 1.5.3.
+Four masks are given for 28 steps as runs of evaluated and skipped steps in turn; they are cut or stretched to other
+lengths, and short runs have other masks. Names, figures and rules are those of cache-dit 1.5.3.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ SHORT: dict[int, dict[str, Runs]] = {
     4: dict.fromkeys(MASKS, ((2, 1), (1,))),
 }
 """At fewer; 10 to 14 steps are cut from 15."""
-SHORTEST = 16
-"""Steps from which the masks of 28 are used."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,14 @@ class StepMask(StepRule):
     def __post_init__(self) -> None:
         check_choice("when", self.mask, MASKS)
 
-    def check_run(self, total: int | None, **run: Any) -> None:
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         if total is None:
             raise ValueError(
                 f"when={self.mask!r} is made for a number of solver steps, which a transformer by itself does not "
                 f"tell; give when=step_mask({self.mask!r}, steps) of paradec.samplers.forecast.step_masks"
             )
         step_mask(self.mask, total)
+        return []
 
     def is_full(self, course: RunProgress) -> bool:
         assert course.total is not None
@@ -90,11 +89,8 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
         raise ValueError(f"when={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
-    if steps >= SHORTEST:
-        found = MASKS[name]
-    else:
-        found = SHORT[min(length for length in SHORT if length >= steps)][name]
-    full, skipped = list(found[0]), list(found[1])
+    runs = (MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name]
+    full, skipped = list(runs[0]), list(runs[1])
     if steps > sum(full) + sum(skipped):
         _stretch(full, skipped, steps)
     _cut(full, skipped, steps)

@@ -1,4 +1,4 @@
-"""What `Forecast(where=...)` names inside a transformer: a part of it, or modules by patterns."""
+"""Values of `Forecast(where=...)`: a part of a transformer, or modules by patterns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class Modules:
 
     Args:
         modules: patterns (`re.fullmatch`) of modules whose outputs are forecast.
-        skip: patterns of modules that are skipped at forecast steps, because a forecast replaces everything that they
-            feed.
+        skip: patterns of modules that are skipped at forecast steps: a forecast replaces everything that they feed.
 
     Raises:
-        ValueError: no patterns, or something that is none.
+        ValueError: no patterns, or an invalid one.
     """
 
     modules: tuple[str, ...]
@@ -33,9 +32,8 @@ class Modules:
             value = getattr(self, setting)
             patterns = (value,) if isinstance(value, str) else value
             if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise ValueError(
-                    f"{setting}={shown(value)} must be a regular expression for module names, or a list of them"
-                )
+                names = "a regular expression for module names, or a list of them"
+                raise ValueError(f"{setting}={shown(value)} must be {names}")
             for pattern in patterns:
                 try:
                     re.compile(pattern)

@@ -6,26 +6,26 @@ Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with Tay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Self
 
 from paradec.core.checks import check_int
 from paradec.samplers.forecast.bases import Taylor
-from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
+from paradec.samplers.forecast.forecast import FeatureForecast, Forecast, read_bytes
 from paradec.samplers.forecast.refresh import Every
 from paradec.samplers.forecast.targets import Modules, where_from
 
 LITE = {"order": 2, "where": "output", "first_enhance": 3}
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class TaylorSeer(FeatureForecast):
     """Evaluate every N-th step; in between, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, D_i the backward differences.
 
     It is `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. By default evaluations are
-    spread evenly, as in the public code for Wan and HunyuanVideo. In every measurement with equally many evaluations
-    this came nearest to the full run (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for
-    FLUX.1-dev; other presets have those of other models ("lite_*" are set for the whole output).
+    spread evenly, as in the public code for Wan and HunyuanVideo; measurements are in docs/diffusion.md. Preset "paper"
+    (or "flux") is the public code's schedule for FLUX.1-dev; other presets have those of other models ("lite_*" are set
+    for the whole output).
 
     Args:
         interval: N; None is 5, or 2 in runs of at most 8 steps.
@@ -40,6 +40,7 @@ class TaylorSeer(FeatureForecast):
 
     interval: int | None = None
     order: int = 1
+    _: KW_ONLY
     first_enhance: int = 1
     where: str | Modules | None = None
     max_memory: int | None = None
@@ -60,34 +61,26 @@ class TaylorSeer(FeatureForecast):
         "lite_detailed": LITE | {"interval": 3},
     }
 
-    def __init__(
-        self,
-        interval: int | None = None,
-        order: int = 1,
-        *,
-        first_enhance: int = 1,
-        where: Any = None,
-        max_memory: int | str | None = None,
-        **others: Any,
-    ):
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        others = [name for name in settings if name not in cls.__dataclass_fields__]
         if others:
             names = {"refresh": "when", "basis": "how", "target": "where"}
-            settings = {names.get(name, name): value for name, value in others.items()}
-            settings |= {} if where is None else {"where": where}
-            settings |= {} if interval is None or "when" in settings else {"when": f"every(interval={interval})"}
-            text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            general = {names.get(name, name): value for name, value in settings.items() if name in (*others, "where")}
+            if "interval" in settings and "when" not in general:
+                general["when"] = f"every(interval={settings['interval']})"
+            text = ", ".join(f"{name}={value!r}" for name, value in general.items())
             raise TypeError(
                 f"TaylorSeer takes interval, order, first_enhance, where and max_memory, not {', '.join(others)}; "
                 f"write paradec.Forecast({text})"
             )
-        check_int("interval", interval, low=1, none=True)
-        check_int("order", order, low=0)
-        check_int("first_enhance", first_enhance, low=1)
-        fields = {"interval": interval, "order": order, "first_enhance": first_enhance, "where": where_from(where)}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "max_memory", max_memory)
-        object.__setattr__(self, "max_memory", self.general().max_memory)  # read from a text
+        return super().__new__(cls, *args, **settings)
+
+    def __post_init__(self) -> None:
+        check_int("interval", self.interval, low=1, none=True)
+        check_int("order", self.order, low=0)
+        check_int("first_enhance", self.first_enhance, low=1)
+        object.__setattr__(self, "where", where_from(self.where))
+        object.__setattr__(self, "max_memory", read_bytes(self.max_memory))
 
     def general(self) -> Forecast:
         when = Every(self.interval, self.first_enhance)

@@ -21,7 +21,7 @@ from paradec.integrations.diffusers.hooks import magcache
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.magcache import MagRatios
-from paradec.samplers.forecast.probes import ProbeState
+from paradec.samplers.forecast.refresh import RunProgress
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, rule_from
 
 RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
@@ -306,7 +306,7 @@ def test_dicache_equals_a_plain_loop(case: str) -> None:
 @pytest.mark.parametrize(("probe", "step"), [(1.5, 7.0), (2.0, 7.0), (2.25, 8.25), (2.5, 9.5), (9.0, 9.5)])
 def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float) -> None:
     """Evaluated at steps 2 and 7, where the probe added 1 and 2: the gain is that addition less 1, within [1, 1.5]."""
-    rule, state, first = DiCache(99.0, retention_ratio=0.0), ProbeState(total=20), torch.zeros(1, 2)
+    rule, state, first = DiCache(99.0, retention_ratio=0.0), RunProgress(total=20), torch.zeros(1, 2)
     for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
         state.index = index
         full = rule.is_full(state, first, first + added, forced)

@@ -284,7 +284,7 @@ def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
             latent = pipe(inputs, 14, calls)
             assert torch.equal(pipe(inputs, 14, calls), latent)
         expected, full = by_hand(pipe, inputs, 14, calls, threshold, kept)
-        assert full_steps(session) == [full] * calls and session.transformers[0].course.kept == {}
+        assert full_steps(session) == [full] * calls and session.transformers[0].course.memory == {}
         torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
         found.add(tuple(full))
     assert len(found) > 3 and (0, 1, 13) in found, found

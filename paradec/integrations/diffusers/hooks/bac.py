@@ -1,12 +1,9 @@
-"""BAC's calibration: watch runs of a pipeline, and find for every module the steps at which to evaluate it.
-
-How the steps are chosen is in `paradec.samplers.forecast.bac`, with the paper. The schedule goes into
-`paradec.Forecast(when=...)`, and is a JSON file if saved.
-"""
+"""BAC's calibration: the steps at which to evaluate each module, from plain runs (`paradec.samplers.forecast.bac`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.core.checks import check_choice, check_int
-from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, parameters_of, places
-from paradec.integrations.diffusers.hooks.clock import Clock, timestep_of
-from paradec.integrations.diffusers.hooks.hook import Hook
-from paradec.integrations.diffusers.hooks.session import transformers_of
+from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, places
+from paradec.integrations.diffusers.hooks.hook import Attached, Hook
+from paradec.integrations.diffusers.hooks.session import Session, transformers_of
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
+from paradec.samplers.forecast.forecast import Forecast
+from paradec.samplers.forecast.refresh import Every
 
 METRICS = ("cosine", "l1", "mse")
 
@@ -91,50 +89,31 @@ def calibrate(
     return BlockSchedule(count, tuple((name, tuple(united[name])) for name in names))
 
 
-class _Recorder:
-    """Keeps what modules return, per step. A context manager."""
+class _Recorder(Attached):
+    """Keeps samples of what modules return, per step of a plain run."""
 
     def __init__(self, pipe: Any, module: nn.Module, names: list[str], samples: int):
         self.features: dict[str, dict[int, list[Tensor]]] = {}
         self.samples = samples
-        self.step, self.is_inside = 0, False
-        self.clock = Clock(None if isinstance(pipe, nn.Module) else pipe)
-        self.parameters = parameters_of(module)
+        self.session = Session(pipe, Forecast(Every(1), "reuse", "output"))
+        self.transformer = next(one for one in self.session.transformers if one.module is module)
         modules = dict(module.named_modules())
-        self.hooks = [Hook(module, self._call, "paradec_record")]
-        self.hooks += [Hook(modules[name], self._around(name), "paradec_record") for name in names]
+        self.hooks = [Hook(modules[name], partial(self._record, name), "paradec_record") for name in names]
 
-    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = self.clock.see(timestep_of(args, kwargs, self.parameters), self.hooks[0].context)
-        if run is None:
-            return inner(*args, **kwargs)
-        self.step, self.is_inside = run.index, True
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            self.is_inside = False
-
-    def _around(self, name: str) -> Callable[..., Any]:
-        def around(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-            output = inner(*args, **kwargs)
-            if not self.is_inside:
-                return output
+    def _record(self, name: str, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = inner(*args, **kwargs)
+        if self.transformer.is_inside:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     flat = leaf.detach().flatten()
                     flat = flat[:: max(-(-len(flat) // self.samples), 1)].float().cpu()
-                    self.features[name].setdefault(self.step, []).append(flat)
-            return output
+                    self.features[name].setdefault(self.transformer.course.index, []).append(flat)
+        return output
 
-        return around
-
-    def __enter__(self) -> _Recorder:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.clock.release()
+    def detach(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
+        self.session.detach()
 
 
 def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:

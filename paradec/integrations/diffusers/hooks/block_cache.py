@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_int
+from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 
@@ -48,7 +49,7 @@ class BlockCacheReport:
         )
 
 
-class BlockCache:
+class BlockCache(Attached):
     """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     `pipe.model` is exchanged for a `CachedModel`, which calls the model with the positions from the open block on (and
@@ -87,8 +88,6 @@ class BlockCache:
         self._probe(int(config["block_length"]))
         self.cached = pipe.model = CachedModel(model, pipe, self._report)
 
-    # ---- for the user -----------------------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         return f"BlockCache({type(self.pipe).__name__}: {self._report})"
 
@@ -105,12 +104,6 @@ class BlockCache:
         if self.pipe.model is self.cached:
             self.pipe.model = self.model
         self.reset()
-
-    def __enter__(self) -> BlockCache:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.detach()
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:

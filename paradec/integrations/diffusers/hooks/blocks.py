@@ -187,7 +187,7 @@ def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def hooked(transformer: nn.Module, settings: Forecast) -> list[Place]:
+def find_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
     """What these settings hook: the modules that they name, or those of their `where` (by default "module").
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
@@ -17,14 +17,12 @@ Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class Hook(ModelHook):
-    """Calls `around(forward, args, kwargs)` where the module's forward is called, until `remove`.
+    """Calls `around(forward, args, kwargs)` instead of a module's forward, until `remove`.
 
-    A module that `torch.compile` compiled in place is called through `_compiled_call_impl`, and one that it returned is
-    a module of its own: there the function is put around the compiled call, so that it is no part of the graph.
+    Around a module that `torch.compile` compiled in place or returned, it calls the compiled code, and is not in its
+    graph.
 
     Args:
-        module: the module.
-        around: the function.
         name: in the registry; another one for a second hook on the same module.
         on_reset: called when a pipeline of diffusers has run and resets the hooks' state.
     """
@@ -60,7 +58,7 @@ class Hook(ModelHook):
 
     @property
     def context(self) -> str | None:
-        """The name of the `cache_context` that a call is made in, or None outside of one."""
+        """The name of the open `cache_context`, or None."""
         context = getattr(self.states, "_context", None) or getattr(self.states, "_current_context", None)
         return getattr(context, "name", context)
 
@@ -70,7 +68,7 @@ class Hook(ModelHook):
         return self.slot is None and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
-        """Leave the module as it was; hooks that others registered since stay."""
+        """Restore the module; hooks that others registered since stay."""
         module = self.module
         if self.slot is not None:
             if vars(module).get(self.slot) is self.placed:
@@ -94,8 +92,22 @@ class Hook(ModelHook):
         )
 
 
+class Attached:
+    """Base of what attaches to a pipeline: a context manager that detaches when it is left."""
+
+    def detach(self) -> None:
+        """Restore the pipeline; detaching twice does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.detach()
+
+
 class _Empty:
-    """The state that diffusers asks for: ours is kept by run."""
+    """The state that diffusers asks for; ours is in `clock.Run`."""
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -103,7 +115,7 @@ class _Empty:
 
 @contextmanager
 def beneath_offloading(module: nn.Module) -> Iterator[None]:
-    """Change what accelerate's hook on a module calls, which it also puts back when it is taken off."""
+    """Change the forward below accelerate's hook on a module, which that hook restores when it is removed."""
     attributes = vars(module)
     outer, inner = attributes.get("forward"), attributes.get("_old_forward")
     if inner is None:

@@ -12,7 +12,7 @@ from paradec.core.checks import check_int
 from paradec.integrations.diffusers.hooks.session import Session
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.magcache import MagRatios
-from paradec.samplers.forecast.probes import Probe, ProbeState
+from paradec.samplers.forecast.refresh import Probe, RunProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +22,14 @@ class _Magnitudes(Probe):
     ratios: dict[int, list[float]] = field(default_factory=dict)
     """By step: of all calls and runs."""
 
-    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         return True
 
-    def evaluated(self, state: ProbeState, residual: Tensor) -> None:
-        size, before = residual.float().norm(dim=-1), state.tensors.get("size")
+    def evaluated(self, state: RunProgress, residual: Tensor) -> None:
+        size, before = residual.float().norm(dim=-1), state.memory.get("size")
         ratio = 1.0 if before is None else float((size / (before + 1e-8)).mean())
-        self.ratios.setdefault(state.index, []).append(ratio)
-        state.tensors["size"] = size
+        self.ratios.setdefault(state.nodes[0], []).append(ratio)
+        state.memory["size"] = size
 
 
 def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:

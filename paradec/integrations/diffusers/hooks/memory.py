@@ -17,8 +17,7 @@ from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.stack import StackHistory
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import Every, Verification
+from paradec.samplers.forecast.refresh import Every, Probe, Verification
 from paradec.samplers.forecast.targets import PLACES, Modules
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from paradec.api.images import ImageOutput, build_output, picture_request
 from paradec.core.checks import shown
 from paradec.core.protocol import decode
+from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.transformers import UNSUPPORTED
 from paradec.models.images.glm_image import GlmImageModel
 
@@ -50,7 +51,7 @@ class PriorReport:
         return self.short if self.forecast is None else f"{self.short}\n{self.forecast}"
 
 
-class PriorSession:
+class PriorSession(Attached):
     """A sampler on the prior of a GlmImagePipeline; made by `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     Args:
@@ -148,9 +149,3 @@ class PriorSession:
 
     def __repr__(self) -> str:
         return f"PriorSession({self.given}, {self.report().short})"
-
-    def __enter__(self) -> PriorSession:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.detach()

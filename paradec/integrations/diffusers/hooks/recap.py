@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paradec.integrations.diffusers.hooks.hook import Hook
+from paradec.integrations.diffusers.hooks.hook import Attached, Hook
 from paradec.samplers.masked.rules.recap import Recap
 
 
@@ -40,7 +40,7 @@ class RecapReport:
         )
 
 
-class RecapSession:
+class RecapSession(Attached):
     """ReCAP on an AmusedPipeline; made by `paradec.accelerate(pipe, paradec.samplers.create("recap", ...))`. Exchanges
     the pipeline's scheduler for a `RecapScheduler` with the sampler's settings, and hooks the transformer's layers. A
     context manager.
@@ -127,12 +127,6 @@ class RecapSession:
         self.hidden = self.local = None
         for keeping in self.keeping:
             keeping.key = keeping.value = None
-
-    def __enter__(self) -> RecapSession:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.detach()
 
     def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Around the transformer: the cells that this call's layers evaluate."""

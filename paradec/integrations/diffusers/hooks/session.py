@@ -1,7 +1,4 @@
-"""`accelerate`: attach a sampler of the forecast family to a diffusers pipeline, see what it did, take it off again.
-
-It hooks modules through diffusers' own registry, and needs neither `CacheMixin` nor `cache_context`.
-"""
+"""`accelerate`: attach a sampler of the forecast family to a diffusers pipeline, read its report, and detach it."""
 
 from __future__ import annotations
 
@@ -12,19 +9,20 @@ from torch import nn
 
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
+from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
 from paradec.samplers.forecast.methods import sampler_from
-from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.refresh import Probe
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
 """Components of a pipeline that denoise."""
 
 
-class Session:
-    """What `accelerate` returns. A context manager: leaving it detaches."""
+class Session(Attached):
+    """A sampler on a pipeline, from `accelerate`. A context manager: leaving it detaches."""
 
     def __init__(self, pipe: Any, method: FeatureForecast):
         sampler = method.general()
@@ -50,7 +48,7 @@ class Session:
             self.transformers.append(Transformer(name, module, self.sampler, self.clock, choose_fitting))
 
     def _begin(self) -> None:
-        """A run begins, perhaps with other transformers than the run before."""
+        """Attach to transformers that were exchanged since the last run."""
         components = transformers_of(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
             self._remove()
@@ -62,7 +60,7 @@ class Session:
         self.transformers = []
 
     def report(self) -> Report:
-        """What the latest run did so far; `print` shows it as a table, `.short` is one line."""
+        """The report of the latest run so far; `print` shows it as a table, `.short` is one line."""
         run, transformers = self.clock.run, self.transformers
         calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
         notes = [note for transformer in transformers for note in transformer.notes.values()]
@@ -78,14 +76,11 @@ class Session:
         )
 
     def reset(self) -> None:
-        """End the run that is going on, and drop what is remembered of it.
-
-        A pipeline's runs begin and end by themselves; a loop of one's own that was broken off may need this.
-        """
+        """End the present run and free its histories, where a custom loop was broken off."""
         self.clock.end()
 
     def detach(self) -> None:
-        """Restore the pipeline as it was. The last report stays readable; detaching twice does nothing."""
+        """Restore the pipeline. The last report stays readable; detaching twice does nothing."""
         with self.clock.lock:
             self.clock.end()
             self.clock.release()
@@ -99,12 +94,6 @@ class Session:
         ]
         calls = sum(len(state.records) for state in self.clock.run.states.values())
         return f"Session({'; '.join(parts)}; {self.clock.runs} runs, the latest of {calls} calls)"
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.detach()
 
 
 def _forget(run: Run) -> None:

@@ -1,58 +1,33 @@
 """All blocks of a transformer as one stack, whose residual is forecast as a whole.
 
-The first blocks (the rule's probe) and the last ones may be evaluated at every step. Of those between, all are
-evaluated or none is: at a forecast step they hand on what they were given, and the last of them adds the forecast.
-Blocks are told by the order in which they are called. A segment ends where a block is given streams of other shapes, or
-where another list of blocks is given what the last block did not return (frames instead of rows, a refined text); each
-has a residual of its own.
+The first blocks (the rule's probe) and the last ones may be evaluated at every step. Those between are all evaluated or
+all forecast: at a forecast step they return their inputs, and the last of them adds the residual. Blocks are identified
+by the order of their calls. A segment with its own residual ends where a block's streams have other shapes, or where
+another list of blocks is given other tensors than the last block returned (frames instead of rows, a refined text).
 
-A residual is taken from what a segment's first block is given to what its last one returns. So what a pipeline adds
-between blocks (a control network's features) is part of it, and forecast with it.
+A residual is the output of a segment's last block minus the input of its first one. It includes what a pipeline adds
+between blocks (a control network's features).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paradec.integrations.diffusers.hooks.blocks import Place, continued, main_name, streams_of
 from paradec.integrations.diffusers.hooks.hook import Hook
-from paradec.samplers.forecast.bases import Basis, History
-from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import Rule, RunProgress
-
-
-class Owner(Protocol):
-    """What a stack reads of the transformer that it belongs to, and where it records what it did."""
-
-    name: str
-    basis: Basis
-    course: RunProgress
-    latent: Tensor | None
-    """What the transformer was called with."""
-    level: float
-    """The step's noise level, for a rule that reads it."""
-    is_inside: bool
-    histories: dict[str, Any]
-    evaluated: list[str]
-    forecast: list[str]
-
-    def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """What the schedule says of this step."""
-        ...
-
-    def record_decision(self, full: bool) -> None:
-        """What a rule has said of this call."""
-        ...
+from paradec.samplers.forecast.bases import History
+from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 
 @dataclass
 class Form:
-    """How what a block returns is put together: from a stream each, or unchanged."""
+    """The structure of a block's output: streams by name, and constants."""
 
     names: list[str | None]
     constants: list[Any]
@@ -66,22 +41,21 @@ class Form:
 
 @dataclass(eq=False)
 class StackHistory:
-    """What is remembered of the stack in one call of a step. Positions count the calls of blocks."""
+    """The stack's history in one call of a step. Positions count the calls of blocks."""
 
-    probed: ProbeState = field(default_factory=ProbeState)
+    probed: RunProgress = field(default_factory=RunProgress)
     places: dict[int, Place] = field(default_factory=dict)
     """The blocks that were called when the stack was evaluated."""
     forms: dict[int, Form] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
-    """The position at which each segment ends, by that at which it begins."""
+    """The last position of each segment, by its first."""
     histories: dict[int, dict[str, History]] = field(default_factory=dict)
-    """Residuals of each segment, by the position at which it ends, and stream."""
+    """Residuals by the last position of a segment, and stream."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all histories, and of what the rule keeps."""
-        histories = [history for streams in self.histories.values() for history in streams.values()]
-        return self.probed.nbytes + sum(history.nbytes for history in histories)
+        """Bytes of all histories and of the rule's memory."""
+        return self.probed.nbytes + sum(one.nbytes for streams in self.histories.values() for one in streams.values())
 
 
 @dataclass(eq=False)
@@ -90,60 +64,53 @@ class Walk:
 
     history: StackHistory
     entry: dict[str, Tensor]
-    """What the first block was given."""
+    """The first block's input."""
     position: int = -1
     """Of the block that was called last."""
     probe: Tensor | None = None
     full: bool | None = None
     """Whether the blocks after the probe are evaluated; None until that was decided."""
+    step: float = 0.0
+    """The step that is forecast."""
     start: dict[str, Tensor] = field(default_factory=dict)
-    """What the present segment's residual is added to."""
+    """The streams that the open segment's residual is added to."""
     begin: int = -1
     end: int = -1
-    """Positions of the present segment's first and latest blocks; -1: none is open."""
+    """Positions of the open segment's first and latest blocks; -1 without one."""
     place: Place | None = None
-    """The latest evaluated block."""
+    """The latest evaluated block, and its output."""
     returned: dict[str, Tensor] = field(default_factory=dict)
-    """What it returned."""
     residual: Tensor | None = None
-    """What the latest segment that was evaluated added to the denoised stream."""
+    """What the latest evaluated segment added to the denoised stream."""
 
 
 class Stack:
-    """The hooks on all blocks of a transformer, and the decision that they share.
-
-    Args:
-        owner: the transformer.
-        rule: when to evaluate.
-        places: all blocks, as `blocks.places` gives them.
-        modules: those of the transformer by name.
+    """The hooks on all blocks (`blocks.places`) of a `Transformer` (owner), and the decision that they share.
 
     Raises:
-        ValueError: a rule's first and last blocks are all that there are.
+        ValueError: the rule always evaluates all blocks.
     """
 
-    def __init__(self, owner: Owner, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
+    def __init__(self, owner: Any, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
         self.rule = rule if isinstance(rule, Probe) else None
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
         self.first, self.last = head, len(places) - tail
-        """Positions of the first block that may be forecast, and of the first one after these."""
         if self.first >= self.last:
             raise ValueError(
                 f"when={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so that none is left to skip"
             )
         self.forecasts = places[self.first : self.last]
-        """The blocks that are left out at a forecast step."""
         self.walk: Walk | None = None
-        """The call of the transformer that is going on, once it has reached the first block."""
-        self.hooks: list[Hook] = []
-        for module in dict.fromkeys(modules[place.name] for place in places):
-            place = next(place for place in places if modules[place.name] is module)
-            self.hooks.append(Hook(module, self._around(module, place)))
+        first = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
+        self.hooks = [
+            Hook(modules[place.name], partial(self._call, modules[place.name], place))
+            for place in reversed(first.values())
+        ]
 
     def finish(self) -> None:
-        """A call of the transformer ends, and its last segment with it."""
+        """Close the last segment at the end of a call."""
         walk, self.walk = self.walk, None
         if walk is None:
             return
@@ -154,18 +121,12 @@ class Stack:
         if walk.residual is not None and self.rule is not None:
             self.rule.evaluated(walk.history.probed, walk.residual)
 
-    def _around(self, module: nn.Module, place: Place) -> Callable[..., Any]:
-        def around(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-            if not self.owner.is_inside:  # used by itself
-                return inner(*args, **kwargs)
-            return self._call(module, place, inner, args, kwargs)
-
-        return around
-
     def _call(
         self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Replace a block's forward."""
+        if not self.owner.is_inside:  # used by itself
+            return inner(*args, **kwargs)
         streams = streams_of(module, args, kwargs)
         walk = self.walk
         if walk is None:
@@ -194,30 +155,27 @@ class Stack:
         self.owner.evaluated.append(place.name)
         return output
 
-    # ---- when -------------------------------------------------------------------------------------------------------
-
     def _decide(self, walk: Walk, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the blocks between the probe and the last ones are evaluated in this call."""
         owner, history = self.owner, walk.history
         is_fresh = not history.ends
         if self.rule is None:
-            full = owner.decide(place, inner, args, kwargs) or is_fresh
+            full, walk.step = owner.decide(place, inner, args, kwargs) or is_fresh, owner.course.index
         else:
             state, course = history.probed, owner.course
             state.index, state.total, state.first = course.index, course.total, course.first
             state.latent, state.level = owner.latent, owner.level
             full = self.rule.is_full(state, walk.entry[main_name(walk.entry)], walk.probe, is_fresh)
+            walk.step = course.index if full else self.rule.forecast_at(state)
             state.finished(full)
             state.latent = None
-            owner.record_decision(full)
+            owner.state.decision = full or bool(owner.state.decision)  # the step's, of all its calls
         if full:
             history.places, history.forms, history.ends = {}, {}, {}
         return full
 
-    # ---- what -------------------------------------------------------------------------------------------------------
-
     def _start(self, walk: Walk, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a segment's residual is added to: its first block's input, or the probe's if the rule says so."""
+        """The input of a segment's first block, or of the probe if the rule replaces that too."""
         is_whole = self.rule is not None and self.rule.whole and walk.position == self.first
         # not where the probe has changed the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
@@ -272,10 +230,9 @@ class Stack:
         if position != walk.end:
             return form.build(streams)
         sums = dict(streams)
-        step = owner.course.index if self.rule is None else self.rule.forecast_at(history.probed)
-        for name, kept in history.histories[position].items():
-            value = owner.basis.forecast(kept, step)
-            history.histories[position][name] = owner.basis.roll(kept, value)
+        for name, before in history.histories[position].items():
+            value = owner.basis.forecast(before, walk.step)
+            history.histories[position][name] = owner.basis.roll(before, value)
             sums[name] = walk.start[name] + value
         walk.begin, walk.end = -1, -1
         return form.build(sums)

@@ -1,12 +1,12 @@
-"""One transformer of a session: the taps on its modules, and what it remembers of the run that they serve.
+"""One transformer of a session: the hooks on its modules, and the state of its run.
 
-The pipeline owns the loop: it calls the transformer, guides, and takes the solver's steps. What the sampler decides in
-our own loop it decides here too, asked from inside the pipeline's calls (docs/architecture.md has the table):
+The pipeline owns the loop: it calls the transformer, guides, and takes the solver's steps. The sampler is asked from
+inside the pipeline's calls:
 
-- once per solver step, the first hooked module that is called asks the sampler, and the answer holds for all modules
-  and both guidance branches. (BAC's schedule is a table of steps by module, and is looked up.)
+- once per solver step, by the first hooked module that is called; the answer holds for all modules and both guidance
+  branches (a `BlockSchedule` lists the steps of each module instead).
 - every tap updates and expands the histories of its module when the module is called.
-- the course goes on at the first call of the next step, since nobody says which call of a step is the last.
+- a step ends with the first call of the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,23 +22,22 @@ from torch.utils._pytree import tree_leaves
 
 from paradec.integrations.diffusers.hooks.blocks import (
     Place,
-    hooked,
+    find_places,
     is_feature,
     latent_of,
     main_stream,
     parameters_of,
 )
+from paradec.integrations.diffusers.hooks.blocks import places as places_of
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
-from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, unpacked
+from paradec.integrations.diffusers.hooks.watched import WATCH, modulated_input, unpacked
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
-from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.refresh import FEW_STEPS, Probe, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.targets import Modules
 
 logger = logging.getLogger("paradec")
@@ -45,27 +45,26 @@ logger = logging.getLogger("paradec")
 
 @dataclass(eq=False)
 class RunState:
-    """What one transformer remembers of one run: what `ForecastState` is in our own loop."""
+    """The state of one transformer in one run."""
 
     settings: Forecast
-    """As used in this run: `max_memory` may have chosen another place or order than was asked for."""
+    """As used in this run, with the place and order that `max_memory` chose."""
     course: RunProgress
     decision: bool | None = None
-    """Whether this step evaluates; None until its first module was called."""
+    """Whether this step evaluates; None before its first module is called."""
     watched: Tensor | None = None
-    """What the rule compares the next step's input with."""
+    """The watched input of the latest step."""
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
     counts: dict[str | None, int] = field(default_factory=dict)
     """Calls in this step, by the pipeline's name for them."""
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
-    """Noise levels of the steps, where a rule reads them."""
     is_deciding: bool = False
     """Whether the present call decided for its step."""
 
     def advance_to_step(self, index: int) -> None:
-        """A call at this solver step begins; if it is the step's first, the step before it is over."""
+        """Begin a call at this solver step, and end the step before if it is the first call."""
         if self.decision is not None:
             if self.course.index == index:
                 return
@@ -75,7 +74,7 @@ class RunState:
 
     def forget(self) -> None:
         """Drop everything but the records."""
-        self.branches, self.signatures, self.watched, self.course.kept = {}, {}, None, {}
+        self.branches, self.signatures, self.watched, self.course.memory = {}, {}, None, {}
 
     @property
     def nbytes(self) -> int:
@@ -84,14 +83,11 @@ class RunState:
 
 
 class Transformer:
-    """One transformer of a session.
-
-    Args:
-        choose: `memory.choose_fitting`, where the settings have a `max_memory`.
+    """One transformer of a session. choose: `memory.choose_fitting`, where the settings have a `max_memory`.
 
     Raises:
-        ValueError: it is accelerated already, has a cache of diffusers' own, is compiled as a whole (unless `where` is
-            "output"), or has not what the settings name. Nothing is changed then.
+        ValueError: it is accelerated already, has a diffusers cache, is compiled as a whole (unless `where` is
+            "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
     def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, choose: Any = None):
@@ -101,28 +97,26 @@ class Transformer:
         self.logged: set[str] = set()
         self.choose = choose
         self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
-        """What `choose` measured, by signature and place."""
+        """Measured by `choose`, by signature and place."""
         self.is_inside = False
-        """Whether the module is being called for a run."""
+        """Whether the transformer is being called for a run; else its modules are left alone."""
         self.course = RunProgress()
         self.state = RunState(settings, self.course)
-        """Of the run that is served."""
         self.latent: Tensor | None = None
-        """The latent of the present call."""
+        """The latent of the present call, and the noise level of its step."""
         self.level = 0.0
-        """The noise level of its step."""
         self.histories: dict[str, Any] = {}
         """Of the branch that is being called."""
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.call_counts: dict[str, int] = {}
         self.hooks: list[Hook] = []
-        """On modules inside."""
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
-        """Of where="stack"."""
-        self.watcher: Hidden | Modulated | None = None
-        """Of a rule that watches something else than what the module that decides is given."""
+        self.attention: nn.Module | None = None
+        """Whose input is watched where blocks decide."""
+        self.hidden: Tensor | None = None
+        """The first block's input, watched where modules inside blocks decide."""
         self.compiled: list[tuple[nn.Module, Any]] = []
         """Compiled blocks that run eagerly while modules inside them are hooked."""
         self._check()
@@ -157,57 +151,57 @@ class Transformer:
             )
 
     def _tap(self, settings: Forecast) -> None:
-        """Hook what these settings name."""
+        """Hook the modules that these settings name."""
         self._untap()
-        found, rule = hooked(self.base, settings), settings.rule
+        places, rule = find_places(self.base, settings), settings.rule
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
-            names = {place.name for place in found if place.kind == "forecast"}
-            if set(schedule) != names:
-                odd = sorted(set(schedule) ^ names)
+            odd = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
+            if odd:
                 side = "does not have" if odd[0] in schedule else "has, but the schedule does not"
                 raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
-        is_verified = isinstance(rule, Verification)
-        if is_verified and found[0].kind in ("output", "stack"):
+        is_verified, kind, last = isinstance(rule, Verification), places[0].kind, places[-1].block
+        if is_verified and kind in ("output", "stack"):
             raise ValueError(
-                f"when=Verification(...) evaluates the last block to measure the error, and "
-                f"where={found[0].kind!r} leaves it out; use where='module' or 'block'"
+                f"when=Verification(...) evaluates the last block to measure the error, and where={kind!r} leaves it "
+                "out; use where='module' or 'block'"
             )
-        last = next((place.block for place in reversed(found)), "")
         modules = dict(self.base.named_modules(remove_duplicate=False))
         first = {id(module): name for name, module in reversed(modules.items())}
         self.settings, self.basis, self.schedule = settings, settings.forecaster, schedule
-        self.measures = rule.measures and isinstance(rule, StepRule)
-        if found[0].kind == "stack":
-            self.stack = Stack(self, rule, found, modules)
+        if kind == "stack":
+            self.stack = Stack(self, rule, places, modules)
             self.hooks += self.stack.hooks
-            found = self.stack.forecasts
-        found = [place for place in found if first[id(modules[place.name])] == place.name]  # shared ones once
-        self._run_eagerly(found, modules)
+            places = self.stack.forecasts
+        places = [place for place in places if first[id(modules[place.name])] == place.name]  # shared ones once
+        self._run_eagerly(places, modules)
         if self.stack is None:
-            self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in found]
+            self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in places]
             self.hooks += [tap.hook for tap in self.taps if tap.hook is not None]
-        self._watch(rule, modules)
-        self.names = [place.name for place in found]
-        self.parents = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names if name]
-        self.children = [modules[name] for name in self.names if name]
-        self.unprobed = any(place.kind == "skip" and not place.narrow for place in found)
-        covered = {id(p): p.numel() for place in found for p in modules[place.name].parameters()}
+        self._watch(getattr(rule, "watch", None), modules)
+        self.names = [place.name for place in places]
+        paths = [(name.rpartition("."), modules[name]) for name in self.names if name]
+        self.children = [(modules[parent], key, child) for (parent, _, key), child in paths]
+        self.unprobed = any(place.kind == "skip" and not place.narrow for place in places)
+        covered = {id(p): p.numel() for place in places for p in modules[place.name].parameters()}
         total = sum({id(p): p.numel() for p in self.base.parameters()}.values())
         self.coverage = sum(covered.values()) / max(total, 1)
 
-    def _watch(self, rule: Any, modules: dict[str, nn.Module]) -> None:
-        """Hook what the rule watches, where that is not what the module that decides is given."""
-        watch, where = getattr(rule, "watch", None), self.settings.where
-        if watch == "hidden" and where == "module":
-            self.watcher = Hidden(self.base, modules)
-            self.hooks.append(self.watcher.hook)
-        elif watch == "modulated" and where in ("block", "stack"):
-            self.watcher = Modulated(self.base, modules)
+    def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
+        """Prepare to read a watched tensor that is not the input of the module that decides."""
+        if watch == "hidden" and self.settings.where == "module":
+            block = modules[places_of(self.base, "block", True)[0].name]
+            self.hooks.append(Hook(block, partial(self._see_hidden, block), WATCH))
+        elif watch == "modulated" and self.settings.where in ("block", "stack"):
+            self.attention = modules[places_of(self.base, "module", True)[0].name]
 
-    def _run_eagerly(self, found: list[Place], modules: dict[str, nn.Module]) -> None:
-        """Let what holds a hooked module run eagerly: a compiled graph would hold the taps."""
-        inner = [place for place in found if place.kind not in ("residual", "stack", "output")]
+    def _see_hidden(self, block: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.hidden = main_stream(block, args, kwargs).detach().clone()  # the block may write into it
+        return inner(*args, **kwargs)
+
+    def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
+        """Run the parents of hooked modules eagerly: a compiled graph would contain the hooks."""
+        inner = [place for place in places if place.kind not in ("residual", "stack", "output")]
         holders = {place.name[:i] for place in inner for i, letter in enumerate(place.name) if letter == "."}
         self.holders = [modules[name] for name in sorted(holders)]
         for holder in self.holders:
@@ -224,21 +218,18 @@ class Transformer:
     def _untap(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        self.hooks, self.taps, self.stack, self.watcher = [], [], None, None
+        self.hooks, self.taps, self.stack, self.attention, self.hidden = [], [], None, None, None
         for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
         self.compiled = []
 
     @property
     def _is_stale(self) -> bool:
-        """Whether another module has taken the place of one that is hooked (a LoRA), or was compiled since."""
+        """Whether a hooked module was replaced (by a LoRA), or compiled since."""
         return (
             any(holder._compiled_call_impl is not None for holder in self.holders)
             or any(hook.is_overtaken for hook in self.hooks)
-            or any(
-                parent._modules.get(key) is not child
-                for (parent, key), child in zip(self.parents, self.children, strict=True)
-            )
+            or any(parent._modules.get(key) is not child for parent, key, child in self.children)
         )
 
     def remove(self) -> None:
@@ -264,7 +255,7 @@ class Transformer:
         return inner(*args, **kwargs)
 
     def _serve(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call that is a run's."""
+        """Make a call that belongs to a run."""
         if self.root.is_overtaken:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
@@ -284,7 +275,7 @@ class Transformer:
         stopwatch, self.is_inside = Stopwatch(leaves), True
         try:
             if self.settings.where == "output":
-                output = self.taps[0].answer(inner, args, kwargs)
+                output = self.taps[0].call(inner, args, kwargs)
                 rule = self.settings.rule
                 if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
                     rule.evaluated(state.course, state.watched, latent_of((output,), {}))
@@ -310,13 +301,11 @@ class Transformer:
         return output
 
     def _begin(self, run: Run) -> RunState:
-        """A run starts: nothing of the one before is left."""
+        """Start a run with an empty state."""
         rule, clock = self.asked.rule, self.clock
-        facts = {"scheduler": clock.scheduler, "guidance": guidance_of(clock.pipe)}
-        rule.check_run(clock.total, **facts)
-        if isinstance(rule, StepSchedule) and (untold := rule.untold(clock.total, **facts)):
+        if unknown := rule.check_run(clock.total, clock.scheduler, guidance_of(clock.pipe)):
             self._note(
-                "schedule", f"the run does not tell its {', '.join(untold)}, so that the steps may be those of another"
+                "schedule", f"the run does not tell its {', '.join(unknown)}, so that the steps may be those of another"
             )
         self.notes.pop("steps", None)
         if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
@@ -327,14 +316,14 @@ class Transformer:
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
-        course = RunProgress(clock.total, run.index, clock.first)
-        state = run.states[self.name] = RunState(self.settings, course)
+        state = RunState(self.settings, RunProgress(clock.total, run.index, clock.first))
+        run.states[self.name] = state
         if isinstance(rule, Probe):
             state.levels = rule.noise_levels(clock.scheduler)
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
-        """The branch that is called: calls of a step keep histories of their own, and other shapes begin them anew."""
+        """The branch that is called: each call of a step has its own histories, and other shapes begin new ones."""
         state, context = self.state, self.root.context
         count = state.counts[context] = state.counts.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
@@ -347,7 +336,7 @@ class Transformer:
         return branch
 
     def call_index(self, name: str) -> str:
-        """What tells a module's calls within one call of the transformer apart: blocks may share it."""
+        """A suffix for a module's second and later calls within one call of the transformer: blocks may share it."""
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
@@ -358,20 +347,22 @@ class Transformer:
             state.decision = True
             return self.course.index in self.schedule[place.sink or place.name]
         if state.decision is None:
-            if self.measures:
+            if self.settings.rule.measures:
                 seen = self._watched_input(place, inner, args, kwargs)
                 if state.watched is not None and state.watched.shape == seen.shape:
                     self.settings.watch(self.course, state.watched, seen)
                 else:
-                    self.course.kept = {}
+                    self.course.memory = {}
                 state.watched = seen if place.name else seen.clone()
             state.decision, state.is_deciding = self.settings.evaluates(self.course), True
         return state.decision
 
     def _watched_input(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """What the rule watches: unless it says, what the module that decides is given."""
-        if self.watcher is not None:
-            return self.watcher(inner, args, kwargs)
+        """The tensor that the rule watches: by default the input of the module that decides."""
+        if self.attention is not None:
+            return modulated_input(self.attention, inner, args, kwargs)
+        if self.hidden is not None:
+            return self.hidden
         assert self.latent is not None
         if not place.name:
             return self.latent.detach()
@@ -379,12 +370,8 @@ class Transformer:
             return self.latent.detach().clone()
         return main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
 
-    def record_decision(self, full: bool) -> None:
-        """What a rule has said inside a call; the step is evaluated if any of its calls is."""
-        self.state.decision = full or bool(self.state.decision)
-
     def _probe(self, output: Any) -> None:
-        """Once per attachment: what the skipped modules feed must have been replaced by a forecast."""
+        """Check once per attachment that no stand-in of a skipped module has reached the output."""
         skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
         if not self.unprobed or not set(skipped).intersection(self.forecast):
             return
@@ -396,8 +383,6 @@ class Transformer:
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
                 "module must feed nothing but modules that are forecast"
             )
-
-    # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -418,7 +403,7 @@ class Transformer:
         self._note("memory", f"max_memory={self.asked.max_memory} chose where={chosen.where}, order {order} {choice}")
 
     def _note(self, topic: str, text: str) -> None:
-        """Say what was decided for the user: in the report, and once in the log."""
+        """Note an automatic decision in the report, and once in the log."""
         text = f"{self.name}: {text}"
         if text not in self.logged:
             self.logged.add(text)
@@ -436,7 +421,7 @@ def guidance_of(pipe: Any) -> float | None:
 
 
 def _signature(leaf: Any) -> Any:
-    """What must be equal for a history to go on: shapes and types of tensors, switches; not what numbers say."""
+    """The part of an argument that must be equal for a history to go on: shapes, dtypes and switches, not values."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
