@@ -1,9 +1,8 @@
 """A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
 
-`app.py` has the routes and `limits.py` what is in front of them. `service.py` checks and encodes a body
-(`request_body.py`, `response_format.py`, `chat.py`); `replies.py` submits its answers to the batch (`engine.py`) and
-writes the response or the stream (`answers.py`, `logprobs.py`). `decisions.py` is `/v1/systemone`, `metrics.py`
-`/metrics`.
+`app.py` has the routes and `limits.py` what is in front of them. `answers.py` checks and encodes a body
+(`request_body.py`, `chat.py`), gives it to the batch (`engine.py`) and writes the response or the stream
+(`logprobs.py`). `decisions.py` is `/v1/systemone`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answers to one body: decoded by the engine, sent as one response or as server-sent events."""
+"""The two endpoints: a body is checked and encoded, decoded by the engine, and answered as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,34 @@ from torch import Tensor
 from paradec.api.output import Output
 from paradec.batching.slots import Ticket
 from paradec.constraints.compiler import Compiler
+from paradec.constraints.spelling import spelling_of
 from paradec.core.checks import check_int, shown
 from paradec.core.logprobs import LogProbs
-from paradec.core.prompts import Prompts
-from paradec.integrations.server.chat import AnswerParser, Parts, StopCutter
+from paradec.core.prompts import Prompts, encode, is_rows_of_ids
+from paradec.integrations.server.chat import (
+    HERMES,
+    AnswerParser,
+    Piece,
+    StopCutter,
+    choose_tools,
+    encode_chat,
+    marker_tokens,
+    reasoning_end,
+    response_template_of,
+)
 from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
 from paradec.integrations.server.limits import ApiError, Call, to_api_error
-from paradec.integrations.server.logprobs import TokenScore, TokenScores, chat_logprobs, text_logprobs
-from paradec.integrations.server.request_body import ChatBody, TextBody, check_room, is_complete
+from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
+from paradec.integrations.server.request_body import (
+    OWN,
+    ChatBody,
+    TextBody,
+    check_room,
+    find_format,
+    is_complete,
+    read_changes,
+    read_constraint,
+)
 
 MAX_CHOICES = 1024
 """Answers to one body."""
@@ -38,18 +58,99 @@ MAX_DRAFTS = 4
 
 
 @dataclass
-class Piece:
-    """A part of an answer."""
+class Service:
+    """One model under one name."""
 
-    answer: Answer
-    parts: Parts = Parts()
-    scores: Sequence[TokenScore] = ()
-    first_call: int = 0
-    """Calls of the answer before it."""
-    finish_reason: Any = None
-    """Of the last piece."""
-    draft: str = ""
-    """JSON of the tokens to the right of the text."""
+    engine: Engine
+    metrics: Metrics
+    name: str
+    presets: Mapping[str, Mapping[str, Any]]
+    """Fields of a request by name."""
+    max_answer: int
+    """Tokens that a client may ask for."""
+
+    def __post_init__(self) -> None:
+        self.model = self.engine.model
+        self.compiler = Compiler(self.model.tokenizer, self.model.facts.vocab_size)
+
+    def check_name(self, name: Any) -> None:
+        """Raise ApiError for the name of another model."""
+        if name not in (None, self.name):
+            raise ApiError(f"model={shown(name)} is not served here; {self.name!r} is", 404, "model")
+
+    async def chat(self, call: Call, body: ChatBody) -> Response:
+        """Answer a body of /v1/chat/completions. Raises ApiError."""
+        self.check_name(body.model)
+        changes, tokenizer = read_changes(body, self.presets), self.model.tokenizer
+        if "chat" in body.paradec:
+            raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
+        tools, required = choose_tools(body)
+        template = response_template_of(tokenizer)
+        if required and template is not HERMES:
+            reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
+            raise ApiError(f"tool_choice={shown(body.tool_choice)} {reason}", 422, "tool_choice")
+        ids, text = await asyncio.to_thread(encode_chat, self.model, body, tools)
+        await self._prepare(body, changes, [ids], required)
+        end = None if changes["constraint"] else reasoning_end(tokenizer, text)
+        template = template if tools else None
+        reply = Reply(self, call, body, changes, [ids], marker_tokens(tokenizer, template, end))
+        return await reply.respond(partial(AnswerParser, end, template, tools))
+
+    async def complete(self, call: Call, body: TextBody) -> Response:
+        """Answer a body of /v1/completions. Raises ApiError."""
+        self.check_name(body.model)
+        changes = read_changes(body, self.presets)
+        rows = await asyncio.to_thread(self._encode_prompts, body)
+        await self._prepare(body, changes, rows, None)
+        echoes = await asyncio.to_thread(self._echo, body, rows) if body.echo else []
+        reply = Reply(self, call, body, changes, rows, {})
+        return await reply.respond(partial(AnswerParser, None, None, None), echoes)
+
+    async def _prepare(
+        self, body: ChatBody | TextBody, changes: dict[str, Any], rows: list[list[int]], required: Any
+    ) -> None:
+        """Set the constraint, whose automaton is made, and the number of log-probabilities. Raises ApiError."""
+        changes["constraint"] = None
+        if (form := find_format(body, required)) is not None:
+            if changes.get("stop_strings"):
+                raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
+            changes["constraint"] = await asyncio.to_thread(read_constraint, *form, self.model, self.compiler)
+        if body.num_logprobs is not None:
+            changes["logprobs"] = min(body.num_logprobs, self.model.facts.vocab_size)
+            await asyncio.to_thread(spelling_of, self.model.tokenizer)  # it reads the whole vocabulary once
+        if any(self.model.facts.hole_id in row for row in rows):
+            raise ApiError("the prompt holds the mask token, and a server fills no masks")
+
+    def _encode_prompts(self, body: TextBody) -> list[list[int]]:
+        """The ids of each prompt. Raises ApiError."""
+        rows, is_chat = [], body.paradec.get("chat", False)
+        for prompt in body.prompts:
+            if not (prompt.strip() if isinstance(prompt, str) else is_rows_of_ids([prompt])):
+                reason = "must be a text with a word in it, a list of ids, or a list of these"
+                raise ApiError(f"prompt={shown(prompt)} {reason}", 422, "prompt")
+            try:
+                rows += encode(self.model, prompt, chat=is_chat if isinstance(prompt, str) else None).rows
+            except (ValueError, TypeError) as error:
+                raise to_api_error(error, "prompt") from error
+        return rows
+
+    def _echo(self, body: TextBody, rows: list[list[int]]) -> list[Piece]:
+        """The texts of prompts, with the scores of their tokens. Raises ApiError."""
+        model, count, echoes = self.model, body.num_logprobs, []
+        if body.paradec.get("chat"):
+            raise ApiError("echo is for prompts that are no chat", 400, "echo")
+        if count is not None and model.facts.topology != "causal":
+            reason = "needs a causal model: others give the tokens of a prompt no log-probabilities"
+            raise ApiError(f"echo=true with logprobs {reason}", 400, "echo")
+        for prompt, ids in zip(body.prompts, rows, strict=True):
+            scores = TokenScores(model.tokenizer, is_prompt=True)
+            if count is not None:
+                scores.add(ids, score_prompt(model, ids, min(count, model.facts.vocab_size)))
+            text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids, skip_special_tokens=True)
+            echoes.append(Piece(text, scores=scores.take()))
+        return echoes
 
 
 @dataclass
@@ -64,7 +165,8 @@ class Answer:
     scores: TokenScores | None
     is_complete: Callable[[list[int]], bool]
     """Whether ids are a complete answer although no token ended it."""
-    decoder: DecodeStream = field(default_factory=lambda: DecodeStream([], skip_special_tokens=True))
+    dropped: frozenset[int] | None
+    """Special tokens that are not in the text; None for all."""
     text: str = ""
     """Decoded so far."""
     num_tokens: int = 0
@@ -72,13 +174,16 @@ class Answer:
     num_reused: int = 0
     """Tokens of the prompt that were not evaluated."""
 
+    def __post_init__(self) -> None:
+        self.decoder = DecodeStream([], skip_special_tokens=self.dropped is None)
+
     def feed(self, ids: list[int], scores: LogProbs | None) -> Piece:
         """Add final tokens of a stream."""
         self.num_tokens += len(ids)
         if self.scores is not None and scores is not None:
             self.scores.add(ids, scores)
         step = self.decoder.step
-        return self._cut("".join(step(self.tokenizer._tokenizer, token) or "" for token in ids), False)
+        return self._cut("".join(step(self.tokenizer._tokenizer, token) or "" for token in self._in_text(ids)), False)
 
     def finish(self, output: Output) -> Piece:
         """Add the tokens that were not streamed, and characters that the decoder holds back."""
@@ -86,22 +191,26 @@ class Answer:
         if self.scores is not None and output.logprobs is not None:
             new = slice(self.num_tokens, len(ids))
             self.scores.add(ids[new], output.logprobs.placed(lambda tensor, _: tensor[:, output.filled[0]][:, new]))
-        self.num_tokens, self.num_reused, whole = len(ids), sum(output.reused), str(output.text)
-        piece = self._cut(whole.removeprefix(self.text) if whole.startswith(self.text) else "", True)
+        self.num_tokens, self.num_reused, text = len(ids), sum(output.reused), str(output.text)
+        if self.dropped is not None:
+            text = self.tokenizer.decode(self._in_text(ids), clean_up_tokenization_spaces=False)
+        piece = self._cut(text.removeprefix(self.text) if text.startswith(self.text) else "", True)
         is_whole = output.finished[0] or self.cutter.is_over or self.is_complete(ids)
-        piece.finish_reason = ("tool_calls" if self.num_calls else "stop") if is_whole else "length"
-        return piece
+        return piece._replace(finish_reason=("tool_calls" if self.num_calls else "stop") if is_whole else "length")
+
+    def _in_text(self, ids: list[int]) -> list[int]:
+        return ids if self.dropped is None else [token for token in ids if token not in self.dropped]
 
     def _cut(self, text: str, is_last: bool) -> Piece:
         self.text += text
         text = self.cutter.feed(text, is_last)
-        parts, scores = self.parser.feed(text, is_last), list[TokenScore]()
+        piece = self.parser.feed(text, is_last)
+        self.num_calls += len(piece.calls)
         if self.scores is not None:
             self.scores.num_sent += len(text)
-            if is_last or any(parts):
-                scores = self.scores.take(takes_all=is_last and not self.cutter.is_over)
-        first_call, self.num_calls = self.num_calls, self.num_calls + len(parts.calls)
-        return Piece(self, parts, scores, first_call)
+            if is_last or any(piece):
+                piece = piece._replace(scores=self.scores.take(takes_all=is_last and not self.cutter.is_over))
+        return piece
 
 
 class Streamer:
@@ -131,176 +240,149 @@ class Streamer:
         """Do nothing: the output follows."""
 
 
-@dataclass
-class Served:
-    """One model under one name."""
-
-    engine: Engine
-    metrics: Metrics
-    name: str
-    presets: Mapping[str, Mapping[str, Any]]
-    """Fields of a request by name."""
-    max_answer: int
-    """Tokens that a client may ask for."""
-
-    def __post_init__(self) -> None:
-        self.compiler = Compiler(self.model.tokenizer, self.model.facts.vocab_size)
-
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self.engine.model
-
-    def check_name(self, name: Any) -> None:
-        """Raise ApiError for the name of another model."""
-        if name not in (None, self.name):
-            raise ApiError(f"model={shown(name)} is not served here; {self.name!r} is", 404, "model")
-
-
 class Reply:
     """The answers to the prompts of a body: `n` to each.
 
     Args:
-        changes: fields of `paradec.Request`. rows: the ids of the prompts. make_parser: builds an answer's parser.
-        echoes: for each prompt the piece that its answers begin with; none without `echo`.
+        changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
 
     Raises:
-        ApiError: too many answers, or a prompt or a field that cannot be used.
+        ApiError: too many answers.
     """
 
     def __init__(
         self,
-        served: Served,
+        service: Service,
         call: Call,
         body: ChatBody | TextBody,
         changes: dict[str, Any],
         rows: list[list[int]],
-        make_parser: Callable[[], AnswerParser],
-        echoes: list[tuple[Parts, Any]],
+        markers: dict[int, str],
     ):
-        self.served, self.call, self.body, self.changes = served, call, body, changes
-        self.rows, self.n, self.is_chat = rows, body.n or 1, isinstance(body, ChatBody)
+        self.service, self.call, self.body, self.changes = service, call, body, changes
+        self.rows, self.markers, self.n, self.is_chat = rows, markers, body.n or 1, isinstance(body, ChatBody)
         if len(rows) * self.n > MAX_CHOICES:
             raise ApiError(f"{len(rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers", 400, "n")
         self._queue: asyncio.Queue[tuple[Answer, Any]] = asyncio.Queue()
-        self._loop, model, stops = asyncio.get_running_loop(), served.model, changes.get("stop_strings") or ()
-        self.answers, self.begins = list[Answer](), list[Piece]()
-        for index in range(len(rows) * self.n):
-            parts, scored = echoes[index // self.n] if echoes else (Parts(), [])
-            has_scores = body.num_logprobs is not None
-            scores = TokenScores(model.tokenizer, len(parts.content)) if has_scores else None
-            cutter = StopCutter((stops,) if isinstance(stops, str) else stops)
-            complete = partial(is_complete, changes["constraint"], model)
-            row = rows[index // self.n]
-            self.answers.append(Answer(index, row, model.tokenizer, cutter, make_parser(), scores, complete))
-            self.begins += [Piece(self.answers[-1], parts, scored)] if echoes else []
-        self.head = {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": served.name,
-        }
-        for answer in self.answers:
-            try:
-                self._submit(answer)
-            except (ValueError, TypeError, EngineStopped) as error:
-                raise to_api_error(error) from error
+        self._loop = asyncio.get_running_loop()
+        added = service.model.tokenizer.added_tokens_decoder.items() if markers else ()
+        special = frozenset(token for token, entry in added if entry.special)
+        self.dropped = special - {*markers} if markers else None
+        name = "chatcmpl" if self.is_chat else "cmpl"
+        self.head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
 
-    def _submit(self, answer: Answer) -> None:
-        """Give the prompt of an answer to the engine."""
-        model, facts, size, changes = self.served.model, self.served.model.facts, len(answer.prompt), self.changes
-        new = changes.get("max_new_tokens", self.served.engine.batch.request.max_new_tokens)
-        if new is None:  # as many as there is room for
-            room = min(model.default_max_new_tokens, self.served.max_answer)
-            new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
-        check_int("max_tokens", new, low=0 if self.begins else 1, high=self.served.max_answer)
-        facts.check_length(size + new, new)
-        if new == 0:  # an echo alone
-            self._send(answer, None)
-            return
-        if changes["constraint"] is not None:
-            check_room(changes["constraint"], model, new)
-        own: dict[str, Any] = {"max_new_tokens": new, "cache_salt": self.body.cache_salt}
-        if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
-            own["seed"] = (seed + number) % 2**63
+    async def respond(self, make_parser: Callable[[], AnswerParser], echoes: Sequence[Piece] = ()) -> Response:
+        """The response, or its stream.
 
-        def send_draft(ids: list[int]) -> None:
-            if self._queue.qsize() < MAX_DRAFTS and not answer.cutter.is_over:
-                texts = [None if token == facts.mask_token_id else model.tokenizer.decode([token]) for token in ids]
-                self._send(answer, json.dumps({"draft": texts}, ensure_ascii=False))
+        Args:
+            make_parser: builds an answer's parser. echoes: for each prompt the piece that its answers begin with.
 
-        def on_done(ticket: Ticket) -> None:
-            self.served.metrics.record_answer(ticket)
-            self._send(answer, ticket.output)
-
-        streamer = None
-        if self.body.stream:
-            drafts = send_draft if self.body.paradec.get("drafts") else None
-            streamer = Streamer(partial(self._send, answer), drafts)
-        self.call.reserve(size + new)
-        self.call.submit(Prompts([answer.prompt], True, [0]), on_done=on_done, streamer=streamer, **{**changes, **own})
-
-    def _send(self, answer: Answer, event: Any) -> None:
-        """Send ids with scores, a draft or an output to the event loop; None ends an answer without tokens."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, (answer, event))
-
-    async def _pieces(self) -> AsyncIterator[list[Piece]]:
-        """Pieces as they come, until all answers have ended. Raises ApiError if one fails."""
-        num_open = len(self.answers)
-        while num_open:
-            events = [await self._queue.get()]
-            while not self._queue.empty():
-                events.append(self._queue.get_nowait())
-            pieces = []
-            for answer, event in events:
-                num_open -= event is None or isinstance(event, Output)
-                if isinstance(event, Output) and event.error is not None:
-                    raise to_api_error(event.error) from event.error
-                if event is None:
-                    pieces.append(Piece(answer, finish_reason="length"))
-                elif isinstance(event, str):
-                    pieces.append(Piece(answer, draft=event))
-                else:
-                    pieces.append(answer.finish(event) if isinstance(event, Output) else answer.feed(*event))
-            yield pieces
-
-    async def respond(self) -> Response:
-        """The response, or its stream. Raises ApiError if an answer fails."""
+        Raises:
+            ApiError: a prompt or a field that cannot be used, or an answer that fails.
+        """
+        self.answers = [
+            self._make_answer(number, make_parser(), echoes[number // self.n] if echoes else None)
+            for number in range(len(self.rows) * self.n)
+        ]
+        try:
+            for answer in self.answers:
+                self._submit(answer, can_be_empty=bool(echoes))
+        except (ValueError, TypeError, EngineStopped) as error:
+            raise to_api_error(error) from error
         if self.body.stream:
             return StreamingResponse(self._stream(), media_type="text/event-stream")
-        parts = [self.begins[answer.index : answer.index + 1] for answer in self.answers]
-        async for pieces in self._pieces():
-            for piece in pieces:
-                parts[piece.answer.index].append(piece)
-        fields: Any = {**self.head, "choices": [self._choice(*part) for part in parts], "usage": self._usage()}
+        pieces: list[list[Piece]] = [[] for _ in self.answers]
+        async for answer, piece in self._pieces():
+            pieces[answer.index].append(piece)
+        choices = [self._choice(*pair) for pair in zip(self.answers, pieces)]
+        fields: Any = {**self.head, "choices": choices, "usage": self._usage()}
         if self.is_chat:
             return Response(to_json(ChatCompletion(object="chat.completion", **fields)), media_type="application/json")
         return Response(to_json(Completion(object="text_completion", **fields)), media_type="application/json")
 
+    def _make_answer(self, index: int, parser: AnswerParser, echo: Piece | None) -> Answer:
+        changes, model, tokenizer = self.changes, self.service.model, self.service.model.tokenizer
+        scores = None
+        if self.body.num_logprobs is not None:
+            scores = TokenScores(tokenizer, len(echo.content) if echo else 0, self.markers)
+        stops = changes.get("stop_strings") or ()
+        cutter = StopCutter((stops,) if isinstance(stops, str) else stops)
+        complete = partial(is_complete, changes["constraint"], model)
+        answer = Answer(index, self.rows[index // self.n], tokenizer, cutter, parser, scores, complete, self.dropped)
+        if echo is not None:
+            self._queue.put_nowait((answer, echo))
+        return answer
+
+    def _submit(self, answer: Answer, can_be_empty: bool) -> None:
+        """Give the prompt of an answer to the engine."""
+        service, model, facts, size = self.service, self.service.model, self.service.model.facts, len(answer.prompt)
+        new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
+        if new is None:  # as many as there is room for
+            room = min(model.default_max_new_tokens, service.max_answer)
+            new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
+        check_int("max_tokens", new, low=0 if can_be_empty else 1, high=service.max_answer)
+        facts.check_length(size + new, new)
+        if new == 0:  # an echo alone
+            self._queue.put_nowait((answer, Piece(finish_reason="length")))
+            return
+        if self.changes["constraint"] is not None:
+            check_room(self.changes["constraint"], model, new)
+        changes = {**self.changes, "max_new_tokens": new, "cache_salt": self.body.cache_salt}
+        if (number := answer.index % self.n) and (seed := changes.get("seed")) is not None:
+            changes["seed"] = (seed + number) % 2**63
+
+        def send(event: Any) -> None:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (answer, event))
+
+        def send_draft(ids: list[int]) -> None:
+            if self._queue.qsize() < MAX_DRAFTS and not answer.cutter.is_over:
+                texts = [None if token == facts.mask_token_id else model.tokenizer.decode([token]) for token in ids]
+                send(Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
+
+        def on_done(ticket: Ticket) -> None:
+            service.metrics.record_answer(ticket)
+            send(ticket.output)
+
+        drafts = send_draft if self.body.paradec.get("drafts") else None
+        streamer = Streamer(send, drafts) if self.body.stream else None
+        self.call.reserve(size + new)
+        self.call.submit(Prompts([answer.prompt], True, [0]), on_done=on_done, streamer=streamer, **changes)
+
+    async def _pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
+        """Pieces as they come, until all answers have ended. Raises ApiError if one fails."""
+        num_open = len(self.answers)
+        while num_open:
+            answer, event = await self._queue.get()
+            if isinstance(event, Output) and event.error is not None:
+                raise to_api_error(event.error) from event.error
+            if not isinstance(event, Piece):
+                event = answer.finish(event) if isinstance(event, Output) else answer.feed(*event)
+            num_open -= event.finish_reason is not None
+            yield answer, event
+
     async def _stream(self) -> AsyncIterator[str]:
-        began, started = time.perf_counter(), set[int]()
+        """Server-sent events; what has come meanwhile is sent together."""
+        began, started, events = time.perf_counter(), set[int](), ""
         try:
             role: Any = {"role": "assistant", "content": ""}
             for answer in self.answers if self.is_chat else []:
                 yield self._event([ChunkChoice(index=answer.index, delta=role, finish_reason=None)])
-            yield "".join(map(self._events, self.begins))
-            async for pieces in self._pieces():
-                for piece in pieces:
-                    if piece.answer.num_tokens and piece.answer.index not in started:
-                        started.add(piece.answer.index)
-                        self.served.metrics.first.observe(time.perf_counter() - began)
-                yield "".join(map(self._events, pieces))
+            async for answer, piece in self._pieces():
+                if answer.num_tokens and answer.index not in started:
+                    started.add(answer.index)
+                    self.service.metrics.first.observe(time.perf_counter() - began)
+                if piece.draft:  # a comment, since clients read all data as chunks
+                    events += f": {piece.draft}\n\n"
+                elif any(piece):
+                    events += self._event([self._choice(answer, [piece], is_chunk=True)])
+                if events and self._queue.empty():
+                    yield events
+                    events = ""
             if self.body.stream_options.include_usage:
-                yield self._event([], usage=self._usage())
-            yield "data: [DONE]\n\n"
+                events += self._event([], usage=self._usage())
+            yield f"{events}data: [DONE]\n\n"
         except ApiError as error:
-            yield f"data: {json.dumps(error.body)}\n\n"
-
-    def _events(self, piece: Piece) -> str:
-        """The events of a piece; a draft is a comment, since clients read all data as chunks."""
-        if piece.draft:
-            return f": {piece.draft}\n\n"
-        is_empty = not any(piece.parts) and not piece.scores and piece.finish_reason is None
-        return "" if is_empty else self._event([self._choice(piece, is_chunk=True)])
+            yield f"{events}data: {json.dumps(error.body)}\n\n"
 
     def _event(self, choices: list[Any], **more: Any) -> str:
         fields: Any = {**self.head, "choices": choices, **more}
@@ -308,24 +390,26 @@ class Reply:
             return f"data: {to_json(ChatCompletionChunk(object='chat.completion.chunk', **fields))}\n\n"
         return f"data: {to_json(Completion(object='text_completion', **fields))}\n\n"
 
-    def _choice(self, *pieces: Piece, is_chunk: bool = False) -> Any:
+    def _choice(self, answer: Answer, pieces: Sequence[Piece], is_chunk: bool = False) -> Any:
         """A choice, or a part of it in a stream."""
         scores = [score for piece in pieces for score in piece.scores]
-        content = "".join(piece.parts.content for piece in pieces)
-        fields: Any = {"index": pieces[0].answer.index, "finish_reason": pieces[-1].finish_reason}
+        content = "".join(piece.content for piece in pieces)
+        fields: Any = {"index": answer.index, "finish_reason": pieces[-1].finish_reason}
         if not self.is_chat:
             logprobs = text_logprobs(scores) if scores else None
             return CompletionChoice.model_construct(text=content, logprobs=logprobs, **fields)
-        calls = [
+        calls: list[dict[str, Any]] = [
             {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
-            | ({"index": piece.first_call + number} if is_chunk else {})
             for piece in pieces
-            for number, call in enumerate(piece.parts.calls)
+            for call in piece.calls
         ]
+        if is_chunk:  # the calls of this piece are the last ones so far
+            first = answer.num_calls - len(calls)
+            calls = [{"index": index, **call} for index, call in enumerate(calls, first)]
         message: Any = {} if is_chunk else {"role": "assistant", "content": None if calls else ""}
-        texts = {"content": content, "reasoning_content": "".join(piece.parts.reasoning for piece in pieces)}
+        texts = {"content": content, "reasoning_content": "".join(piece.reasoning for piece in pieces)}
         message |= {name: value for name, value in {**texts, "tool_calls": calls}.items() if value}
-        if scores or (not is_chunk and pieces[0].answer.scores is not None):
+        if scores or (not is_chunk and answer.scores is not None):
             fields["logprobs"] = chat_logprobs(scores)
         return ChunkChoice(delta=message, **fields) if is_chunk else ChatChoice(message=message, **fields)
 

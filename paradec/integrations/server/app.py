@@ -17,11 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from paradec.core.checks import check_int, check_number
+from paradec.integrations.server.answers import Service
 from paradec.integrations.server.decisions import DecisionBody, Decisions
 from paradec.integrations.server.engine import Engine, Metrics
-from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, from_validation
+from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, to_api_error
 from paradec.integrations.server.request_body import ChatBody, TextBody
-from paradec.integrations.server.service import Service
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -131,22 +131,17 @@ def build_app(
         base = escape(str(request.base_url).rstrip("/"))
         return HTMLResponse(PAGE.format(about=about, base=base, rows=ROWS, key=key), headers=HEADERS)
 
-    @app.exception_handler(ApiError)
-    async def show_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, error.headers)
+    async def show_error(_: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            error = ApiError(str(error.detail), error.status_code, **(error.headers or {}))
+        elif isinstance(error, RequestValidationError):
+            error = to_api_error(error)
+        elif not isinstance(error, ApiError):
+            error = ApiError(f"{type(error).__name__} in the server", 500)
+        return error.to_response()
 
-    @app.exception_handler(RequestValidationError)
-    async def show_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await show_error(request, from_validation(error))
-
-    @app.exception_handler(HTTPException)
-    async def show_http(request: Request, error: HTTPException) -> JSONResponse:
-        return await show_error(request, ApiError(str(error.detail), error.status_code, **(error.headers or {})))
-
-    @app.exception_handler(Exception)
-    async def show_failure(request: Request, error: Exception) -> JSONResponse:
-        return await show_error(request, ApiError(f"{type(error).__name__} in the server", 500))
-
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, show_error)
     limited: dict[str, Any] = {"api_key": api_key, "max_body": max_body, "max_requests": max_requests}
     app.add_middleware(Limits, engine=engine, metrics=metrics, max_work=max_work, timeout=timeout, **limited)
     if cors:

@@ -14,35 +14,35 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from paradec.core.checks import shown
 from paradec.core.prompts import ids_of
 from paradec.integrations.server.limits import ApiError, to_api_error
+from paradec.integrations.server.logprobs import TokenScore
 from paradec.integrations.server.request_body import ChatBody
 
-HERMES: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        }
-    },
-}
-"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
-QWEN_XML: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        }
-    },
-}
-"""<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"""
+
+def _call_format(function: Any, **field: Any) -> dict[str, Any]:
+    """The `response_template` of a format of tool calls."""
+    field |= {"repeats": True, "transform": {"type": "function", "function": function}}
+    return {"start_anchor": "assistant", "fields": {"tool_calls": field}}
+
+
+FUNCTION = {"name": "{name}", "arguments": "{content}"}
+HERMES = _call_format("{content}", open="<tool_call>", close="</tool_call>", content="json")
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3."""
+QWEN_XML = _call_format(
+    FUNCTION,
+    open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    close_pattern=r"</function>\s*</tool_call>",
+    content="xml-inline",
+    content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+)
+"""<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>: Qwen3-Coder, Qwen 3.5."""
+GEMMA = _call_format(
+    FUNCTION,
+    open_pattern=r"<\|tool_call>\s*call:(?P<name>[^\s{]+)",
+    close="<tool_call|>",
+    content="json",
+    content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+)
+"""<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>}<tool_call|>: Gemma 4, whose markers are special tokens."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Names that `chat_template_kwargs` may not have; a template is a program."""
 
@@ -54,12 +54,17 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-class Parts(NamedTuple):
-    """What a piece of an answer adds to its message."""
+class Piece(NamedTuple):
+    """A part of an answer."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    scores: Sequence[TokenScore] = ()
+    finish_reason: Any = None
+    """Of the last piece."""
+    draft: str = ""
+    """JSON of the tokens to the right of the text."""
 
 
 class AnswerParser:
@@ -74,7 +79,7 @@ class AnswerParser:
         self._reasoning_end, self._tools, self._held, self._follows_call = reasoning_end, tools, "", False
         self._template = None if template is None else load_response_template(template)
 
-    def feed(self, text: str, is_last: bool = False) -> Parts:
+    def feed(self, text: str, is_last: bool = False) -> Piece:
         """Split the next piece. Text that may belong to a marker, and space before a call, waits for the next one."""
         held, reasoning, content, calls = self._held + text, "", "", list[ToolCall]()
         if (end := self._reasoning_end) is not None:
@@ -82,7 +87,7 @@ class AnswerParser:
             if not marker:
                 size = len(reasoning) - (0 if is_last else overlap(reasoning, end))
                 self._held = reasoning[size:]
-                return Parts(reasoning=reasoning[:size])
+                return Piece(reasoning=reasoning[:size])
             self._reasoning_end = None
         size = len(held)
         while self._template is not None and held:
@@ -98,7 +103,7 @@ class AnswerParser:
             calls += [] if call is None else [call]
             held, self._follows_call, size = held[close.end() :], call is not None, 0
         self._held = held[size:]
-        return Parts(content + held[:size], reasoning, tuple(calls))
+        return Piece(content + held[:size], reasoning, tuple(calls))
 
     def _read_call(self, text: str) -> ToolCall | None:
         """Parse a call; None for a text that is none, which is content."""
@@ -145,9 +150,9 @@ def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None)
     if own is not None:
         return own if "tool_calls" in own["fields"] else None
-    if not isinstance(text, str) or "<tool_call>" not in text:
+    if not isinstance(text, str) or "tool_call>" not in text:
         return None
-    return QWEN_XML if "<function=" in text else HERMES
+    return GEMMA if "<|tool_call>" in text else QWEN_XML if "<function=" in text else HERMES
 
 
 def reasoning_end(tokenizer: Any, prompt: str) -> str | None:
@@ -157,6 +162,13 @@ def reasoning_end(tokenizer: Any, prompt: str) -> str | None:
     begin, end = block.get("open", "<think>"), block.get("close", "</think>")
     is_open = isinstance(begin, str) and isinstance(end, str) and prompt.rstrip().endswith(begin.rstrip())
     return end if is_open else None
+
+
+def marker_tokens(tokenizer: Any, template: Any, end: str | None) -> dict[int, str]:
+    """The special tokens that belong to a format of calls or end the reasoning, with their texts."""
+    marks = ("" if template is None else str(template["fields"]["tool_calls"]).replace("\\", "")) + (end or "")
+    added = tokenizer.added_tokens_decoder.items() if marks else ()
+    return {token: entry.content for token, entry in added if entry.special and entry.content in marks}
 
 
 def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:

@@ -69,10 +69,6 @@ class Engine:
         """Number of prompts that wait for a row."""
         return self.batch.waiting
 
-    def count_prefixes(self, name: str) -> int:
-        """Read a count of `paradec.batching.prefixes.Prefixes`; 0 where no keys and values are kept."""
-        return int(getattr(self.batch.prefixes, name, 0))
-
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
         """Give a prompt to the batch, from any thread. The answer is that of `paradec.generate` on this prompt alone.
 
@@ -159,6 +155,7 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.registry = CollectorRegistry()
+        prefixes = engine.batch.prefixes  # None where no keys and values are kept
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"paradec_{name}", text, labels, registry=self.registry)
@@ -180,9 +177,9 @@ class Metrics:
             ("rows_occupied", "Rows that are decoded.", lambda: engine.occupied),
             ("prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
             ("steps", "Steps of the batch since the start.", lambda: engine.steps),
-            ("prefix_rows", "Rows that began with stored keys and values.", lambda: engine.count_prefixes("hits")),
-            ("prefix_tokens", "Positions that these did not evaluate.", lambda: engine.count_prefixes("saved")),
-            ("prefix_bytes", "Bytes of stored beginnings.", lambda: engine.count_prefixes("nbytes")),
+            ("prefix_rows", "Rows that began with stored keys and values.", lambda: getattr(prefixes, "hits", 0)),
+            ("prefix_tokens", "Positions that these did not evaluate.", lambda: getattr(prefixes, "saved", 0)),
+            ("prefix_bytes", "Bytes of stored beginnings.", lambda: getattr(prefixes, "nbytes", 0)),
             ("alive", "1 until decoding stops.", lambda: engine.alive),
         ):
             Gauge(f"paradec_{name}", text, registry=self.registry).set_function(count)

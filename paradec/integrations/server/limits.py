@@ -36,7 +36,7 @@ CALL = "paradec.call"
 MAX_MESSAGE = 2000
 """Characters of a message, which may quote a body."""
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-FIELD_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+CLIENT_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 """Fields of `paradec.Request` that a body calls otherwise."""
 
 
@@ -48,6 +48,10 @@ class ApiError(Exception):
         self.status, self.param = status, param
         self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
 
+    def to_response(self) -> JSONResponse:
+        """The response of this error."""
+        return JSONResponse(self.body, self.status, self.headers)
+
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response."""
@@ -55,10 +59,12 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
 
-def to_api_error(error: BaseException, param: str | None = None, status: int = 400) -> ApiError:
-    """Convert an error of the library; `status` is that of a ValueError or TypeError, which the client can mend."""
+def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
+    """Convert an error of the library. The client can mend a ValueError or TypeError."""
+    if isinstance(error, RequestValidationError):
+        return _from_validation(error)
     message = str(error) or f"{type(error).__name__} in the server"
-    for inner, outer in FIELD_NAMES.items():
+    for inner, outer in CLIENT_NAMES.items():
         message = re.sub(rf"\b{inner}\b", outer, message)
     if isinstance(error, Cancelled):
         return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
@@ -67,12 +73,12 @@ def to_api_error(error: BaseException, param: str | None = None, status: int = 4
     if not isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
         return ApiError(message, 500)
     name = re.match(r"(\w+)=", message)
-    status = 422 if isinstance(error, ConstraintSizeError) else status
+    status = 422 if isinstance(error, ConstraintSizeError) else 400
     return ApiError(message, status, param or (name[1] if name else None))
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
-    """Convert the first thing that pydantic finds wrong with a body."""
+def _from_validation(error: RequestValidationError) -> ApiError:
+    """Convert the first error of pydantic."""
     first = error.errors()[0]
     path = ".".join(map(str, first["loc"][1:]))
     if first["type"] == "json_invalid":
@@ -169,7 +175,7 @@ class Limits:
         try:
             await self._handle(scope, receive, send_in_time)
         except ApiError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send_in_time)
+            await error.to_response()(scope, receive, send_in_time)
         except Exception:
             if not is_stuck:
                 raise
@@ -179,21 +185,24 @@ class Limits:
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
-    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
+    def _refuse(self, scope: Any) -> ApiError | None:
+        """The reason why a request is not handled: a wrong key, or too many requests."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        refusal = None
         if self.api_key is not None and scope["path"] not in OPEN_PATHS:
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key):
-                refusal = ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
-        if refusal is None and scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        if refusal is None and self.num_running >= self.max_requests:
+                return ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
+        if scope["method"] == "POST" and self.num_running >= self.max_requests:
             wait = self.engine.retry_after()
-            refusal = ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
-        if refusal is not None:
+            return ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
+        return None
+
+    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
+        if (refusal := self._refuse(scope)) is not None:
             await self._read_body(receive, 0)
             raise refusal
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
         self.num_running += 1
         try:
             if (body := await self._read_body(receive, self.max_body)) is not None:

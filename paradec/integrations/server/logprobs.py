@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +46,15 @@ class TokenScores:
     """Collects the tokens of one text from left to right until their text is sent.
 
     Args:
-        begin: characters of the text before them. keeps_special: list special tokens too, by their names.
+        begin: characters of the text before them. markers: special tokens that are in the text.
+        is_prompt: list special tokens too, by their names.
     """
 
-    def __init__(self, tokenizer: Any, begin: int = 0, keeps_special: bool = False):
-        self._tokenizer, self._spelling, self._keeps_special = tokenizer, spelling_of(tokenizer), keeps_special
+    def __init__(
+        self, tokenizer: Any, begin: int = 0, markers: Mapping[int, str] | None = None, is_prompt: bool = False
+    ):
+        self._tokenizer, self._spelling, self._is_prompt = tokenizer, spelling_of(tokenizer), is_prompt
+        self._markers = markers or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = self.num_sent = begin
         """Characters of the text so far, and those that are sent."""
@@ -64,8 +68,8 @@ class TokenScores:
             pairs = [(other, value) for other, value in zip(tokens[index], best[index], strict=True) if other >= 0]
             likeliest = [TokenScore(other, self._text(other) or self._name(other), _finite(v)) for other, v in pairs]
             text, logprob = self._text(token), chosen[index]
-            if text or self._keeps_special:
-                value = None if self._keeps_special and math.isnan(logprob) else _finite(logprob)
+            if text or self._is_prompt:
+                value = None if self._is_prompt and math.isnan(logprob) else _finite(logprob)
                 self._waiting.append(TokenScore(token, text or self._name(token), value, self._offset, likeliest))
                 self._offset += len(self._decoder.decode(text))
                 self._last = [token] if text else self._last
@@ -78,7 +82,9 @@ class TokenScores:
         return ready
 
     def _text(self, token: int) -> bytes:
-        """The bytes of a token after the last one; none of a special token."""
+        """The bytes of a token after the last one; none of a special token that is not in the text."""
+        if token in self._markers:
+            return self._markers[token].encode()
         if (spelling := self._spelling) is not None:
             return spelling.texts[spelling.after.get(self._last[0], 0) if self._last else 0].get(token, b"")
         decode = self._tokenizer.decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -55,9 +55,13 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 @contextmanager
-def scripted(text: str) -> Iterator[tuple[Running, openai.OpenAI, list[int]]]:
+def scripted(
+    text: str, markers: Sequence[str] = (), template: str = TEMPLATE
+) -> Iterator[tuple[Running, openai.OpenAI, list[int]]]:
+    """markers: special tokens besides the tokenizer's own."""
     tokenizer = byte_level_tokenizer("<|im_end|>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
+    tokenizer.chat_template = template
     ends = {"eos_token_id": tokenizer.eos_token_id}
     model = paradec.wrap(
         Scripted(tokenizer, text), tokenizer=tokenizer, prediction="shifted", topology="causal", **ends
@@ -134,6 +138,63 @@ def test_calls_in_the_format_of_qwen_coder() -> None:
     with scripted(f"Now {call}") as (server, client, _):
         server.engine.model.tokenizer.chat_template = TEMPLATE + "{# <function= #}"
         assert both(client, tools=[tool]) == [("Now", "", ['{"x": 3}'], "tool_calls")] * 2
+
+
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+
+
+def gemma_call(text: str) -> str:
+    return f'<|tool_call>call:f{{x:<|"|>{text}<|"|>,list:[1,{{a:true}}]}}<tool_call|>'
+
+
+FAMILIES: list[Any] = [
+    (TEMPLATE, ("<tool_call>", "</tool_call>"), CALL, {"x": "é"}),
+    (TEMPLATE, (), CALL, {"x": "é"}),
+    (
+        TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"),
+        (),
+        "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>",
+        {"x": "é 1"},
+    ),
+    (
+        TEMPLATE.replace("<tool_call>", "<|tool_call>"),
+        GEMMA,
+        gemma_call('é, {"a": b}:\n'),
+        {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
+    ),
+]
+"""Chat template, special tokens, a call as the family writes it, and its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("template", "markers", "call", "arguments"), FAMILIES, ids=["marked", "Hermes", "Qwen XML", "Gemma"]
+)
+def test_calls_of_each_family_are_read(
+    template: str, markers: Sequence[str], call: str, arguments: dict[str, Any]
+) -> None:
+    """Whether its markers are special tokens or not; special tokens that are no markers are not in the text."""
+    text = f"Well <|turn|>é.\n{call}{call}"
+    with scripted(text, markers, template) as (server, client, ids):
+        for size, count, reason in ((200, 2, "tool_calls"), (len(ids) - 2, 1, "length")):
+            plain, streamed = both(client, tools=[TOOL], max_tokens=size)
+            assert plain == streamed and plain[3] == reason and len(plain[2]) == count
+            assert [json.loads(entry) for entry in plain[2]] == [arguments] * count
+            assert plain[0].startswith("Well é.") and ("call" in plain[0]) == (count == 1)
+        without = both(client)
+        assert without == [(server.engine.model.tokenizer.decode(ids, skip_special_tokens=True), "", [], "stop")] * 2
+        more: Any = {"tools": [TOOL], "logprobs": True, "max_tokens": 200, "messages": chat("hi")["messages"]}
+        choice = client.chat.completions.create(model=NAME, **more).choices[0]
+        chunks = client.chat.completions.create(model=NAME, **more, stream=True)
+        scores = [e for chunk in chunks if chunk.choices[0].logprobs for e in chunk.choices[0].logprobs.content]
+        assert bytes(sum((e.bytes for e in scores), [])).decode() == text.replace("<|turn|>", "")
+        assert scores == choice.logprobs.content
+
+
+def test_reasoning_ends_at_a_special_token_too() -> None:
+    opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    with scripted("I <|turn|>think </think> Yes.", ("<think>", "</think>")) as (server, client, _):
+        server.engine.model.unwrap().begin = ids_of(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
+        assert both(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
 
 
 def test_reasoning_is_apart_only_where_the_template_opens_it() -> None:
