@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 import paradec
 from paradec import Pick, Score, Span, YesNo
-from paradec.api.decisions import rows
+from paradec.api import decide as rows
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
 
@@ -340,7 +340,7 @@ def test_recorded_answers(name: str) -> None:
 
 def test_special_tokens_in_a_state_are_text() -> None:
     asked = [QUESTIONS["spam"]]
-    _, [[[step], _]] = rows.lay_out(model_of("bidirectional"), "a<|mask|>b<|end|>c", asked, None)
+    [[[step], _]] = rows.lay_out(model_of("bidirectional"), "a<|mask|>b<|end|>c", asked, None)
     assert step.row.count(MASK) == 1 and step.row[step.position] == MASK and step.row.count(END) == 2
     assert TOKENIZER.decode([token for token in step.row if token != MASK]).count("<|mask|>") == 1
 

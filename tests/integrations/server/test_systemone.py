@@ -85,12 +85,14 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 @replays("name")
 def test_recorded_answers(name: str) -> None:
     """By the questions of a body, from a vocabulary that has nothing but the labels."""
-    from paradec.integrations.server.decisions import DecisionBody, DecisionConfig, to_answer
+    from transformers.decision import DecisionConfig
+
+    from paradec.integrations.server.decisions import DecisionBody, build_questions, to_answer
 
     case = CASES[name]
     body = DecisionBody.model_validate({"state": "x", "questions": plain(case["questions"], read=True)})
-    for key, asked in body.questions.items():
-        question, expected = DecisionConfig().question(key, asked), case["expected"]
+    for key, question in build_questions(body, DecisionConfig()).items():
+        expected = case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]
         model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))

@@ -1,0 +1,570 @@
+"""Typed questions about a state, answered from the model's probabilities of a few labels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import __version__
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
+from paradec.core.facts import HOLE
+from paradec.core.family_queries import CanvasQuery
+from paradec.core.prompts import check_rows, ids_of, render, unknown_words
+from paradec.core.query import StoreCall, whole_rows
+from paradec.core.weights import weights_lock
+from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
+from paradec.samplers.renoising.state import FIRST_STREAM, noise
+from paradec.samplers.starting import padded
+
+TYPES = ("noul", "choice", "score", "span")
+"""Types of `YesNo`, `Pick`, `Score` and `Span`, named as in transformers."""
+Options = Sequence[str] | Mapping[str, Any]
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question in the fields of transformers' decision pipeline. Base of `YesNo`, `Pick`, `Score` and `Span`, which
+    raise ValueError or TypeError for a wrong argument."""
+
+    type: str
+    """"noul", "choice", "score" or "span"."""
+    instructions: Any
+    """A text or JSON data; None if the state or the options ask the question."""
+    labels: list[str]
+    """Answers that the model may write, one for each option."""
+    descriptions: list[Any]
+    """Meanings of the options; None adds nothing to the option's name."""
+    values: tuple[Any, ...]
+    """Options as a `Decision` names them."""
+
+    def __post_init__(self) -> None:
+        check_json("instructions", self.instructions)
+
+    @property
+    def options(self) -> list[str]:
+        """Values as texts."""
+        return [str(value).lower() if isinstance(value, bool) else str(value) for value in self.values]
+
+    def rotated(self, by: int) -> Question:
+        """Copy with the options rotated to the left under the same labels."""
+        descriptions, values = self.descriptions[by:] + self.descriptions[:by], self.values[by:] + self.values[:by]
+        return Question(self.type, self.instructions, self.labels, descriptions, values)
+
+
+class YesNo(Question):
+    """Whether something is true. `true` and `false` are the meanings of the two answers, `labels` the model's words."""
+
+    def __init__(
+        self, instructions: Any = None, true: Any = None, false: Any = None, labels: Sequence[str] = ("Yes", "No")
+    ):
+        if instructions is None and true is None and false is None:
+            raise ValueError("a YesNo needs instructions, or what true or false means")
+        check_json("true", true)
+        check_json("false", false)
+        super().__init__("noul", instructions, _check_labels(labels, 2), [true, false], (True, False))
+
+
+class Pick(Question):
+    """One of several options, which the prompt lists: different texts, or a mapping of texts to their meanings.
+    `labels` are the model's answers, one for each option; None is A, B, C, ... for at most 26 options."""
+
+    def __init__(self, instructions: Any = None, options: Options = (), labels: Sequence[str] | None = None):
+        values = _check_texts("options", options)
+        descriptions = [*options.values()] if isinstance(options, Mapping) else [None] * len(values)
+        check_json("options", descriptions)
+        super().__init__("choice", instructions, _check_labels(labels, len(values)), descriptions, values)
+
+
+class Score(Question):
+    """A level on a scale, which the prompt lists. `levels` are the meanings, lowest first; `labels` as for `Pick`."""
+
+    def __init__(self, instructions: Any = None, levels: Sequence[Any] = (), labels: Sequence[str] | None = None):
+        descriptions = [] if isinstance(levels, str | bytes) or not isinstance(levels, Sequence) else [*levels]
+        count = len(descriptions)
+        if count == 0 or any(level is None for level in descriptions):
+            raise ValueError(f"levels={shown(levels)} must be the levels' meanings, lowest first, none of them None")
+        check_json("levels", descriptions)
+        super().__init__("score", instructions, _check_labels(labels, count), descriptions, tuple(range(count)))
+
+
+class Span(Question):
+    """One of several texts of any length, which the prompt does not list (as under `paradec.Choice`)."""
+
+    def __init__(self, instructions: Any = None, texts: Sequence[str] = ()):
+        values = _check_texts("texts", texts)
+        super().__init__("span", instructions, [*values], [None] * len(values), values)
+
+
+def check_json(name: str, value: Any) -> None:
+    """Raise ValueError or TypeError unless a value is JSON data whose texts are UTF-8."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}={shown(value)} must be a text or data of JSON: {shown(str(error))}") from None
+    check_text(name, text)
+
+
+def _check_texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return a value as texts. Raise ValueError unless these are different, not empty and at least one."""
+    texts = () if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else tuple(value)
+    if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
+        raise ValueError(f"{name}={shown(value)} must be different texts, none of them empty, and at least one")
+    check_json(name, texts)
+    return texts
+
+
+def _check_labels(labels: Any, count: int) -> list[str]:
+    """Return `count` labels, letters for None. Raise ValueError for another number of labels."""
+    if labels is None and count > len(string.ascii_uppercase):
+        raise ValueError(f"{count} options are more than the 26 letters; give labels, or fewer options")
+    texts = string.ascii_uppercase[:count] if labels is None else _check_texts("labels", labels)
+    if len(texts) != count:
+        raise ValueError(f"labels={shown(labels)} must be {count}: one for each option")
+    return [*texts]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Answer to one question."""
+
+    type: str
+    """"noul", "choice", "score" or "span"."""
+    value: Any
+    """True or False, the likeliest option or text, or the mean level of a `Score`."""
+    probabilities: Mapping[Any, float]
+    """Probabilities of the options, levels or texts."""
+    confidence: float
+    """0 (a guess) to 1: (p - 1/m) / (1 - 1/m) of the likeliest of m options; of a `Score` 1 - d / u, at least 0, with
+    the mean distances d to the likeliest level and u of a uniform guess to the middle (as in transformers)."""
+    entropy: float
+    """Entropy of the probabilities, in nats."""
+    mass: float
+    """Probability of all labels together. A low one: the model did not understand the question."""
+    log_scores: tuple[float, ...]
+    """Log-probabilities of the labels, minus the prior's, before the temperature."""
+
+
+@dataclass(frozen=True)
+class Decisions(Mapping[str, Decision]):
+    """Result of `decide`: a `Decision` for each question, by its name."""
+
+    answers: Mapping[str, Decision]
+    forwards: int
+    """Calls of the model."""
+    input_tokens: int
+    """Tokens of the rows of all questions."""
+
+    def __getitem__(self, name: str) -> Decision:
+        return self.answers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON data; probabilities become pairs, since their keys may not be texts."""
+        data = asdict(self)
+        for answer in data["answers"].values():
+            answer["probabilities"] = [[*pair] for pair in answer["probabilities"].items()]
+        return data
+
+
+def decide(
+    model: Any,
+    state: Any,
+    questions: Mapping[str, Question],
+    *,
+    together: bool = False,
+    temperature: float | Mapping[str, float] | None = None,
+    prior: str | None = None,
+    rotate: bool = False,
+    template: Callable[[str, Question], str] | None = None,
+    seeds: int = 4,
+    batch_size: int = 16,
+    before_call: Callable[[int], None] | None = None,
+) -> Decisions:
+    """Answer questions about a state from the probabilities of their labels, without generating.
+
+    >>> questions = {"spam": paradec.YesNo("Is it spam?")}                 # doctest: +SKIP
+    >>> paradec.decide(model, "WIN a FREE phone!", questions)["spam"].value  # doctest: +SKIP
+    True
+
+    Each question is a separate row with the prompt of transformers' decision pipeline; causal models give the
+    pipeline's answers. Labels are read from the next token (causal), at masks before an end token, or from the first
+    step of a canvas. Labels of several tokens follow the chain rule; a shorter label is followed by an end token.
+
+    Args:
+        model: a causal, bidirectional, block-causal or canvas model with a tokenizer.
+        state: one text or JSON object.
+        questions: `YesNo`, `Pick`, `Score` or `Span` by name.
+        together: ask all questions in one chat (bidirectional models, canvases): faster, but each changes the others.
+        temperature: divisor of the log scores, or one for each type, as from `fit_temperature`.
+        prior: "empty" subtracts the log scores under an empty state (Zhao et al., arXiv 2102.09690).
+        rotate: ask each `Pick` with every rotation of its options and average their log scores.
+        template: function from the state as text and a `Question` to the user's turn, instead of transformers' prompt.
+        seeds: number of noises that probabilities are averaged over, on canvases.
+        batch_size: rows of a call.
+        before_call: called before the first and every other call of the model with the number of tokens of all calls.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, before any work.
+        ImportError: transformers is older than 5.23, and its prompt or special tokens as text are needed.
+        FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
+    """
+    _check(model, state, questions, together, rotate, template)
+    if prior is not None:
+        check_choice("prior", prior, ("empty",))
+    check_int("seeds", seeds, low=1, high=1024)
+    check_int("batch_size", batch_size, low=1)
+    if not isinstance(temperature, Mapping):
+        temperature = dict.fromkeys(TYPES, 1.0 if temperature is None else temperature)
+    for kind, number in temperature.items():
+        check_choice("type of question in temperature", kind, TYPES)
+        check_number("temperature", number, low=1e-6, high=1e6)
+    turns = {name: len(q.values) if rotate and q.type == "choice" else 1 for name, q in questions.items()}
+    groups = (
+        [questions]
+        if together
+        else [{name: questions[name].rotated(by)} for name in turns for by in range(turns[name])]
+    )
+    input_tokens, answers = 0, dict[str, Decision]()
+    # each question's phrasings: about the state (1) or about nothing (-1), with the steps of the labels
+    phrasings: dict[str, list[tuple[int, Question, list[list[Step]]]]] = {name: [] for name in questions}
+    for (about, sign), group in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], groups):
+        steps = lay_out(model, about, [*group.values()], template)
+        input_tokens += len(steps[0][0][0].row)
+        for (name, question), labels in zip(group.items(), steps, strict=True):
+            phrasings[name].append((sign, question, labels))
+    all_steps = [step for same in phrasings.values() for *_, labels in same for label in labels for step in label]
+    with weights_lock(model):
+        log_probs, forwards = read(model, all_steps, batch_size, seeds, before_call or (lambda tokens: None))
+    for name, question in questions.items():
+        scores, masses = np.zeros(len(question.values)), list[float]()
+        for sign, phrasing, labels in phrasings[name]:
+            logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
+            if sign > 0:
+                masses.append(min(1.0, float(np.exp(logs).sum())))
+            elif not np.isfinite(logs).all():
+                raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
+            scores += sign / turns[name] * logs[[phrasing.values.index(value) for value in question.values]]
+        if not np.isfinite(scores).any():
+            raise FloatingPointError(f"no label of question {name!r} has a probability")
+        p = _softmax(scores / float(temperature.get(question.type, 1)))
+        count, best, levels, confidence = len(p), int(p.argmax()), np.arange(len(p)), 1.0
+        if count > 1 and question.type == "score":
+            confidence = 1 - float(p @ np.abs(levels - best)) / (float(np.abs(levels - (count - 1) / 2).sum()) / count)
+        elif count > 1:
+            confidence = (float(p[best]) - 1 / count) / (1 - 1 / count)
+        answers[name] = Decision(
+            type=question.type,
+            value=float(p @ levels) if question.type == "score" else question.values[best],
+            probabilities=dict(zip(question.values, p.tolist(), strict=True)),
+            confidence=max(0.0, confidence),
+            entropy=max(0.0, -float(p[p > 0] @ np.log(p[p > 0]))),
+            mass=float(np.mean(masses)),
+            log_scores=tuple(scores.tolist()),
+        )
+    return Decisions(answers, forwards, input_tokens)
+
+
+def _check(model: Any, state: Any, questions: Any, together: bool, rotate: bool, template: Any) -> None:
+    """Raise TypeError or ValueError unless the model can be asked the questions."""
+    check_model("decide", model, ("text", "canvas"))
+    name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer to write questions with: wrap it with tokenizer=...")
+    if topology == "causal_context":
+        raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
+    if topology != "causal" and model.facts.hole_id is None:
+        raise ValueError(f"{name} has no mask token: {topology!r} models are asked at a mask")
+    if not isinstance(questions, Mapping) or not questions:
+        raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
+    for key, question in questions.items():
+        if not isinstance(key, str) or not isinstance(question, Question):
+            raise TypeError(f"questions={shown({key: question})} must map names to paradec.YesNo, Pick, Score or Span")
+    if not isinstance(state, str | dict):
+        raise TypeError(f"state={shown(state)} must be one text or JSON object; ask about several one by one")
+    check_json("state", state)
+    check_bool("rotate", rotate)
+    check_bool("together", together)
+    if template is not None and not callable(template):
+        raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
+    if together and rotate:
+        raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
+    if together and topology not in ("bidirectional", "canvas"):
+        raise ValueError(f"together=True needs a model that sees the whole row: {name} is {topology!r}")
+    if together and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"together=True asks in turns of a chat, and {name} has no chat template")
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Probabilities [m] proportional to exp(scores); one score at least is finite."""
+    weights: np.ndarray = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Find the temperature of each type of question, between 0.001 and 1000, that makes right answers likeliest.
+
+    Args:
+        decided: results of `decide` with any temperature.
+        right: the right answers of each result by name: True or False, an option, a level (0, 1, ...) or a text.
+
+    Raises:
+        ValueError: no right answers, or one that is not among the question's options.
+    """
+    if len(decided) != len(right):
+        raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
+    cases: dict[str, list[tuple[np.ndarray, int]]] = {}
+    for answers, known in zip(decided, right, strict=True):
+        for name, value in known.items():
+            if name not in answers:
+                raise ValueError(f"right answer to {name!r}, which was not asked; asked: {shown([*answers])}")
+            options = [*answers[name].probabilities]
+            if not any(type(value) is type(option) and value == option for option in options):
+                raise ValueError(f"right answer {shown(value)} to {name!r} is none of {shown(options)}")
+            scores = np.array(answers[name].log_scores)
+            cases.setdefault(answers[name].type, []).append((scores - scores.max(), options.index(value)))
+    if not cases:
+        raise ValueError("no right answers: give one at least")
+    temperatures = {}
+    for kind, scores_and_answers in cases.items():  # mean -log p is convex in 1 / temperature: bisect its derivative
+        low, high = math.log(1e-3), math.log(1e3)
+        for _ in range(100):
+            middle, excess = (low + high) / 2, 0.0
+            for scores, answer in scores_and_answers:
+                weights = _softmax(scores / math.exp(middle))
+                positive = weights > 0
+                excess += float(weights[positive] @ scores[positive]) - float(scores[answer])
+            low, high = (middle, high) if excess > 0 else (low, middle)  # > 0: the distribution is too sharp
+        temperatures[kind] = math.exp((low + high) / 2)
+    return temperatures
+
+
+class Step(NamedTuple):
+    """One factor of a label's probability: one of `ids` is at a position of a row that begins with a prompt."""
+
+    row: Ids
+    prompt_length: int
+    position: int
+    ids: Ids
+
+
+def lay_out(model: Any, state: Any, questions: Sequence[Question], template: Any) -> list[list[list[Step]]]:
+    """Lay out questions in one row, as turns of one chat. An answer takes as many holes (none on causal models) as its
+    longest label has tokens. Returns the steps of each label of each question. Raises ValueError for a row too long."""
+    facts, is_causal = model.facts, model.facts.topology == "causal"
+    labels = [_label_ids(model, question.labels) for question in questions]
+    chat, row, before, starts = list[dict[str, str]](), list[int](), list[int](), list[int]()
+    for question, label_ids in zip(questions, labels, strict=True):
+        text = text_of("", question, template).lstrip("\n") if chat else text_of(state, question, template)
+        chat.append({"role": "user", "content": text})
+        opened, tail = _chat_ids(model, chat)
+        if opened[: len(before)] != before:
+            raise ValueError(f"{facts.name}'s chat template writes a turn otherwise before others: leave together out")
+        row += opened[len(before) :]
+        starts.append(len(row))
+        row += [] if is_causal else [facts.hole_id] * max(map(len, label_ids))
+        chat.append({"role": "assistant", "content": question.labels[0]})
+        before = [*opened, *label_ids[0]]
+    prompt, ends = starts[0], facts.eos_token_ids
+    if not is_causal and not tail and ends:  # the template's end token of an answer, else the model's first
+        closed, _ = _chat_ids(model, chat, open_turn=False)
+        suffix = closed[len(os.path.commonprefix([opened, closed])) :]
+        tail = [next((token for token in suffix if token in ends), ends[0])]
+    row += [] if is_causal else tail
+    missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit  # block-causal models see whole blocks
+    row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
+    new = max(map(len, labels[0])) if is_causal else len(row) - prompt
+    width = facts.block_length if facts.topology == "canvas" else new
+    if new > width:
+        raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {width}")
+    check_rows(model, [row])
+    facts.check_length(prompt + width, width)
+    steps: list[list[list[Step]]] = [[[] for _ in label_ids] for label_ids in labels]
+    for start, label_ids, of_labels in zip(starts, labels, steps, strict=True):
+        # an end token follows a label that is shorter than another one (on causal models: if one begins another)
+        ended = [len(label) < max(map(len, label_ids)) for label in label_ids]
+        if is_causal:
+            ended = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(label_ids)))] * len(label_ids)
+        if any(ended) and not ends:
+            raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
+        for label, is_ended, of_label in zip(label_ids, ended, of_labels, strict=True):
+            for count, ids in enumerate([(token,) for token in label] + [(*ends,)] * is_ended):
+                tokens = (*row[:start], *label[:count], *row[start + count :])
+                of_label.append(Step(tokens, prompt, start + count, ids))
+    return steps
+
+
+def text_of(state: Any, question: Question, template: Callable[[str, Question], str] | None) -> str:
+    """Write the user's turn: the template's text, transformers' prompt, or a `Span`'s state and instructions."""
+    values = ("" if value is None else value for value in (state, question.instructions))
+    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+    if template is not None:
+        text = template(texts[0], question)
+        if not isinstance(text, str):
+            raise TypeError(f"template returned {shown(text)}: it must return the text of the user's turn")
+    elif question.type == "span":
+        text = "\n\n".join(filter(None, texts))
+    else:
+        fields, prompt = vars(question) | {"options": question.options}, import_decision().DECISION_PROMPT
+        try:
+            text = render_jinja_template([[]], chat_template=prompt, state=state, question=fields)[0][0]
+        except RecursionError:
+            raise ValueError(f"instructions={shown(question.instructions)} or options are nested too deeply") from None
+    check_text("state and question", text)
+    if not text.strip():
+        raise ValueError(f"nothing is asked: state={shown(state)} and instructions={shown(question.instructions)}")
+    return text
+
+
+def import_decision() -> Any:
+    """Import `transformers.decision`. Raises ImportError for transformers older than 5.23."""
+    try:
+        import transformers.decision as decision
+    except ImportError as error:
+        needs = "the prompt for questions and special tokens written as text need transformers 5.23"
+        raise ImportError(f"{needs}, this is {__version__}; a plain text needs template= alone") from error
+    return decision
+
+
+def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
+    """Tokenize labels. Raises ValueError for a label that the tokenizer cannot write, or writes as another one."""
+    tokenizer, facts = model.tokenizer, model.facts
+    rows: list[Ids] = []
+    for label in labels:
+        ids = (*tokenizer(label, add_special_tokens=False)["input_ids"],)
+        if not ids or tokenizer.unk_token_id in ids or ids in rows:
+            reason = (
+                f"the tokenizer of {facts.name} cannot write the label {shown(label)}, or writes another label alike"
+            )
+            raise ValueError(f"{reason}; give other labels")
+        if {facts.mask_token_id, *facts.eos_token_ids} & {*ids}:
+            raise ValueError(f"the label {shown(label)} holds the mask or an end token; give another one")
+        rows.append(ids)
+    return rows
+
+
+def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
+    """Tokenize a chat whose contents hold no special tokens but text. Without a chat template: its only text, and the
+    special tokens that the tokenizer puts after it."""
+    tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
+    controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
+    if getattr(tokenizer, "chat_template", None):
+        if not controls:
+            return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False)), []
+        import_decision()  # an older transformers cannot write special tokens as text
+        options = {"add_generation_prompt": open_turn, "enable_thinking": False, "sanitize_control_tokens": True}
+        ids = tokenizer.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
+        if tokenizer.unk_token_id in ids:
+            raise unknown_words(tokenizer, contents)
+        return ids, []
+    if controls:
+        raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
+    special = model.facts.topology.startswith("causal") or model.kind == "encoder"
+    ids = ids_of(tokenizer, chat[0]["content"] + "\n", special)
+    tail = [*itertools.takewhile(lambda token: token in tokenizer.all_special_ids, reversed(ids))][::-1]
+    return ids[: len(ids) - len(tail)], tail
+
+
+def read(
+    model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[int], None]
+) -> tuple[dict[Step, float], int]:
+    """Evaluate each row once: log-probabilities of the steps (means over `seeds` noises on canvases), and the number of
+    calls. Raises FloatingPointError for NaN or +inf among the logits."""
+    by_row: dict[Ids, dict[int, list[Step]]] = {}
+    for step in dict.fromkeys(steps):
+        by_row.setdefault(step.row, {}).setdefault(step.position, []).append(step)
+    rows, is_canvas, log_probs = sorted(by_row, key=len), model.facts.topology == "canvas", dict[Step, float]()
+    size = max(1, batch_size // seeds) if is_canvas else batch_size
+    groups = [rows] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(rows, len)]
+    num_tokens = sum(map(len, rows)) * (seeds if is_canvas else 1)
+    with torch.inference_mode():
+        before_call(num_tokens)
+        store, shared = _shared_prefix(model, rows, min(map(min, by_row.values())))
+        forwards = 0 if store is None else 1
+        for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
+            before_call(num_tokens)
+            prompts = [next(iter(by_row[row].values()))[0].prompt_length for row in batch]
+            if is_canvas:
+                logits = _first_step(model, batch, prompts, seeds)
+            else:
+                query = whole_rows(model, batch, [[*by_row[row]] for row in batch], prompts, shared)
+                logits = (model(query) if store is None else model(query, store)).unsqueeze(0)
+            forwards += 2 if is_canvas else 1  # prompts, and canvases
+            for number, row in enumerate(batch):
+                for column, (position, same_place) in enumerate(by_row[row].items()):
+                    scores = logits[:, number, position - prompts[number] if is_canvas else column]
+                    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # [S, V]
+                    total = scores.logsumexp(-1, keepdim=True)
+                    if not total.isfinite().all():
+                        raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
+                    ids = [token for step in same_place for token in step.ids]
+                    means = (scores[:, ids] - total).logsumexp(0) - math.log(len(scores))
+                    by_id = dict(zip(ids, means.tolist(), strict=True))
+                    for step in same_place:
+                        log_probs[step] = float(np.logaddexp.reduce([by_id[token] for token in step.ids]))
+    return log_probs, forwards
+
+
+def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, int]:
+    """Evaluate the common prefix of all rows before the `first` position to be read. Returns its store and length; None
+    and 0 where it is too short, or where keys depend on later tokens."""
+    facts = model.facts
+    if len(rows) == 1 or not model.supports_store or facts.topology not in ("causal", "block_causal"):
+        return None, 0
+    length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
+    length -= length % facts.block_unit
+    if length < 16 or facts.prompt_aligned:  # too short for a call, or the whole prompt is one block
+        return None, 0
+    store, row, index = model.make_store(1, length), rows[0][:length], np.zeros(1, np.int64)
+    query = whole_rows(model, [row], [[length - 1]], [length])
+    slots = torch.arange(length, device=model.device).unsqueeze(0)
+    query.store = StoreCall(torch.as_tensor(index, device=model.device), slots, index, length)
+    model(query, store)
+    return store, length
+
+
+def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) -> Tensor:
+    """Logits [seeds, R, C, V] of canvases that begin at `starts`. Positions with `HOLE` and after a row's end hold the
+    noise of seeds 0, 1, ..., which depends on the prompt alone."""
+    width, device, count = model.facts.block_length, model.device, seeds * len(rows)
+    prompts = [row[:start] for row, start in zip(rows, starts, strict=True)] * seeds
+    unique = [*dict.fromkeys(prompts)]
+    sampler = DiffusionGemma()
+    state = sampler.start(model, unique, max_new_tokens=width, seed=0)
+    model(sampler.query(state)[0], state.store)  # encodes the prompts
+
+    index = np.array([unique.index(prompt) for prompt in prompts])
+    positions = state.positions(index)
+    keys = rng.row_keys([seed for seed in range(seeds) for _ in rows], prompts, before=[0] * count)
+    step = torch.zeros(count, dtype=torch.int64, device=device)
+    fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
+    answers = padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE)
+    given = torch.as_tensor(answers, device=device).repeat(seeds, 1)
+    query = CanvasQuery(
+        rows=np.arange(count),
+        tokens=torch.where(given == HOLE, fresh, given),
+        positions=positions,
+        store=StoreCall(state.index(index), visible_length=max(starts), begin=min(starts)),
+        forwarded=np.full(count, width),
+        kind="canvas",
+    )
+    logits: Tensor = model(query, state.store)
+    return logits.unflatten(0, (seeds, len(rows)))

@@ -1,1 +1,0 @@
-"""Questions with a few possible answers, read from a model without generating: `paradec.decide`."""
