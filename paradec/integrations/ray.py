@@ -125,11 +125,8 @@ def answer(
 
 
 def check_ids(dataset: Any, id: str = "id") -> None:
-    """Read the ids of a Ray dataset.
-
-    Raises:
-        ValueError: no such column, an id that is neither a text nor an int, or one that occurs twice.
-    """
+    """Read the ids of a Ray dataset. Raises ValueError: no such column, an id that is neither a text nor an int, or one
+    that occurs twice."""
     columns = dataset.columns()
     if not columns:
         return  # Ray knows none where there are no rows
@@ -145,11 +142,8 @@ def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
-    """The ids in a folder's parts. A part that cannot be read is renamed to NAME.broken.
-
-    Raises:
-        ValueError: an id that occurs twice.
-    """
+    """The ids in a folder's parts. A part that cannot be read is renamed to NAME.broken. Raises ValueError: an id that
+    occurs twice."""
     check_installed()
     import pyarrow
     import pyarrow.parquet

@@ -216,11 +216,8 @@ class Hosted:
         return {name: state.memory[name][slot : slot + 1].clone() for name in kept}
 
     def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
-        """Begin a row with what another one `remembered`. Before its first step.
-
-        Raises:
-            ValueError: the row has been stepped, or the sampler remembers nothing of such a name or shape.
-        """
+        """Begin a row with what another one `remembered`. Before its first step. Raises ValueError: the row has been
+        stepped, or the sampler remembers nothing of such a name or shape."""
         state, slot = self._place(key)
         if state.row_step[slot]:
             raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")

@@ -197,10 +197,7 @@ class BlockSteps:
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
         """One step of every block, written to `forward_batch.input_ids`; which of them are final, and evaluated so.
-
-        Raises:
-            FloatingPointError: logits that are not finite, with the request's name.
-        """
+        Raises FloatingPointError: logits that are not finite, with the request's name."""
         size = self.block_size
         ids = forward_batch.input_ids.view(-1, size)
         logits = full_logits.view(len(states), size, -1)

@@ -148,11 +148,8 @@ class Answering:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context.
-
-        Raises:
-            ValueError: the tokenizer has neither a first nor a last token.
-        """
+        """The token before a text without a context. Raises ValueError: the tokenizer has neither a first nor a last
+        token."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *self.model.facts.eos_token_ids):
             if token is not None:
                 return int(token)
@@ -170,11 +167,8 @@ class Answering:
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text as `paradec.generate` makes them without a chat: causal models have their first token before
-        it, but not where a chat template has rendered it.
-
-        Raises:
-            ValueError: words that the tokenizer cannot express.
-        """
+        it, but not where a chat template has rendered it. Raises ValueError: words that the tokenizer cannot
+        express."""
         causal = self.model.facts.topology == "causal" and string not in self._rendered
         return ids_of(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
 
@@ -187,11 +181,7 @@ class Answering:
         return before, whole[len(before) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text.
-
-        Raises:
-            ValueError: no chat template, or one that does not take these messages.
-        """
+        """A chat as text. Raises ValueError: no chat template, or one that does not take these messages."""
         from jinja2 import TemplateError
 
         if not getattr(self.tokenizer, "chat_template", None):

@@ -179,11 +179,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str]) -> Comparison:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: another kind of file. OSError: it cannot be read.
-        """
+        """Read what `to_json` wrote. Raises ValueError: another kind of file; OSError: it cannot be read."""
         try:
             data = parse_json(read_text(file))
             if data["schema"] != SCHEMA:

@@ -43,11 +43,7 @@ class Configuration:
         return ", ".join(f"{name}={plain(value)}" for name, value in self.changes.items()) or "default"
 
     def make(self) -> Sampler:
-        """The sampler.
-
-        Raises:
-            ValueError: an unknown name, a value out of its range, or a change that neither takes.
-        """
+        """The sampler. Raises ValueError: an unknown name, a value out of its range, or a change that neither takes."""
         own = self._own_settings()
         return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in own})
 

@@ -105,11 +105,8 @@ def evaluate(
 
 
 def tasks_of(recipe: Recipe) -> Any:
-    """The harness' task manager, with the packaged tasks and the recipe's own.
-
-    Raises:
-        ModuleNotFoundError: the extra `eval` is missing. ValueError: an unknown task, or a folder that is none.
-    """
+    """The harness' task manager, with the packaged tasks and the recipe's own. Raises ModuleNotFoundError: the extra
+    `eval` is missing; ValueError: an unknown task, or a folder that is none."""
     from paradec.tools.evaluation.harness import TASKS
 
     if recipe.include is not None and not Path(recipe.include).is_dir():

@@ -39,11 +39,8 @@ class Panel:
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Raise unless a picture can be written there; worth asking before hours of work.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed. ValueError: not a PNG, PDF or SVG file in an existing folder.
-    """
+    """Raise unless a picture can be written there; worth asking before hours of work. Raises ModuleNotFoundError:
+    matplotlib is not installed; ValueError: not a PNG, PDF or SVG file in an existing folder."""
     path = Path(file)
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"plot={str(file)!r} must end in .png, .pdf or .svg")
@@ -54,10 +51,7 @@ def check_plot(file: str | os.PathLike[str]) -> None:
 
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
     """Draw a comparison: right answers over tokens per forward, by whether prompts have one right answer or many.
-
-    Raises:
-        ModuleNotFoundError, ValueError: as `check_plot`.
-    """
+    Raises ModuleNotFoundError, ValueError: as `check_plot`."""
     groups = {
         "one right answer": comparison.group(many=False),
         "many right answers": comparison.group(many=True),
@@ -104,11 +98,7 @@ def save(figure: Figure, file: str | os.PathLike[str]) -> None:
 
 def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_label: str) -> None:
     """Draw panels side by side over a shared logarithmic x axis: a colour and a marker for each of the samplers that
-    `shown_curves` names, grey for the others.
-
-    Raises:
-        ModuleNotFoundError, ValueError: as `check_plot`.
-    """
+    `shown_curves` names, grey for the others. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
     check_plot(file)
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter

@@ -116,11 +116,8 @@ def _question(line: str) -> Question:
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
     """The object in a line of a file of prompts. allowed: its fields; None takes any. ids: whether `input_ids` may take
-    the place of `prompt`.
-
-    Raises:
-        ValueError: no object, an unknown field, or a prompt, task or group that is no text.
-    """
+    the place of `prompt`. Raises ValueError: no object, an unknown field, or a prompt, task or group that is no
+    text."""
     fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
@@ -141,10 +138,7 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
 
 def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:
     """What judges answers to a prompt with an "answer" or a "regex", and whether several are right (None: unknown).
-
-    Raises:
-        ValueError: neither, both, or one of another kind.
-    """
+    Raises ValueError: neither, both, or one of another kind."""
     if ("answer" in fields) == ("regex" in fields):
         raise ValueError("give either answer or regex")
     if "answer" in fields:

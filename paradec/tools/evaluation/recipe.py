@@ -136,11 +136,8 @@ class Recipe:
         self.asked()
 
     def asked(self) -> dict[str, Any]:
-        """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset.
-
-        Raises:
-            ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range.
-        """
+        """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset. Raises
+        ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
         read = {**self.request, **Request.from_dict(fields)}
         request_from_arguments(read, self.preset, self.seed)
@@ -162,11 +159,8 @@ class Recipe:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Recipe:
-        """Read one; paths in it count from its own folder.
-
-        Raises:
-            ValueError: no YAML, or no recipe; the message names the file and what is wrong. OSError: it cannot be read.
-        """
+        """Read one; paths in it count from its own folder. Raises ValueError: no YAML, or no recipe; the message names
+        the file and what is wrong; OSError: it cannot be read."""
         import yaml
 
         path = Path(file)
@@ -195,10 +189,8 @@ def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
     """What arguments and a preset say by field, and the request of it; what is no field is a setting of the sampler.
-
-    Raises:
-        TypeError: a name that is neither. ValueError: a value out of its range, or settings of a sampler with settings.
-    """
+    Raises TypeError: a name that is neither; ValueError: a value out of its range, or settings of a sampler with
+    settings."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     said = Request.merge_arguments(fields, preset)
@@ -215,11 +207,8 @@ def request_from_arguments(
 
 
 def generation_fields(of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a request from a task's generation_kwargs, and its stop strings.
-
-    Raises:
-        ValueError: something that paradec does not do; the message names it.
-    """
+    """Fields of a request from a task's generation_kwargs, and its stop strings. Raises ValueError: something that
+    paradec does not do; the message names it."""
     given = dict(of_task)
     until = given.pop("until", None) or []
     until = [text for text in ([until] if isinstance(until, str) else until) if text]

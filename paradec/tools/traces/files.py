@@ -22,11 +22,8 @@ HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 
 def check_suffix(path: str | os.PathLike[str], what: str = "path") -> None:
-    """Raise unless a trace can be written under this name; worth asking before the work. `what`: the argument.
-
-    Raises:
-        ValueError: another suffix. ModuleNotFoundError: what draws such files is not installed.
-    """
+    """Raise unless a trace can be written under this name; worth asking before the work. `what`: the argument. Raises
+    ValueError: another suffix; ModuleNotFoundError: what draws such files is not installed."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*DATA, *PAGES, *ANIMATIONS, *PLOTS):
         raise ValueError(
@@ -40,11 +37,8 @@ def check_suffix(path: str | os.PathLike[str], what: str = "path") -> None:
 
 
 def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
-    """Write one run, or several side by side, which data files cannot hold.
-
-    Raises:
-        ValueError, ModuleNotFoundError: as `check_suffix`; several runs in a data file.
-    """
+    """Write one run, or several side by side, which data files cannot hold. Raises ValueError, ModuleNotFoundError: as
+    `check_suffix`; several runs in a data file."""
     check_suffix(path)
     suffix = Path(path).suffix.lower()
     first, *beside = traces

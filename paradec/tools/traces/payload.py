@@ -38,11 +38,8 @@ def check_matplotlib() -> None:
 
 
 def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
-    """The names of runs: those given, else of their samplers.
-
-    Raises:
-        TypeError: no traces. ValueError: none, too many, or names that are not as many.
-    """
+    """The names of runs: those given, else of their samplers. Raises TypeError: no traces; ValueError: none, too many,
+    or names that are not as many."""
     for trace in traces:
         if not isinstance(trace, Trace):
             raise TypeError(f"beside={shown(trace)} must be a paradec.core.trace.Trace, or several")

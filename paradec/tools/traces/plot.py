@@ -16,12 +16,8 @@ KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     """A matplotlib figure with a column for each run: above, which step wrote each position of its first row (of a
-    picture: each token), below, what the steps evaluated.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed. TypeError, ValueError: as for
-            `paradec.tools.traces.files.page`.
-    """
+    picture: each token), below, what the steps evaluated. Raises ModuleNotFoundError: matplotlib is not installed.
+    TypeError, ValueError: as for `paradec.tools.traces.files.page`."""
     called = check_runs(traces, names)
     check_matplotlib()
     from matplotlib.figure import Figure

@@ -59,11 +59,8 @@ def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
 
 
 def read_prompts(file: str | os.PathLike[str]) -> list[str]:
-    """Prompts from a file: one per line, or JSON lines with a "prompt" each where it is named .jsonl.
-
-    Raises:
-        ValueError: a line that has none, or no prompts; the message names the line. OSError: it cannot be read.
-    """
+    """Prompts from a file: one per line, or JSON lines with a "prompt" each where it is named .jsonl. Raises
+    ValueError: a line that has none, or no prompts; the message names the line; OSError: it cannot be read."""
     as_data = Path(file).suffix == ".jsonl"
     prompts = read_lines(file, lambda line: read_fields(line)["prompt"] if as_data else line)
     if not prompts:
@@ -115,11 +112,7 @@ class Records:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Records:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: another kind of file. OSError: it cannot be read.
-        """
+        """Read what `save` wrote. Raises ValueError: another kind of file; OSError: it cannot be read."""
         try:
             with safe_open(file, framework="pt") as opened:
                 about = json.loads((opened.metadata() or {})["learn2pd"])

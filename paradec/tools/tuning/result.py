@@ -80,29 +80,21 @@ class Tuning:
 
     @property
     def preset(self) -> Request:
-        """The chosen request, for `preset=`.
-
-        Raises:
-            ValueError: nothing has been measured on all choosing prompts yet.
-        """
+        """The chosen request, for `preset=`. Raises ValueError: nothing has been measured on all choosing prompts
+        yet."""
         return self.request(None)
 
     def request(self, point: int | None) -> Request:
-        """The request of a point of the front, counted from 1 as in the report; None is the chosen one.
-
-        Raises:
-            ValueError: no such point, or none at all.
-        """
+        """The request of a point of the front, counted from 1 as in the report; None is the chosen one. Raises
+        ValueError: no such point, or none at all."""
         if self.chosen is None:
             raise ValueError("no setting was measured on all choosing prompts yet: give more trials or minutes")
         check_int("point", point, low=1, high=len(self.points), none=True)
         return self.points[self.chosen if point is None else point - 1].request
 
     def save(self, path: str | os.PathLike[str], point: int | None = None) -> None:
-        """Write a point's request as a preset, for `generate(preset=)`, `--preset`, schedulers and servers.
-
-        Raises: as `request`; OSError.
-        """
+        """Write a point's request as a preset, for `generate(preset=)`, `--preset`, schedulers and servers. Raises as
+        `request`; OSError."""
         self.request(point).save(Path(path))
 
     # ---- intervals ----------------------------------------------------------------------------------------------

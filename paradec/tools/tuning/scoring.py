@@ -33,12 +33,9 @@ class Scorer:
 
     @classmethod
     def of(cls, asked: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
-        """The scorer that was asked for; by default a checker, else answers where all prompts have one, else
-        agreement.
-
-        Raises:
-            ValueError: an unknown kind, or one that lacks what it needs. TypeError: a checker that cannot be called.
-        """
+        """The scorer that was asked for; by default a checker, else answers where all prompts have one, else agreement.
+        Raises ValueError: an unknown kind, or one that lacks what it needs; TypeError: a checker that cannot be
+        called."""
         if checker is not None and not callable(checker):
             raise TypeError(f"checker={shown(checker)} must be callable: checker(prompt, answer)")
         missing = sum(not entry.judged for entry in asked)
@@ -158,11 +155,7 @@ class Half:
 
     def decode(self, request: Request, first: int, stop: int) -> tuple[Any, list[list[int]], list[str | None]]:
         """Decode the prompts from `first` to `stop` (exclusive): the output, and of each row the ids that were filled
-        up to its end token, and the text.
-
-        Raises:
-            Failed: the request does not work.
-        """
+        up to its end token, and the text. Raises Failed: the request does not work."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # advice for one request; here they are compared

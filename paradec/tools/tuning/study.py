@@ -198,11 +198,7 @@ def differs(was: Any, now: Any, path: str = "") -> str | None:
 
 
 def _storage(file: Path) -> Any:
-    """The storage of a file.
-
-    Raises:
-        ValueError: a file that is no study. OSError: a folder that is not there.
-    """
+    """The storage of a file. Raises ValueError: a file that is no study; OSError: a folder that is not there."""
     import optuna
     from sqlalchemy.exc import DatabaseError
 

@@ -13,11 +13,8 @@ _served: dict[str, Any] = {}
 
 
 def serve(model_config: Any) -> None:
-    """Note which model this process admits requests for.
-
-    Raises:
-        ValueError, TypeError: defaults of the server that no request could have.
-    """
+    """Note which model this process admits requests for. Raises ValueError, TypeError: defaults of the server that no
+    request could have."""
     from vllm import SamplingParams
 
     settings_of(SamplingParams(max_tokens=None), server_defaults(model_config.hf_config))
@@ -30,11 +27,8 @@ class Admission(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse what no request of these models can say.
-
-        Raises:
-            ValueError: the message names the parameter, its value and what is allowed.
-        """
+        """Refuse what no request of these models can say. Raises ValueError: the message names the parameter, its value
+        and what is allowed."""
         models = list(_served.values())
         # which of several models is meant is not said here: then only what holds for all of them is looked at
         only = models[0] if len(models) == 1 else None
@@ -53,11 +47,7 @@ class Admission(LogitsProcessor):
 
 
 def _check_fit(settings: Any, model_config: Any) -> None:
-    """What takes the model, but not the prompt.
-
-    Raises:
-        ValueError, TypeError: as `Served.opened`.
-    """
+    """What takes the model, but not the prompt. Raises ValueError, TypeError: as `Served.opened`."""
     from paradec.integrations.engines.vllm.slots import served_by
 
     served = served_by(model_config)

@@ -25,11 +25,7 @@ class _BlockConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a config.json.
-
-        Raises:
-            CheckpointError: a field is missing, or asks for maths that is not supported.
-        """
+        """Read a config.json. Raises CheckpointError: a field is missing, or asks for maths that is not supported."""
         from paradec.models.loading import FAMILIES  # which imports torch
 
         stated = dict(config_dict)

@@ -43,11 +43,8 @@ class EngineConfig:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Called when the model's part of the configuration is made.
-
-        Raises:
-            ValueError: neither config.json nor its folder's name says the block.
-        """
+        """Called when the model's part of the configuration is made. Raises ValueError: neither config.json nor its
+        folder's name says the block."""
         canvas = getattr(model_config.hf_config, "canvas_length", None)
         if isinstance(canvas, bool) or not isinstance(canvas, int) or canvas < 1:
             raise ValueError(
@@ -59,11 +56,8 @@ class EngineConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Called when the whole configuration is made, before its last checks.
-
-        Raises:
-            ValueError: a part of it that these models cannot have.
-        """
+        """Called when the whole configuration is made, before its last checks. Raises ValueError: a part of it that
+        these models cannot have."""
         from vllm.config.diffusion import DiffusionConfig
 
         from paradec.integrations.engines.vllm import admission

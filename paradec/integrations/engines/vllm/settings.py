@@ -83,11 +83,7 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
 
 
 def server_defaults(hf_config: Any = None) -> dict[str, Any]:
-    """What the server says for requests that do not.
-
-    Raises:
-        ValueError, TypeError: no such form, or an unknown name.
-    """
+    """What the server says for requests that do not. Raises ValueError, TypeError: no such form, or an unknown name."""
     found = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
     return found | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
 

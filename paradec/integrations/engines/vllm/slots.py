@@ -34,11 +34,8 @@ class Served:
     def opened(
         self, prompt: Sequence[int], settings: Settings, written: Sequence[int] = (), device: Any = "cpu"
     ) -> Hosted:
-        """The row of a request. written: the answer so far, where vLLM had taken the request out for a while.
-
-        Raises:
-            ValueError, TypeError: what this model, or this prompt, cannot have.
-        """
+        """The row of a request. written: the answer so far, where vLLM had taken the request out for a while. Raises
+        ValueError, TypeError: what this model, or this prompt, cannot have."""
         facts = self.facts
         if facts.mask_id in prompt:
             raise ValueError(
@@ -67,11 +64,8 @@ class Served:
 
 
 def served_by(model: Any) -> Served:
-    """The model of an engine, by its checkpoint's own files. model: vLLM's `ModelConfig`.
-
-    Raises:
-        CheckpointError: files that do not say what is needed.
-    """
+    """The model of an engine, by its checkpoint's own files. model: vLLM's `ModelConfig`. Raises CheckpointError: files
+    that do not say what is needed."""
     from paradec.models.checkpoint import read_json
     from paradec.models.family import facts_of, tokenizer_of
     from paradec.models.loading import FAMILIES
