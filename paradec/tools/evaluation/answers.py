@@ -60,30 +60,28 @@ class Spent:
 
 
 class Answering:
-    """A paradec model that a harness asks. What is said here wins over what a task says; the rest is the task's.
+    """A paradec model for a harness. Arguments given here win over those of a task.
 
     Args:
-        pretrained: what `paradec.load` takes, or a model; None is the small one inside the package.
-        batch_size: rows decoded together; the batch stays full (`generate_many`). Scores depend on it no more than
-            rounding does, and in float64 not at all.
+        pretrained: source for `paradec.load`, or a model; None is the packaged model.
+        batch_size: rows decoded together (`generate_many`). Scores depend on it up to rounding only.
         max_batch_size: not used; the harness gives one.
         device, dtype, revision: as in `paradec.load`.
-        preset: a request, or a file that `Request.save` wrote.
+        preset: a request, or a file of `Request.save`.
         seed: of all draws.
-        until: whether the task's stop strings end an answer; False cuts nothing (`escape_until` of others).
+        until: whether the task's stop strings end an answer (`escape_until` of others).
         max_length: tokens of prompt and answer; by default the model's.
         likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal ones are
-            exact.
-        mc_num, mc_batch: its `samples` and `stratum`. order: its order of "chain".
-        check_greedy: whether log-likelihoods say if the continuation is what greedy decoding writes (a forward per
-            token; LAMBADA's accuracy reads it, tasks with choices do not). False answers no.
-        choices: "score", or "decode": where several continuations of one context are asked for, the model answers with
-            one of them, under a constraint; this one's log-likelihood is 0, the others' -inf.
-        arguments: fields of `paradec.Request`, and settings of its sampler. `max_new_tokens` is the canvas; where it is
-            not given the task's length counts.
+            exact. mc_num, mc_batch, order: its `samples`, `stratum` and `order`.
+        check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, at a forward per token
+            (LAMBADA's accuracy needs it, tasks with choices do not).
+        choices: "score", or "decode": the model answers with one of a context's continuations under a constraint, whose
+            log-likelihood becomes 0, the others' -inf.
+        arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task's length
+            counts.
 
     Raises:
-        ValueError, TypeError: an argument out of its range, or one that is neither; the message names it.
+        ValueError, TypeError: an unknown argument, or one out of its range.
     """
 
     def __init__(
@@ -354,16 +352,16 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, asked: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """For each (context, continuations), as ids: the number of the continuation that the model writes when a constraint
-    holds it to them, and the output. One answer of a few forwards stands in for the log-likelihood of every choice,
-    which takes a masked model a hundred forwards each.
+    """Decode each context under a constraint to its continuations; yield the number of the written one, and the output.
+
+    A few forwards replace the log-likelihoods of all choices, a hundred forwards each on masked models.
 
     Args:
-        request: how it decodes; the answer has the tokens of the longest continuation, and an end token. batch_size:
-            rows decoded together.
+        request: decoding settings; the answer has the tokens of the longest continuation and an end token.
+        batch_size: rows decoded together.
 
     Raises:
-        ValueError: the model has no end token, or what `paradec.generate` refuses of this request with a constraint.
+        ValueError: no end token, or a request that cannot have a constraint.
     """
     if not model.facts.eos_token_ids:
         raise ValueError(f"choices='decode' needs an end token, and {model.facts.name} has none")

@@ -1,10 +1,8 @@
-"""The honest comparison: every masked sampler on prompts with checkable answers, accuracy beside the forwards it took.
+"""Comparison of masked samplers on prompts with checkable answers: accuracy and forwards.
 
-Each sampler runs with its defaults and with the settings of its class attribute `sweep`. All share the model, the
-cache, the canvas, the seed and the stop at the end of the text, so that what separates them is the rule. The baseline
-is the threshold rule at 0.9 with that stop; it is always measured, and every row says how it compares.
-
-Right answers and forwards are the same on every run of one machine; times are not.
+Each sampler runs with its defaults and with the settings of its class attribute `sweep`; model, cache, canvas, seed and
+the stop at the end of the text are shared. The baseline, threshold 0.9, is always measured. Right answers and forwards
+are equal on every run of one machine; times are not.
 """
 
 from __future__ import annotations
@@ -127,11 +125,8 @@ class Comparison:
         return [task for task, several in self.many.items() if several is many]
 
     def aup(self) -> dict[str, float]:
-        """Area under each sampler's accuracy-parallelism curve; see `paradec.tools.evaluation.metrics.aup`.
-
-        Only of samplers that were measured with as many settings as most, and with two at least: the area under one
-        setting is a rectangle, under three a curve, and the two say nothing about each other.
-        """
+        """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`) of the samplers with the
+        most settings, at least two: areas under different numbers of settings are not comparable."""
         best = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
@@ -263,29 +258,24 @@ def compare(
     """Decode every question with every configuration; count right answers and forwards.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
-        questions: from `packaged_questions` or `read_questions`; None takes all packaged ones.
-        names: as in `configurations`; None takes every registered sampler of the masked family, and `COMBINATIONS`,
-            where the request suits them. The baseline is measured in any case.
+        model: from `paradec.load` or `paradec.wrap`; None is the packaged model.
+        questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
+        names: as in `configurations`; None is every masked sampler and `COMBINATIONS`, where the request suits them.
+            The baseline is always added.
         defaults: as in `configurations`: one row for every sampler.
-        cache: a name that `paradec.caches.names()` lists, with settings in parentheses if need be.
-        attention, suffix: as in `paradec.generate`.
-        batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
-            float32, up to near-ties).
-        seed: of the samplers that draw.
-        max_new_tokens, block_length: as in `paradec.generate`.
-        constraint: what every answer must be whose question does not say it; prompts decoded together have the same.
-        resume: an earlier comparison with the same setup, version of the draws included; its results are not measured
-            again, except for samplers of a file that has changed.
+        cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
+        attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
+        batch: prompts decoded together; changes the speed alone (in float32 up to near-ties).
+        seed: for samplers that draw.
+        constraint: for answers whose question has none; prompts decoded together share it.
+        resume: an earlier comparison with the same setup and version of the draws, whose results are reused, except for
+            samplers from a changed file.
         progress: called after every batch.
-
-    Returns:
-        A complete `Comparison`.
 
     Raises:
         ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the configurations that were
-            finished, `complete` False.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
+            `complete` False.
     """
     todo = configurations(names, defaults)
     caches.create(cache)

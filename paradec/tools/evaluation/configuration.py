@@ -22,11 +22,11 @@ are fastest and the one that is most often right."""
 
 @dataclass(frozen=True)
 class Configuration:
-    """A sampler with some of its settings, and of the request's, changed; nothing changed is its default.
+    """A sampler with changed settings; without changes it has its defaults.
 
-    `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
-    `changes` is one entry of the sampler's `sweep`. Names of the sampler's settings go to the sampler, the others
-    to `generate`. A fraction for `steps` means that share of the undecided positions.
+    `sampler` is a registered name or a combination with its settings ("credit+localleap"). `changes` is one entry of
+    the sampler's `sweep`: its settings, and fields of the request. A fraction for `steps` is a share of the undecided
+    positions.
     """
 
     sampler: str
@@ -62,15 +62,14 @@ class Configuration:
 def configurations(
     names: str | Iterable[str | Configuration] | None = None, defaults: bool = False
 ) -> list[Configuration]:
-    """The baseline, then every sampler with its defaults and the settings of its `sweep`; the baseline's come first.
+    """List the baseline, then every sampler with its defaults and its `sweep`.
 
     Args:
-        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they are; None
-            takes every registered sampler of the masked family, and `COMBINATIONS`.
-        defaults: whether to leave out the settings of `sweep`, so that every sampler has one row.
+        names: samplers, combinations as text, and `Configuration`s; None is every masked sampler and `COMBINATIONS`.
+        defaults: whether to leave out the settings of `sweep`.
 
     Raises:
-        ValueError: an unknown sampler, one of another family, or a `sweep` with something that nothing takes.
+        ValueError: an unknown sampler, one of another family, or a `sweep` with an unknown name.
     """
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]

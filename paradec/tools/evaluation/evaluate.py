@@ -38,23 +38,21 @@ def evaluate(
     """Run the harness on a recipe's tasks.
 
     Args:
-        recipe: what to run.
-        model: a loaded one, in the place of the recipe's.
+        recipe: the evaluation.
+        model: a loaded one, instead of the recipe's.
         device: as in `paradec.load`.
-        use_cache: the beginning of a file's name in which the harness keeps every answer as it comes: a run that was
-            interrupted goes on from there. Only for an equal recipe: the harness' file does not know the settings. The
-            file's name goes on with the version of the draws (`answers_draws2_rank0.db`).
-        log_samples: whether the result holds every prompt and answer.
-        bootstrap_iters: resamples for the standard errors of metrics that have no formula; 0 leaves them out.
+        use_cache: prefix of the harness' file of answers, from which an interrupted run of an equal recipe continues.
+            The version of the draws is appended (`answers_draws2_rank0.db`).
+        log_samples: whether the result has every prompt and answer.
+        bootstrap_iters: resamples for standard errors without a formula; 0 leaves these out.
 
     Returns:
-        What JSON can hold: "schema", "recipe" (all its fields), "met" (versions, the weights' commit, device, dtype,
-        whether a chat template was applied), "results" and "groups" as the harness has them, "config" with what
-        decoding took, "samples" if asked for.
+        JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, chat template), the harness'
+        "results" and "groups", "config" with the costs of decoding, "samples" if asked for.
 
     Raises:
-        ModuleNotFoundError: the extra `eval` is missing. ValueError: what the recipe asks cannot be done.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; what was answered is in `use_cache`.
+        ModuleNotFoundError: the extra `eval` is missing. ValueError: the recipe cannot be run.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; finished answers are in `use_cache`.
     """
     from paradec.tools.evaluation.harness import ParadecLM
 
@@ -159,14 +157,12 @@ def commit_of(recipe: Recipe) -> str | None:
 
 
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
-    """What a recipe would run, with all that can be known without the weights.
-
-    Args:
-        prompt_tokens: a guess at the tokens of a prompt.
+    """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens.
 
     Returns:
-        What JSON can hold: the recipe, the sampler with its settings, whether the harness knows the tasks, whether the
-        weights are on this disk, the versions, what is missing, and "memory", the bytes of a batch of answers.
+        JSON data: the recipe, the sampler with its settings, whether the harness knows the tasks, whether the weights
+            are
+        on this disk, versions, missing parts, and "memory", the bytes of a batch of answers.
 
     Raises:
         ValueError: as `tasks_of`.

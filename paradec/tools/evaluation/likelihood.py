@@ -1,22 +1,21 @@
-"""How likely a model finds a continuation: exactly, by Monte Carlo over maskings, or one token at a time.
+"""Log-likelihood of a continuation: exact, by Monte Carlo over maskings, or by the chain rule.
 
-What a model says of the positions of a continuation x of L tokens, given what comes before it:
+For a continuation x of L tokens after a context:
 
-- "exact": of causal models, log p(x) from one forward.
-- "monte_carlo": of masked models, the lower bound on log p(x) that they are trained with (LLaDA, arXiv 2502.09992,
-  equation 6 and `get_log_likelihood`): l ~ uniform{1, ..., L} positions, chosen uniformly, are masked;
+- "exact": log p(x) of causal models, from one forward.
+- "monte_carlo": the lower bound on log p(x) that masked models are trained with (LLaDA, arXiv 2502.09992, equation 6
+  and `get_log_likelihood`): l ~ uniform{1, ..., L} positions, chosen uniformly, are masked;
 
       E[ (L / l) sum over the masked i of log p(x_i | the rest) ]
 
-- "chain": sum of log p(x_i | those before i in an order, the rest masked), one position at a time. For one order that
-  is the log-likelihood of a model that decodes in it; its mean over all orders is the expectation above.
+- "chain": sum of log p(x_i | those before i in an order, the rest masked): the log-likelihood of decoding in that
+  order. Its mean over all orders is the expectation above.
 
-Block-causal models make blocks one after the other, so that a continuation's value is the sum over its blocks of
-either, each given the blocks before it; what a last block has left stays masked, as it is while it is decoded.
+For block-causal models the value is the sum over blocks, each given the blocks before; the rest of a last block stays
+masked.
 
-Differences to LLaDA's code: it spreads the l of a batch over 1 to L by rounding to even numbers, which for some L (8
-maskings a batch of 16, say) favours even l; here every l is equally likely. Where a continuation has no more
-maskings than were asked for, all of them are evaluated, each once, and nothing is drawn.
+Differences to LLaDA's code: it rounds the l of a batch to even numbers, which for some L favours even l; here every l
+is equally likely. If a continuation has no more maskings than samples, each is evaluated once and nothing is drawn.
 """
 
 from __future__ import annotations
@@ -222,28 +221,23 @@ def log_likelihoods(
     seed: int = 0,
     batch_size: int = 16,
 ) -> Iterator[Likelihood]:
-    """Log-likelihoods of continuations, one after the other as they are known.
+    """Yield the log-likelihoods of continuations, in the order of the pairs.
 
-    A pair's value depends on its ids, the seed and the settings, and on no other pair; it is exact for every batch size
-    in float64, in narrower types up to rounding.
+    A value depends on its ids, the seed and the settings alone, and up to rounding not on the batch size.
 
     Args:
         model: a language model, masked or causal.
-        pairs: (context, continuation) as ids. A context may be empty for masked models that predict in place; a
-            continuation has one token at least.
-        method: of `METHODS`; None takes "exact" for causal models and "monte_carlo" for masked ones.
-        samples: maskings of "monte_carlo", and orders of "chain" with order "random". 128 is LLaDA's.
-        stratum: maskings whose l are spread evenly over 1 to L, which makes the estimate more precise; the variance is
-            that of the strata's means. `samples` is a multiple of it, or smaller. 16 is LLaDA's batch.
+        pairs: (context, continuation) as ids. A context may be empty for masked models that predict in place.
+        method: of `METHODS`; None is "exact" for causal models and "monte_carlo" for masked ones.
+        samples: maskings of "monte_carlo" (128 is LLaDA's), and orders of "chain" with order "random".
+        stratum: maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` is a multiple of it, or
+            smaller. The variance is that of the strata's means.
         order: of "chain".
-        guidance_scale: as in `paradec.Request`: the context is masked in the second branch. LLaDA's cfg is this less 1.
+        guidance_scale: as in `paradec.Request`, with the context masked in the second branch: LLaDA's cfg + 1.
         seed: of the draws. batch_size: rows evaluated together.
 
-    Returns:
-        An iterator of `Likelihood`s, in the order of the pairs.
-
     Raises:
-        ValueError, TypeError: an argument out of its range, before any forward; the message names it.
+        ValueError, TypeError: an argument out of its range, before any forward.
         FloatingPointError: NaN or +inf among the logits.
     """
     check_model("log_likelihoods", model, MADE)
@@ -387,14 +381,9 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 def greedily_decoded(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
-    """Whether a masked model that decodes greedily, one token per forward by confidence, writes the continuation.
-
-    What LLaDA's evaluation calls `suffix_greedy_prediction`; the answer has the continuation's length, and end tokens
-    end nothing.
-
-    Raises:
-        ValueError, TypeError: as `log_likelihoods`; a causal model, whose `Likelihood.greedy` says it.
-    """
+    """Whether a masked model writes the continuation when it decodes greedily, one token per forward by confidence
+    (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
+    `log_likelihoods`, or a causal model, whose `Likelihood.greedy` has the answer."""
     check_model("greedily_decoded", model, MADE)
     if model.facts.topology == "causal":
         raise ValueError(f"{model.facts.name} is causal: log_likelihoods says whether its tokens are the likeliest")

@@ -19,14 +19,11 @@ DECAY = 3.0
 
 
 def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share: where the true one may lie, given `right` of `asked`.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927). Unlike the
-    normal approximation it stays inside [0, 1], and has a width at 0 and 1 too.
+    """Wilson's score interval of a share (E. B. Wilson, JASA 22, 1927), which stays inside [0, 1].
 
     Args:
         right: successes, in [0, asked].
-        asked: trials, at least 1, taken to be independent.
+        asked: independent trials, at least 1.
         confidence: coverage, in (0, 1).
 
     Returns:
@@ -49,18 +46,18 @@ def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, flo
 
 
 def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> float:
-    """Area under one method's accuracy-parallelism curve, in points of accuracy times tokens per forward.
+    """Area under one method's accuracy-parallelism curve, in points of accuracy times tokens per forward (d3LLM,
+    hao-ai-lab).
 
-    The measure of d3LLM (hao-ai-lab): settings are sorted by parallelism, rho_1 <= rho_2 <= ...; those with an
-    accuracy more than 5 points below y_1 are left out; the rest give
+    Settings are sorted by parallelism, rho_1 <= rho_2 <= ...; those more than 5 points below y_1 are left out:
 
         rho_1 y_1 + sum over i > 1 of (rho_i - rho_(i-1)) (y_i w_i + y_(i-1) w_(i-1)) / 2
 
-    with w_i = min(exp(-3 (1 - y_i / best)), 1). It needs no clock, so it is the same on every machine.
+    with w_i = min(exp(-3 (1 - y_i / best)), 1).
 
     Args:
-        points: (tokens per forward, accuracy in per cent) of each setting, at least one; tokens per forward above 0.
-        best: the best accuracy of any method in the comparison, in per cent; by default the best of `points`.
+        points: (tokens per forward > 0, accuracy in per cent) of each setting, at least one.
+        best: the best accuracy of any method, in per cent; by default of `points`.
 
     Raises:
         ValueError: no points, or a number out of its range.
@@ -85,15 +82,8 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
 
 
 def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean of `values`, whole groups drawn at a time: (low, high).
-
-    Args:
-        groups: of each value; None draws the values one by one.
-        seed: of the resampling; equal seeds give equal intervals.
-
-    Raises:
-        ValueError: no values.
-    """
+    """95 % percentile bootstrap (low, high) of the mean of `values`; `groups`, one name per value, are drawn whole.
+    Raises ValueError: no values."""
     if not len(values):
         raise ValueError("values is empty; give at least one number")
     groups = [str(place) for place in range(len(values))] if groups is None else groups

@@ -1,8 +1,6 @@
-"""What parallel decoding costs, as ParallelBench asks it: tasks with one right answer and with many, swept settings.
+"""Accuracy over parallelism on ParallelBench's tasks (arXiv 2510.04767), with swept settings.
 
-ParallelBench (arXiv 2510.04767) decodes each task at many degrees of parallelism and draws the score over tokens per
-step. Here every sampler is measured with the same number of settings: the area under its curve (AUP, d3LLM) grows with
-the number of points under it, and would otherwise favour whoever was swept most.
+Every sampler has the same number of settings: the area under its curve (AUP, d3LLM) grows with the number of points.
 """
 
 from __future__ import annotations
@@ -42,15 +40,12 @@ NAMES = (
 
 
 def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
-    """A sampler with so many settings, its default among them.
+    """List the configurations of a sampler with `settings` settings (2 to 5), its default among them.
 
-    Args:
-        name: a registered one of the masked family: with the settings of `SWEEPS`, else with its class attribute
-            `sweep`, the threshold's where that is about a threshold alone, or a schedule's where it plans steps.
-        settings: 2 to 5.
+    They come from `SWEEPS`, else from its class attribute `sweep`, the threshold's, or a schedule's if it plans steps.
 
     Raises:
-        ValueError: an unknown name, another family, or fewer settings than were asked for.
+        ValueError: an unknown name, another family, or too few known settings.
     """
     check_int("settings", settings, low=2, high=MOST_SETTINGS)
     cls = samplers.get(name)
@@ -73,14 +68,8 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Make prompts of ParallelBench's tasks, in the words that the packaged model was trained on.
-
-    Args:
-        tasks: of `NAMES`; None takes all. limit: prompts of each.
-
-    Raises:
-        ValueError: an argument out of its range.
-    """
+    """Make prompts of ParallelBench's `tasks` (of `NAMES`; None: all), `limit` of each, in the packaged model's words.
+    Raises ValueError: an argument out of its range."""
     wanted = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in wanted:
         check_choice("task", name, NAMES)
@@ -100,19 +89,15 @@ def parallel(
     suffix: Suffix | int | str | None = None,
     **others: Any,
 ) -> Comparison:
-    """Sweep samplers over the tasks, at temperature 0.
+    """Sweep samplers over the tasks, at temperature 0. `paradec.tools.evaluation.plot.frontier` draws the result.
 
     Args:
-        model: a masked language model; None takes the small one inside the package.
-        names: samplers; None takes ParallelBench's (`SWEEPS`).
+        model: a masked language model; None is the packaged one.
+        names: samplers; None is ParallelBench's (`SWEEPS`).
         settings: of each sampler, 2 to 5.
         tasks, limit: as in `parallel_questions`.
         max_new_tokens: by default the model's own.
-        block_length, cache, suffix, others: as in `paradec.tools.evaluation.compare`, without `questions`, `names` and
-            `defaults`.
-
-    Returns:
-        A `Comparison`; `aup` has every sampler, `paradec.tools.evaluation.plot.frontier` draws it.
+        block_length, cache, suffix, others: as in `paradec.tools.evaluation.compare`.
 
     Raises:
         ValueError: an argument out of its range, or a sampler that the model does not serve, before any decoding.

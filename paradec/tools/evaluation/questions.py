@@ -20,18 +20,17 @@ FIELDS = ("prompt", "answer", "regex", "task", "constraint")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what is known of its answer.
+    """A prompt, and how to judge its answer.
 
     Attributes:
-        prompt: a text; of tuning also a chat, or ids (with the mask id where they are to be filled).
-        key: prompt and answer as text; a comparison or a study goes on with equal keys only.
-        right: whether a text (without special tokens) is a right answer; None where that is not known.
-        truth: the ids that belong at the filled positions, in order; None where they are not known.
-        task: what the prompt is counted under; tuning spreads prompts of a task over both halves.
-        group: prompts of a group stay in one half of tuning, and are one draw of the intervals; by default a prompt's
-            own.
-        many: whether there are several right answers; None when that is not known.
-        constraint: what the answer must be; None takes what is asked of all.
+        prompt: a text; for tuning also a chat, or ids (with the mask id where they are to be filled).
+        key: prompt and answer as text; a comparison or study continues with equal keys only.
+        right: whether a text (without special tokens) is a right answer; None: unknown.
+        truth: the ids of the filled positions, in order; None: unknown.
+        task: group of the counts; tuning spreads the prompts of a task over both halves.
+        group: prompts of a group stay in one half and are one draw of the intervals; by default the prompt alone.
+        many: whether there are several right answers; None: unknown.
+        constraint: of the answer; None is that of all questions.
     """
 
     prompt: Any
@@ -50,15 +49,8 @@ class Question:
 
 
 def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """The prompts inside the package (`paradec.tools.evaluation.TASKS`), with their checkers.
-
-    Args:
-        tasks: names of the tasks wanted; None takes all.
-        limit: how many prompts of each task; None takes all.
-
-    Raises:
-        ValueError: an unknown task, or a limit below 1.
-    """
+    """Read the packaged prompts (`paradec.tools.evaluation.TASKS`), `limit` of each of the `tasks`; None is all. Raises
+    ValueError: an unknown task, or a limit below 1."""
     check_int("limit", limit, low=1, none=True)
 
     def question(example: Any) -> Question:
@@ -72,25 +64,24 @@ def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | No
 def read_questions(
     file: str | os.PathLike[str], tasks: str | Iterable[str] | None = None, limit: int | None = None
 ) -> list[Question]:
-    """Read one's own prompts: a file of JSON lines, one object per prompt.
+    """Read custom prompts from JSON lines, one object per prompt.
 
-        {"prompt": "What is 2 + 3?", "answer": "5"}
         {"prompt": "Name a prime.", "answer": ["2", "3", "5", "7"], "task": "primes"}
         {"prompt": "Say hello.", "regex": "(?i)hello|hi"}
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
 
-    `answer` (a text, or a list of them) must be the whole answer; spaces around words and empty lines at either end do
-    not count. `regex` (Python's) must be found in the answer. `task` groups prompts; it is "prompts" by default.
-    `constraint` says what the answer must be, as `to_dict` of `paradec.Choice`, `Regex` or `JsonSchema`.
+    `answer` (a text, or several) must be the whole answer, except for spaces around words and empty lines at either
+    end. `regex` (Python's) must be found in the answer. `task` is "prompts" by default. `constraint` is the `to_dict`
+    of a `paradec.Choice`, `Regex` or `JsonSchema`.
 
     Args:
         file: path of the file, UTF-8.
-        tasks: names of the tasks wanted; None takes all.
-        limit: how many prompts of each task, at even distances; None takes all.
+        tasks: names of tasks; None is all.
+        limit: prompts of each task, at even distances; None is all.
 
     Raises:
-        ValueError: a line that is no such object, an unknown task, or no prompts; the message names the line.
-        OSError: the file cannot be read.
+        ValueError: a malformed line (the message has its number), an unknown task, or no prompts. OSError: an
+            unreadable file.
     """
     check_int("limit", limit, low=1, none=True)
     questions = read_lines(file, _question)
@@ -115,8 +106,8 @@ def _question(line: str) -> Question:
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
-    """The object in a line of a file of prompts. allowed: its fields; None takes any. ids: whether `input_ids` may take
-    the place of `prompt`. Raises ValueError: no object, an unknown field, or a prompt, task or group that is no
+    """Read the object in a line of a file of prompts. `allowed` are its fields (None: any); `ids` allows `input_ids`
+    instead of `prompt`. Raises ValueError: no object, an unknown field, or a prompt, task or group that is not a
     text."""
     fields = parse_json(line)
     if not isinstance(fields, dict):

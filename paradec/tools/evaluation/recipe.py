@@ -1,18 +1,14 @@
-"""Recipes: everything that a score depends on, in one file of YAML.
+"""Recipes: everything that a score depends on, in one YAML file.
 
     model: GSAI-ML/LLaDA-8B-Instruct
     dtype: bfloat16
     tasks: [gsm8k]
     shots: 5
     chat: true
-    multiturn: false
     request: {sampler: threshold, cache: dual, max_new_tokens: 256, block_length: 32}
-    batch: 1
-    seed: 0
     published: {metric: exact_match, value: 78.5, source: "Fast-dLLM README"}
 
-`paradec eval FILE.yaml` runs one and writes it into the result, with the versions and the commit of the weights that it
-met. `recipes/` holds those of published settings.
+`paradec eval FILE.yaml` runs one and records the versions and the weights' commit. `recipes/` has published settings.
 """
 
 from __future__ import annotations
@@ -48,32 +44,32 @@ NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_re
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An evaluation by lm-evaluation-harness. Checked when made, as far as neither model nor harness is needed.
+    """An evaluation by lm-evaluation-harness, checked when made as far as neither model nor harness is needed.
 
     Args:
-        tasks: names of the harness' tasks and groups, or of the packaged ones ("paradec", "paradec_sort").
-        model: a folder or a hub id; None is the small model inside the package.
-        revision: branch, tag or commit of a hub id; the result says which commit it was.
-        dtype: the parameters' type; None is the checkpoint's.
-        shots: examples before each prompt; None is the task's own number.
-        chat: whether the tokenizer's chat template is applied; None does so where there is one, as `paradec.generate`.
-        multiturn: whether examples become turns of that chat, or are in one turn.
-        system: what the system says first.
-        request: fields of `paradec.Request` as `Request.to_dict` writes them, and settings of the sampler.
-        preset: a file that `Request.save` wrote; `request` wins over what is in it.
+        tasks: names of the harness' tasks and groups, or packaged ones ("paradec", "paradec_sort").
+        model: a folder or a hub id; None is the packaged model.
+        revision: branch, tag or commit of a hub id.
+        dtype: of the parameters; None is the checkpoint's.
+        shots: examples before each prompt; None is the task's number.
+        chat: whether to apply the tokenizer's chat template; None does so if there is one.
+        multiturn: whether examples become turns of the chat.
+        system: system prompt.
+        request: fields of `Request.to_dict`, and settings of the sampler.
+        preset: a file of `Request.save`; `request` wins over it.
         until: whether the tasks' stop strings end answers.
-        likelihood, mc_num, mc_batch, order, check_greedy, choices: how continuations are judged, see `ParadecLM`.
+        likelihood, mc_num, mc_batch, order, check_greedy, choices: see `ParadecLM`.
         batch: rows decoded together.
         limit: prompts of each task; None is all.
-        seed: of paradec's draws, and of the harness' own.
+        seed: of paradec's draws and of the harness'.
         include: a folder of further tasks.
-        unsafe_code: whether tasks may run the code that the model writes.
-        versions: by package, what the recipe was written for; others are met with a warning.
-        published: the metric, the value that somebody published for these settings, and where.
-        about: what this is, in a sentence.
+        unsafe_code: whether tasks may run code that the model writes.
+        versions: of packages the recipe was written for; others give a warning.
+        published: metric, value and source of a published score.
+        about: one sentence.
 
     Raises:
-        ValueError, TypeError: a field out of its range; the message names it.
+        ValueError, TypeError: a field out of its range.
     """
 
     tasks: tuple[str, ...]
@@ -188,9 +184,11 @@ class Recipe:
 def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
-    """What arguments and a preset say by field, and the request of it; what is no field is a setting of the sampler.
-    Raises TypeError: a name that is neither; ValueError: a value out of its range, or settings of a sampler with
-    settings."""
+    """Merge arguments and a preset into fields and their request; other names are settings of the sampler.
+
+    Raises:
+        TypeError: an unknown name. ValueError: a value out of its range, or settings of a sampler with settings.
+    """
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     said = Request.merge_arguments(fields, preset)

@@ -1,24 +1,19 @@
-"""Short list tasks that show what parallel decoding costs.
+"""Short list tasks that show the price of parallel decoding.
 
-A sampler that commits several tokens in one step treats them as independent of each other. That
-is harmless where a prompt has one right answer (copy, sort, ...) and harmful where it has many
-(shuffle, "insert anywhere", ...): each token is plausible alone, and together they contradict
-each other. The tasks here come in both sorts, so the difference between the two groups is the
-price of a sampler's parallelism. They follow ParallelBench (arXiv 2510.04767), its waiting-line
-and Latin-square tasks, with words instead of names and short instructions::
+A sampler that commits several tokens in one step treats them as independent. That is harmless where a prompt has one
+right answer (copy, sort, ...) and harmful where it has many (shuffle, "insert anywhere", ...). The difference between
+the two groups is the price of parallelism. The tasks follow ParallelBench (arXiv 2510.04767), its waiting-line and
+Latin-square tasks, with words instead of names and short instructions::
 
     Sort: pear fig apple                    -> apple fig pear
     Insert kiwi at 1: pear fig apple        -> pear kiwi fig apple    (indices count from 0)
     Shuffle: pear fig apple                 -> any other order of the three
     Latin square: A B C                     -> three lines; no symbol twice in a row or column
 
-One of the many-answer tasks forgives: the likeliest word at each position of "remove any", chosen
-without regard to the others, happens to be the list without its middle. It is a control.
+"Remove any" is a control: the likeliest word at each position alone gives the list without its middle.
 
-A :class:`Task` makes prompts (:meth:`Task.make`) and judges answers (:meth:`Task.check`).
-:func:`load_prompts` reads the prompts shipped with the package. A hash of the prompt decides on
-which side of the split it lies (:func:`is_held_out`), so a training script that draws with
-``held_out=False`` can never meet a shipped prompt.
+A hash of the prompt decides its side of the split (:func:`is_held_out`), so training with ``held_out=False`` never
+meets a prompt shipped with the package (:func:`load_prompts`).
 """
 
 from __future__ import annotations
@@ -40,17 +35,16 @@ Lines = list[list[str]]
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, and what a checker needs to know about it.
+    """One prompt, with the facts that its checker needs.
 
     Attributes:
         task: Key into :data:`TASKS`.
-        prompt: What the user says, without any chat template.
+        prompt: The user's text, without chat template.
         items: The list in the prompt (words, or the symbols of a Latin square).
-        word: The word to insert or to put in place of another, if the task has one.
-        target: The list member that the prompt names, if the task names one.
-        index: The list position that the prompt names (from 0), if the task names one.
-        answer: One right answer. :meth:`Task.make` always fills it in (training needs one); the
-            shipped prompts have ``None`` where a task has many.
+        word: The word to insert or to substitute.
+        target: The list member that the prompt names.
+        index: The list position that the prompt names, from 0.
+        answer: One right answer; ``None`` in shipped prompts with many.
     """
 
     task: str
@@ -64,17 +58,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of prompt: how to draw one and how to judge an answer to it.
+    """A kind of prompt: draws examples and judges answers.
 
     Attributes:
         name: Key into :data:`TASKS`.
         template: The prompt; ``{items}``, ``{word}``, ``{target}`` and ``{index}`` are drawn.
-        solve: Gives one right answer (for a task with many: a random one).
-        accept: Judges an answer where there are many; ``None`` means that only the one that
-            ``solve`` gives is right.
-        alphabet: What ``{items}`` and ``{word}`` are drawn from.
-        sizes: How many items a list may have.
-        slots: How many more positions than items ``{index}`` may name (1 for an insertion).
+        solve: Gives one right answer, a random one of several.
+        accept: Judges an answer where there are several; ``None``: only ``solve``'s is right.
+        alphabet: Source of ``{items}`` and ``{word}``.
+        sizes: Allowed numbers of items.
+        slots: Positions that ``{index}`` may name beyond the items (1 for an insertion).
         max_answer_tokens: Length of the longest answer in words and line breaks.
     """
 
@@ -96,9 +89,9 @@ class Task:
         """Draw a prompt with one right answer.
 
         Args:
-            rng: Source of randomness; equal states give equal examples.
-            held_out: Draw from the evaluation side of the split instead of the training side.
-            size: Number of items; drawn from ``sizes`` if not given.
+            rng: Source of randomness.
+            held_out: Draw from the evaluation side of the split.
+            size: Number of items; by default drawn from ``sizes``.
         """
         if size is not None and size not in self.sizes:
             raise ValueError(f"size={size} is not one that task {self.name!r} has: {self.sizes}")
@@ -119,11 +112,8 @@ class Task:
         return replace(question, answer="\n".join(map(" ".join, self.solve(question, rng))))
 
     def check(self, example: Example, text: str) -> bool:
-        """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``.
-
-        Spaces around words and empty lines at either end do not count; case, order and line
-        breaks do.
-        """
+        """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``. Spaces around words and
+        empty lines at either end are ignored; case, order and line breaks are not."""
         if example.task != self.name:
             raise ValueError(f"example.task={example.task!r} was given to task {self.name!r}")
         lines = [line.split() for line in text.strip().splitlines()]
@@ -241,11 +231,8 @@ def get_task(name: str) -> Task:
 
 
 def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
-    """Draw the prompts to ship: held out, no two alike, as many of each list length.
-
-    Every task gets ``4 * per_size`` prompts. What is drawn for one task depends on ``seed`` and
-    its name only, so adding a task leaves the prompts of the others as they are.
-    """
+    """Draw the prompts to ship: held out, no two alike, ``4 * per_size`` of each task, as many of each list length. A
+    task's prompts depend on ``seed`` and its name only."""
     for task in TASKS.values():
         rng = Random(f"{task.name}-{seed}")
         count = per_size * len(LIST_LENGTHS) // len(task.sizes)
@@ -259,14 +246,11 @@ def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
 
 
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
-    """Read the prompts shipped with the package; none of them was seen in training.
+    """Read the prompts shipped with the package, in the order of :data:`TASKS`; none was seen in training.
 
     Args:
-        tasks: Name or names of the tasks wanted; all of them if not given.
-        limit: How many prompts of each task, spread over its list lengths; all if not given.
-
-    Returns:
-        Examples in the order of :data:`TASKS`.
+        tasks: Name or names of the tasks; by default all.
+        limit: Prompts of each task, spread over its list lengths; by default all.
     """
     names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     wanted = {get_task(name).name for name in names}
