@@ -29,15 +29,14 @@ LARGEST = 2**63 - 1
 class Predictor:
     """Answers to prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
 
-    A row's answer depends on its prompt, its id and the seed alone: not on worker, batch, order, or how often a batch
-    was begun again.
+    A row's answer depends on its prompt, its id and the seed alone, not on worker, batch, order or restarts.
 
     Args:
-        source: what `paradec.load` takes; None is the packaged model. load: its further arguments (dtype, device, ...).
-        prompt, id: names of the columns. Ids are texts or ints, each once.
+        source: for `paradec.load`; None is the packaged model. load: its further arguments (dtype, device, ...).
+        prompt, id: names of the columns. Ids are unique texts or ints.
         batch_size: rows that are decoded at once.
         seed: of all draws; a row's own is `seed_of(seed, id)`.
-        model: a function without arguments that makes the model, in the place of `source`.
+        model: a function without arguments that makes the model, instead of `source`.
         arguments: fields of `paradec.Request`, as for `paradec.generate_many`.
     """
 
@@ -88,21 +87,19 @@ def seed_of(seed: int, id: str | int) -> int:
 def answer(
     dataset: Any, folder: str | Path, *, workers: int = 1, rows_per_part: int = 64, id: str = "id", **arguments: Any
 ) -> None:
-    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. Called again after the job was stopped,
-    it answers those that are missing.
+    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. A second call answers the missing ones.
 
     Args:
         dataset: with columns "id" and "prompt", and any others, which are kept.
-        folder: of this job alone. A part that was half written is set aside as NAME.broken; its rows are done again.
-            Rows with an error count as answered.
-        workers: processes that decode, each with a model of its own. Each takes a CPU of Ray's, unless `num_cpus` says
-            otherwise; leave one for reading and writing.
-        rows_per_part: what is lost at most per worker when the job is stopped.
-        arguments: as for `Predictor`; `num_gpus` and `num_cpus` are what Ray gives each worker.
+        folder: of this job alone. A half-written part is renamed to NAME.broken and done again. Rows with an error
+            count as answered.
+        workers: processes with a model each, on one CPU of Ray's unless `num_cpus` says otherwise; leave one CPU free.
+        rows_per_part: rows that a worker loses at most when the job is stopped.
+        arguments: as for `Predictor`; `num_gpus` and `num_cpus` of each worker.
 
     Raises:
-        ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not each
-            there once, before anything is decoded.
+        ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not unique,
+            before anything is decoded.
     """
     check_installed()
     import ray.data

@@ -1,8 +1,8 @@
-"""Rows of masked samplers whose logits somebody else computes.
+"""Rows of masked samplers whose logits an engine computes.
 
-An engine forwards the open block of each of its requests and hands the logits to `Hosted.step`. A row is the state that
-the sampler itself starts for its prompt; the sampler's own `propose` and `commit` decide what becomes final. So memory,
-schedules, stop rules, edits and random numbers are those of `paradec.generate`, and so are the tokens.
+The engine forwards the open block of each request and passes the logits to `Hosted.step`. A row is the sampler's own
+state, decided by its own `propose` and `commit`: schedules, stop rules, edits and random numbers, and so the tokens,
+are those of `paradec.generate`.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class Stepped:
 
 
 class Hosted:
-    """The rows of one sampler and one model that an engine evaluates. Any number of rows, by keys of the engine's.
+    """Rows of one sampler and one model, by keys of the engine.
 
-    A row is one that `paradec.generate` is given alone: equal prompts with equal seeds draw alike, so give each its own
-    seed. It belongs to one thread at a time.
+    A row equals a single prompt of `paradec.generate`: equal prompts with equal seeds draw alike, so give each its own
+    seed. Not for several threads at a time.
 
     Args:
-        sampler: a masked sampler, its name, or several that are joined ("credit+localleap").
-        facts: of the model that the engine runs: mask id, topology, block length, where logits are.
-        device: where the logits will be.
+        sampler: a masked sampler, its name, or a combination ("credit+localleap").
+        facts: of the engine's model: mask id, topology, block length, shift of the logits.
+        device: of the logits.
 
     Raises:
         ValueError: a sampler that engines cannot host (`refusal`), or a model without a mask.
@@ -133,13 +133,14 @@ class Hosted:
         """Begin a row.
 
         Args:
-            key: what the engine calls it; of no row that is open.
+            key: not that of an open row.
             prompt_ids: ids, a sequence or [L] int64. Mask ids among them are holes to fill.
             max_new_tokens: masks after it, at least 0.
-            fields: of `paradec.Request`, those in `FIELDS`, with its defaults.
+            fields: of `paradec.Request`, those in `FIELDS`.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, or one that no hosted row can have; nothing is opened.
+            ValueError, TypeError: an argument out of its range, or one that hosted rows do not support; no row is
+                opened.
         """
         self._sweep()
         if key in self._rows:
@@ -209,8 +210,8 @@ class Hosted:
             group.compact()
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
-        """What the sampler remembers of a row beyond its blocks, by name, each [1, ...]: for a row that goes on where
-        this one ends (`remember`). Empty for most samplers."""
+        """Return the sampler's memory of a row beyond its blocks, by name, each [1, ...], for a row that continues it
+        (`remember`). Empty for most samplers."""
         state, slot = self._place(key)
         kept = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in kept}
@@ -240,13 +241,10 @@ class Hosted:
         return alone
 
     def window(self, key: Hashable) -> tuple[int, Tensor]:
-        """What to evaluate next: the position of the open block's first token, and its tokens [W] int64 (a copy).
+        """Return the position of the open block's first token, and its tokens [W] int64 (a copy).
 
-        On a block-causal model it is the model's whole block: it holds what was given of it, and masks at all that is
-        undecided.
-
-        Raises:
-            ValueError: the row is done.
+        On a block-causal model it is the model's whole block, with given tokens, and masks where undecided. Raises
+        ValueError: the row is done.
         """
         state, slot = self._running(key)
         start, stop = self._window(state, slot)
@@ -266,16 +264,15 @@ class Hosted:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, Stepped]:
-        """One step of some rows. Those of alike requests take it together.
+        """Step some rows; those of similar requests together.
 
         Args:
-            logits: by key [W, V] of the row's `window`, any floating dtype: row i are those from which the token at
-                start + i is predicted. (A model that predicts "shifted" gives them one position to the left.) Not
-                written to.
+            logits: by key [W, V] of the row's `window`, any floating dtype, not written to: row i predicts the token at
+                start + i (of models that predict "shifted": one position to the left).
 
         Raises:
-            ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape; no row has
-                changed then.
+            ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape, before any
+                row changes.
         """
         self._sweep()
         for key, given in logits.items():
@@ -382,8 +379,7 @@ class _Row:
 
 
 class _Answering:
-    """Replaces the model that the sampler expects: the engine has evaluated it, and what it answered of the open blocks
-    is `logits`, by row [W, V]."""
+    """Stand-in for the sampler's model that returns the engine's `logits`, by row [W, V]."""
 
     tokenizer = None
     kind = "hosted"

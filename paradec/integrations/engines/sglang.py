@@ -1,8 +1,7 @@
-"""paradec's masked samplers as diffusion algorithms of SGLang: `--dllm-algorithm ParadecThreshold`.
+"""paradec's masked samplers as diffusion algorithms of SGLang 0.5.23: `--dllm-algorithm ParadecThreshold`.
 
-SGLang asks an algorithm for one step at a time: the open blocks of its requests, their logits, and which blocks are
-final. It loads this file by the entry point group "sglang.srt.plugins"; nothing here needs SGLang to be imported.
-Written for SGLang 0.5.23.
+SGLang asks an algorithm for one step at a time, with the open blocks, their logits, and which blocks are final. It
+loads this file by the entry point group "sglang.srt.plugins"; importing it does not need SGLang.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add the algorithms to SGLang's list. Its entry point: called in each of its processes before it reads its
-    arguments."""
+    """Add the algorithms to SGLang's list (entry point, called in each process before arguments are read)."""
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 
@@ -69,11 +67,9 @@ def register() -> None:
 
 
 def algorithms(base: type) -> dict[str, type]:
-    """A subclass of SGLang's `DllmAlgorithm` (`base`) for every masked sampler of text, those of other packages too, by
-    name; and "ParadecCombination", which joins several (`combination: credit+localleap`).
-
-    Samplers that cannot run inside an engine are among them: one that is asked for says why, when it is made.
-    """
+    """Make a subclass of SGLang's `DllmAlgorithm` (`base`) for every registered masked sampler of text, by name, and
+    "ParadecCombination" (`combination: credit+localleap`). Samplers that engines cannot host say why when they are
+    made."""
     found = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
@@ -91,18 +87,19 @@ def _algorithm(name: str, sampler: str | None, base: type) -> type:
 
 
 class BlockSteps:
-    """What SGLang calls of an algorithm, for any sampler; its loops are those of the base that comes after this one.
+    """SGLang's interface of an algorithm, for any sampler; its loops are those of the next base.
 
-    A block is a row of its own: the prompt's tokens in it are given, the masks after them are to be filled. It is
-    final where the sampler's row is done. SGLang keeps the keys and values of the forward that says so, so that is the
-    first one that evaluates the tokens as they stay: the step that changes nothing, or one forward more.
+    Each block is a row: its prompt tokens are given, the masks after them are filled. SGLang keeps the keys and values
+        of
+    the forward that reports a block as final, so that must be a forward that evaluates its final tokens: the step that
+    changes nothing, or an additional one.
 
     Args:
         config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
 
     Raises:
-        ValueError: a sampler that engines cannot host, a key that nothing knows, a value out of its range, or a model
-            without a mask.
+        ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, or a model without a
+            mask.
     """
 
     sampler_name: ClassVar[str | None]
@@ -174,8 +171,8 @@ class BlockSteps:
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Why a request cannot be served as it asks; None where it can. Temperature, top_p and top_k of requests are
-        not read: the configuration says them, as for SGLang's own algorithms."""
+        """Return why a request cannot be served, or None. Requests' temperature, top_p and top_k are ignored: the
+        configuration has them, as for SGLang's own algorithms."""
         asked = req.sampling_params
         ignored = [name for name, idle in IGNORED.items() if (getattr(asked, name, idle) or idle) != idle]
         ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]

@@ -148,25 +148,23 @@ def collect(
 ) -> Records:
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
-    First each prompt is decoded one token a step, the most confident first, to the end of its canvas. Then it is
-    decoded again, blocks at a time: every step records the block's features and which candidates agree with the first
-    decoding, and commits all that do. A block whose candidates are those of the step before is filled from the first
-    decoding.
+    First each prompt is decoded one token a step, the most confident first. Then it is decoded again by blocks: every
+    step records the block's features and which candidates agree with the first decoding, and commits those. A block
+    whose candidates do not change is filled from the first decoding.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
         prompts: texts, chats or rows of ids.
-        block_length: positions per block; by default the model's own.
-        max_new_tokens: answer length; by default the model's own.
-        caches: names; the second decoding is done with each of them, and the filter will serve them.
+        block_length, max_new_tokens: by default the model's own.
+        caches: names; the second decoding uses each of them, and the filter will serve them.
         batch: prompts decoded together.
-        resume: records of the same setup; prompts that it has are not decoded again.
-        checkpoint: called with everything so far about twice a minute's work, after a batch.
+        resume: records of the same setup, whose prompts are not decoded again.
+        checkpoint: called with everything so far after a batch, about twice a minute.
         progress: called after every step.
 
     Raises:
         ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the batches that were finished.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches.
     """
     check_int("batch", batch, low=1)
     check_int("block_length", block_length, low=1, none=True)
@@ -276,20 +274,21 @@ def train(
 ) -> tuple[FilterFacts, nn.Module]:
     """Fit a filter: binary cross-entropy over all positions of all records at once, with AdamW.
 
-    Prompts are dealt to three sets, 80 % for training, 10 % to choose among the epochs by their loss, and 10 % to
-    measure with (the paper deals records, so that one prompt's neighbouring steps are on both sides).
+    Prompts are dealt to three sets: 80 % training, 10 % to choose the epoch by its loss, 10 % to measure (the paper
+        deals
+    records, so that neighbouring steps of a prompt are in several sets).
 
     Args:
         kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
         epochs: passes over all records; the paper's by default.
         lr: AdamW's learning rate.
-        threshold: acceptance probability that precision and recall are measured at.
-        false_accept_weight: how much more a position weighs that is not final; 1 in the paper.
+        threshold: acceptance probability for the measured precision and recall.
+        false_accept_weight: weight of positions that are not final; 1 in the paper.
         seed: of the split and the weights.
         progress: called now and then.
 
     Returns:
-        What the filter was trained on with what was measured, and the network of the best epoch.
+        Facts with measurements, and the network of the best epoch.
 
     Raises:
         ValueError: an argument out of its range, or records of fewer than 10 prompts.

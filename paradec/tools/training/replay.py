@@ -1,11 +1,10 @@
-"""The log-probabilities of a rollout under a model's weights as they are now, with gradients.
+"""Log-probabilities of a rollout under a model's present weights, with gradients.
 
-A decision is asked for in the state of its step: what was given and what earlier steps wrote is there, everything else
-is a mask. So a row has as many states as steps. Of a bidirectional model each is a row of a call. A block-causal model
-sees nothing after a block, and a decision depends on the final tokens before its block and on the earlier writes in
-it: all states of all blocks go in one row, of the final tokens and, for each step of a block, a copy of the block in
-its state; copies see the final blocks before their own, and themselves (as TraceRL trains, arXiv 2509.06949). A causal
-model says of every token what it is after those before it, whichever step made it final: a row is its final tokens.
+Each decision is evaluated in the state of its step: given tokens and earlier writes, masks elsewhere. A row has as many
+states as steps. On a bidirectional model each is a row of a call. On a block-causal model decisions depend on the final
+earlier blocks and the earlier writes in their block: one row has the final tokens and, for each step of a block, a copy
+of the block in its state, which sees the final blocks before it and itself (TraceRL, arXiv 2509.06949). On a causal
+model a row is its final tokens.
 """
 
 from __future__ import annotations
@@ -36,30 +35,27 @@ def replay(
     one_forward: bool | None = None,
     writes: bool = False,
 ) -> Tensor:
-    """The log-probability of every decision of a rollout, in the state of its step.
+    """Compute the log-probability of every decision of a rollout, in the state of its step.
 
-    Without changes of the weights it is `rollout.logp`. What a rollout names as its `approximation` is another policy,
-    which is warned of: correct for it by the ratio with `rollout.logp`. The module is called in evaluation mode;
-    `torch.no_grad()` spares the gradients.
+    With unchanged weights it equals `rollout.logp`. A rollout's `approximation` is another policy, which is warned of:
+    correct for it by the ratio with `rollout.logp`. The module is called in evaluation mode.
 
     Args:
-        model: from `load` or `wrap`: bidirectional, block-causal or causal text models.
-        shrink: so many neighbouring steps of a row (of a block, on block-causal models) are replayed as one, in the
-            state of the first of them: fewer calls, another distribution. 1 on causal models.
+        model: a bidirectional, block-causal or causal text model from `load` or `wrap`.
+        shrink: neighbouring steps of a row (of a block, if block-causal) that are replayed in the state of the first
+            one: fewer calls, another distribution. 1 on causal models.
         temperature: of the softmax, above 0; `rollout.logp_drawn` is at the request's.
-        batch_size: states in a call (rows of the rollout in a call, where they are in one forward).
-        one_forward: all states of a row in one row of a call: for block-causal models that take masks, and blocks that
-            were decoded one after the other. None where that is so; False replays state by state, which is slower.
-            Causal models always are.
-        writes: of samplers that take back what they have written: every write, not the last at each position alone.
+        batch_size: states in a call (rows of the rollout with `one_forward`).
+        one_forward: all states of a row in one row of a call, on block-causal models that take masks and decode blocks
+            one after the other. None where possible; False replays state by state, slower. Causal models always do.
+        writes: every write of samplers that revise, not only the last one at each position.
 
     Returns:
-        [B, C] on the model's device, in float32 at least: NaN where nothing was decided. With `writes` [N], beside
-        `rollout.writes_logp`: NaN where a token was moved or taken back.
+        [B, C] on the model's device, at least float32, NaN where nothing was decided. With `writes` [N], like
+        `rollout.writes_logp`, NaN where a token was moved or removed.
 
     Raises:
-        TypeError, ValueError: an argument out of its range, a model that has no such states, or a rollout of another
-            model.
+        TypeError, ValueError: an argument out of its range, an unsupported model, or a rollout of another model.
     """
     check_int("shrink", shrink, low=1)
     check_int("batch_size", batch_size, low=1)

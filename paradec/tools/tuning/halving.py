@@ -1,10 +1,9 @@
 """Successive halving for several objectives: which trials go on to more prompts.
 
-Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor: 20, 60, 180, say.
-At the end of a rung it goes on if fewer than 1/eta of the trials that have got there lie on better fronts than it:
-non-dominated sorting, as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639).
-Their epsilon-net, which thins a front out, is left away: all of the first front goes on. Optuna's own pruners know one
-objective only.
+Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor (20, 60, 180). It
+goes on after a rung if fewer than 1/eta of the trials there lie on better fronts: non-dominated sorting as in Schmucker
+et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639), without their epsilon-net. Optuna's
+pruners know one objective only.
 """
 
 from __future__ import annotations
@@ -44,12 +43,8 @@ def fronts(points: Sequence[Point]) -> list[int]:
 
 
 def goes_on(own: Point, others: Sequence[Point], eta: int, loss: float) -> bool:
-    """Whether a trial goes on after a rung.
-
-    Args:
-        own: what it reached there. others: what the trials before it reached there.
-        loss: how far below the best score, from 0 to 1, is of no interest to anybody.
-    """
+    """Whether a trial with the result `own` at a rung goes on, given those of `others`; `loss` is the distance below
+    the best score (a share) from which on a trial is dropped."""
     best = max([own[0], *(other[0] for other in others)])
     if own[0] < best - loss:
         return False

@@ -23,18 +23,17 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
 
         {"prompt": "What is 2 + 3?", "answer": "5"}
         {"prompt": "Say hello.", "regex": "(?i)hello|hi", "task": "manners"}
-        {"prompt": "Write a line about rain."}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` and `regex` are those of `paradec.tools.evaluation.read_questions`, and may be left out. `input_ids` take
-    the place of `prompt` for models without a tokenizer, and may hold the mask id; `answer_ids` are what belongs at the
-    filled positions, in order. `task` and `group`: see `Question`.
+    `answer` and `regex` are those of `paradec.tools.evaluation.read_questions`, and optional. `input_ids` replace
+    `prompt` for models without a tokenizer, and may hold the mask id; `answer_ids` belong at the filled positions, in
+    order. `task` and `group`: see `Question`.
 
     Args:
-        limit: how many prompts, from the first one on; None takes all.
+        limit: number of prompts, from the first one on; None is all.
 
     Raises:
-        ValueError: a line that is no such object, or no prompts; the message names the line. OSError: no such file.
+        ValueError: a malformed line (the message has its number), or no prompts. OSError: no such file.
     """
     check_int("limit", limit, low=1, none=True)
     found = read_lines(file, _of_line)
@@ -55,11 +54,11 @@ def _of_line(line: str) -> Question:
 
 
 def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
-    """What a caller gave as prompts.
+    """Convert a caller's prompts to questions.
 
     Args:
         prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
-        answers: one for each prompt that is a text, chat or row of ids: a text, a list of texts, ids, or None.
+        answers: one for each text, chat or row of ids: a text, a list of texts, ids, or None.
 
     Raises:
         ValueError, TypeError: no prompts, another number of answers, or an answer of another kind.
@@ -118,13 +117,10 @@ def fingerprint(asked: Sequence[Question]) -> str:
 
 
 def halves(asked: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """The half that chooses and the half that is reported, each in the order in which it is decoded.
+    """Split questions into the half that chooses and the half that is reported, in decoding order.
 
-    Groups are shuffled within their task and dealt in turns, so that both halves have as much of every task; a group
-    is in one half whole. Tasks take turns in the order too: whatever begins a half is a sample of all of it.
-
-    Raises:
-        ValueError: fewer than two groups.
+    Groups are shuffled within their task and dealt whole in turns, so that both halves, and the beginning of each, are
+    samples of every task. Raises ValueError: fewer than two groups.
     """
     groups: dict[str, list[Question]] = {}
     for entry in asked:

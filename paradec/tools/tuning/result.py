@@ -44,10 +44,8 @@ class Point:
 
 @dataclass
 class Tuning:
-    """What `paradec.tune` returns; `str()` of it is the report that the command prints, at most 80 columns wide.
-
-    Scores are shares from 0 to 1. What is under `reported` was measured on prompts that chose nothing.
-    """
+    """Result of `paradec.tune`; `str()` of it is the command's report, at most 80 columns wide. Scores are shares from
+    0 to 1. `reported` was measured on prompts that chose nothing."""
 
     setup: dict[str, Any]
     """What was tuned on what: all that must be equal for a study to go on."""
@@ -133,8 +131,8 @@ class Tuning:
         return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
-        """For every point the others, counted from 1, whose score is not separated from its own: the interval of the
-        paired difference on the reported half holds 0."""
+        """For every point the others, counted from 1, whose paired difference on the reported half has an interval with
+        0."""
 
         def holds_zero(a: Measured | None, b: Measured | None) -> bool:
             if a is None or b is None:
@@ -284,19 +282,18 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
 
 
 def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
-    """What becomes the preset, and what it was measured against: of the settings made by hand one, and what takes its
-    place; the same one twice where nothing does, nothing where there is no point.
+    """Choose the preset, and the hand-made setting that it was measured against.
 
-    Of those made by hand it is the least of the last cost among those at most `tolerance` (a share) below the best
-    score of them. Of hundreds that are searched the best score is the luckiest one as well. So one of these takes the
-    place only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most
-    `tolerance` below. All of it on the choosing half; where nothing made by hand was measured all points are used.
+    The hand-made choice costs least (the last cost) among those at most `tolerance` (a share) below their best score.
+    Of hundreds of searched settings the best score is also the luckiest one: a searched setting replaces the choice
+    only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most `tolerance`
+    below. Without hand-made settings all points count.
 
     Args:
         points: measured on the whole choosing half. groups: of every choosing prompt.
 
     Returns:
-        (chosen, the one set by hand), or nothing.
+        (chosen, hand-made), twice the same where nothing replaces it, or nothing without points.
     """
     if not points:
         return []
@@ -335,9 +332,8 @@ def paired(ours: Measured, other: Measured, groups: Sequence[str]) -> tuple[floa
 def thinned(
     points: Sequence[Point], chosen: Point | None, costs: Sequence[str], most: int = MOST_POINTS
 ) -> tuple[list[Point], int | None]:
-    """At most so many points of a front, with the chosen one, which a luckier point may have driven off it: those that
-    lie closest to a neighbour's score go, but for the chosen one, the cheapest and the best. Also where the chosen one
-    is then."""
+    """Thin a front out, keeping the chosen, the cheapest and the best point: those closest to a neighbour's score go.
+    Returns the front and the chosen point's index in it."""
     kept = list(points)
     if chosen is not None and all(point is not chosen for point in kept):
         kept = sorted([*kept, chosen], key=lambda point: point.choosing.point(costs)[1:])

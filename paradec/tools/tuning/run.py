@@ -69,46 +69,45 @@ def tune(
 ) -> Tuning:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
-    Half of the prompts choose. All settings that were made by hand, defaults and sweeps, are decoded first; then
-    Optuna draws others, successive halving drops what is beaten on the first prompts (`paradec.tools.tuning.halving`),
-    and what is left makes a Pareto front. The preset is the best one made by hand, or what is cheaper and surely not
-    worse (`paradec.tools.tuning.result.choose`). The other half is decoded with the front alone, and reported. One
-    token per step (`low_confidence`, in the model's own blocks and without a cache) is measured beside it and is never
-    a candidate.
+    Half of the prompts choose: all hand-made settings (defaults and sweeps) are decoded first, then Optuna proposes
+        others,
+    and successive halving drops what is beaten (`paradec.tools.tuning.halving`). The rest is a Pareto front. The preset
+    is the best hand-made setting, or one that is cheaper and surely not worse (`paradec.tools.tuning.result.choose`).
+    The other half is decoded with the front alone, and reported, next to one token per step (`low_confidence` in the
+    model's own blocks without a cache), which is never a candidate.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a mask token.
-        prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids,
+        prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids
             or questions (`paradec.tools.evaluation.packaged_questions`). Ids may hold the mask id, to be filled.
-        answers: for a sequence of prompts, what is right: a text, a list of texts, the ids of the filled positions, or
-            None for each.
-        score: what chooses: "answers", "checker", or "agreement" with the tokens of one token per step. By default the
-            checker if there is one, else answers where all prompts have one, else agreement.
+        answers: for a sequence of prompts, for each a text, a list of texts, the ids of the filled positions, or None.
+        score: "answers", "checker", or "agreement" with the tokens of one token per step. The default is the checker if
+            there is one, else answers if all prompts have one, else agreement.
         checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
-        mask: text that represents one token to fill ("<mask>"), as in `paradec.infill`; by default texts are prompts.
-        samplers: names and combinations; by default every masked sampler that works here. caches: names; by default
-            "none" where forwards are the objective, which a cache makes cheaper and not fewer, else all.
+        mask: text for one token to fill ("<mask>"), as in `paradec.infill`.
+        samplers: names and combinations; by default every masked sampler that works here.
+        caches: names; by default "none" if forwards are the objective, else all.
         blocks: block lengths, None for the model's own; by default that, half and twice of it, and the whole answer.
-        objective: "forwards", "seconds" (wall time of decoding, on this machine as it is), or "both".
-        trials: settings that are proposed beyond those made by hand, by all processes on one study together.
-        minutes: begin no trial or rung later than this; None has no limit. The report comes on top.
-        study: an SQLite file that keeps everything; the same call goes on with it, after Ctrl-C, a crash, or in several
-            processes at once.
-        tolerance: points of score, of 100, that the preset may lie below the best set by hand, on the choosing half.
-        loss: points below the best from which on a setting is of no interest; what was made by hand is dropped where
-            it is surely so far below another one, or slow.
-        eta: how much rungs grow, and how many trials are dropped at each.
-        batch: prompts decoded together. seed: of the halves, the proposals, and samplers that draw.
-        progress: called with what is measured and the share that is done.
-        arguments: fields of `paradec.Request` that all settings share (`paradec.tools.tuning.run.SHARED`):
-            max_new_tokens, temperature, ...; presets have them too.
+        objective: "forwards", "seconds" (wall time on this machine), or "both".
+        trials: proposed settings beyond the hand-made ones, over all processes on one study.
+        minutes: begin no trial or rung later than this. The report comes on top.
+        study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
+        tolerance: points of score, of 100, that the preset may lie below the best hand-made setting on the choosing
+            half.
+        loss: points below the best from which on a setting is dropped, a hand-made one if it is surely so.
+        eta: growth of the rungs, and the share of trials dropped at each.
+        batch: prompts decoded together.
+        seed: of the halves, the proposals, and samplers that draw.
+        progress: called with a description and the share that is done.
+        arguments: fields of `paradec.Request` that all settings and presets share (`paradec.tools.tuning.run.SHARED`).
 
     Returns:
         A `Tuning`; `.preset` is a `Request`.
 
     Raises:
-        ImportError: Optuna is not installed. ValueError, TypeError: an argument out of its range, before any work is
-            done, or a study that was made with another model, prompts or space; the message names it.
+        ImportError: Optuna is not installed.
+        ValueError, TypeError: an argument out of its range, before any work, or a study of another model, prompts or
+            space.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Tuning` so far, on the choosing half.
     """
     check_installed()
@@ -168,8 +167,7 @@ def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]
 
 
 def weights_of(model: Any) -> str:
-    """A short text that another checkpoint does not have: names, shapes, types and the first values of all weights;
-    "unknown" of models of one's own, which have no module."""
+    """Fingerprint of a checkpoint: names, shapes, types and first values of all weights; "unknown" without a module."""
     module = getattr(model, "module", None)
     if module is None:
         return "unknown"
@@ -332,8 +330,8 @@ class _Search:
         return False
 
     def _climb(self, trial: Any, candidate: Candidate, request: Request, others: list[Any]) -> None:
-        """Measure a trial rung by rung, until it has been everywhere, is stopped, or the time is up. What was measured
-        before, by a process that is gone or of the same point, is not measured again."""
+        """Measure a trial rung by rung until it is complete, stopped, or out of time. Earlier measurements are
+        reused."""
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         known = [trial, *(frozen for frozen in others if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
@@ -436,8 +434,8 @@ class _Search:
         )
 
     def _report(self, found: Tuning) -> None:
-        """Measure the front, what is beside it and one token per step on the other half. Settings take turns,
-        batch by batch, so that their times see the same machine."""
+        """Measure the front, its neighbours and one token per step on the other half. Settings take turns, batch by
+        batch, so that their times are comparable."""
         half, wanted = self.work.reporting, list(found.points)
         for beside in (found.default, found.hand):
             if beside is not None and all(point is not beside for point in wanted):

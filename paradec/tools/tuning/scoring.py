@@ -1,5 +1,4 @@
-"""What is measured of a setting: how good its answers are, by what is known of them, by the caller's checker or by one
-token per step; and what they cost."""
+"""Scores of answers (by known answers, the caller's checker, or one token per step), and costs."""
 
 from __future__ import annotations
 
@@ -21,12 +20,8 @@ Checker = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """What chooses between settings.
-
-    Args:
-        kind: "answers" (what is known of them), "checker", or "agreement" with one token per step.
-        checker: the caller's.
-    """
+    """Score that chooses between settings. `kind` is "answers" (known ones), "checker" (the caller's), or "agreement"
+    with one token per step."""
 
     kind: str
     checker: Checker | None = None
@@ -51,11 +46,12 @@ class Scorer:
         return cls(kind, checker)
 
     def score(self, asked: Question, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None) -> float:
-        """How good an answer is, from 0 to 1.
+        """Score an answer, from 0 to 1.
 
         Args:
-            tokens: ids of the filled positions, in order, up to the end token. text: the same without special tokens;
-                None without a tokenizer. reference: the ids that one token per step fills in.
+            tokens: ids of the filled positions, in order, up to the end token.
+            text: the same without special tokens; None without a tokenizer.
+            reference: the ids of one token per step.
 
         Raises:
             ValueError: a checker that returns something else.

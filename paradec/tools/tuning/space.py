@@ -1,9 +1,7 @@
-"""What can be varied: samplers and their settings, caches, block lengths; without pairs that do not work.
+"""Search space: samplers and their settings, caches, block lengths, without pairs that do not work.
 
-Ranges come from what every sampler declares. Its `sweep` says which settings trade quality for speed, and its
-defaults, presets and `sweep` which values somebody has used: a number is drawn from between the smallest and the
-largest of them, and a quarter of that distance beyond where the sampler takes it. The defaults and the sweeps
-themselves, what was set by hand, are the first trials, whatever number of others is asked for.
+A sampler's `sweep` says which settings trade quality for speed. A number is drawn from the range of its defaults,
+presets and `sweep`, extended by a quarter where the sampler allows it. Defaults and sweeps are the first trials.
 """
 
 from __future__ import annotations
@@ -173,16 +171,16 @@ def build_space(
     cache_names: Sequence[str],
     block_lengths: Sequence[int | None],
 ) -> Space:
-    """The space of a model and its prompts.
+    """Build the space of a model and its prompts.
 
     Args:
-        prompts: the first of them, encoded: each sampler begins to decode it, to see whether it can.
-        base: arguments that all requests share. names: samplers, and combinations as text; None takes every registered
-            one of the masked family that serves, and `COMBINATIONS`.
+        prompts: the first of them, encoded; each sampler starts on it to see whether it can.
+        base: arguments that all requests share.
+        names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
 
     Raises:
-        ValueError: an unknown name, a sampler of another family, one asked for by name that does not work here, or none
-            that does.
+        ValueError: an unknown name, a sampler of another family, a named one that does not work here, or none that
+            does.
     """
     every = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     wanted = [*every, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
@@ -320,11 +318,12 @@ def request_of(
     lengths: Sequence[tuple[int, int]],
     holes: bool = False,
 ) -> Request:
-    """The request of a point: what is decoded, and what is saved if it is chosen.
+    """Build the request of a point.
 
     Args:
-        positions: undecided positions of a row, the mean of all. lengths: of every row where the answer begins and
-            ends; the most blocks share the steps. holes: whether prompts have masks in them.
+        positions: mean of the undecided positions of a row.
+        lengths: start and end of each row's answer; the row with most blocks shares the steps.
+        holes: whether prompts have masks.
 
     Raises:
         ValueError: settings that exclude each other.

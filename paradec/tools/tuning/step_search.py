@@ -1,8 +1,7 @@
-"""Which of a run's steps to evaluate, for a number of them: even starts, annealing, climbing. No model is known here.
+"""Search for the steps to evaluate, for a number of them: even starts, annealing, climbing.
 
-After BudCache (arXiv 2606.13496), which anneals and climbs from a random start for one seed, with absolute
-temperatures. Here the start is the best even one, temperatures are shares of its loss, and a move may shift all later
-steps. Nothing is shared with its code.
+After BudCache (arXiv 2606.13496), which starts at random, with absolute temperatures. Here the start is the best even
+one, temperatures are shares of its loss, and a move may shift all later steps. Shares no code with it.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ def moves(steps: Steps, total: int) -> Iterator[Steps]:
 
 
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
-    """The best of `starts`, and the best set that was found from there on; of equal ones the earlier.
+    """Return the best of `starts`, and the best set found from there; of equal ones the earlier.
 
     Args:
-        loss: of a set; what is asked for again should cost nothing.
-        runs: new sets to look at, beyond the starts: a third of them annealing, the others climbing.
+        loss: of a set; cached by the caller.
+        runs: new sets beyond the starts, a third of them annealing, the others climbing.
         seed: of the proposals.
     """
     draw, seen = random.Random(seed), set(starts)

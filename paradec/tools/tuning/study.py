@@ -1,7 +1,7 @@
-"""Optuna's side: the study with its file, who works on which trial, and what a killed process has left behind.
+"""Optuna's study with its file, and the trials of several processes.
 
-Everything that was measured is in the study: rungs with their trial, reference and reported half with the study itself.
-A trial that was under way when its process ended is gone on with at the rung where it was.
+All measurements are in the study: rungs with their trial, reference and reported half with the study. A trial of a
+process that has ended continues at its rung.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Study:
     """An Optuna study, in a file or in memory, and this run's name in it.
 
     Args:
-        file: an SQLite file, made if it is not there; None keeps the study in memory.
-        setup: what it is about; a study that is about something else is refused.
+        file: an SQLite file, created if missing; None keeps the study in memory.
+        setup: facts that must be equal to those of an existing study.
         directions: Optuna's, one per objective. seed: of the proposals.
 
     Raises:
-        ValueError: a file of another kind or setup; the message names what differs. OSError: it cannot be written.
+        ValueError: a file of another kind or setup; the message names the difference. OSError: it cannot be written.
     """
 
     def __init__(self, file: str | os.PathLike[str] | None, setup: Mapping[str, Any], directions: list[str], seed: int):
@@ -105,8 +105,8 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """One that a process has left behind, or else the first of the `starts` that nobody has begun, or else what
-        Optuna proposes; and all other trials, as they are now."""
+        """Return an abandoned trial, else the first of the `starts` that is not begun, else Optuna's proposal; and all
+        other trials."""
         with _claiming, _quiet():
             there = self.trials()
             for frozen in there:

@@ -1,8 +1,8 @@
-"""config.json of the published checkpoints, for vLLM: read by the same rules as `paradec.load` reads it.
+"""config.json of the published checkpoints, for vLLM, by the rules of `paradec.load`.
 
-transformers knows no `model_type` of these checkpoints, and their own configuration classes are remote code, which is
-not run. What is made here has the field names of the transformers class with the same blocks, and `canvas_length`, by
-which vLLM knows a diffusion model: the block that the checkpoint was trained with.
+transformers knows no `model_type` of these checkpoints, and their configuration classes are remote code. The result has
+the field names of the transformers class with the same blocks, and `canvas_length`, which marks a diffusion model for
+vLLM: the block that the checkpoint was trained with.
 """
 
 from __future__ import annotations

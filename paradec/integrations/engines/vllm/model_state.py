@@ -1,8 +1,7 @@
 """Inputs and attention of a forward, for vLLM's second model runner.
 
-Attention is block-causal. vLLM's attention has one flag for each request, causal or not, so a prompt of several blocks
-is given to it as that many requests: each sees itself, and what is in the pages before it, which every layer writes
-before it reads. Positions, slots of the pages and tokens stay as they are.
+Attention is block-causal, but vLLM has one flag for each request, causal or not. So a prompt of several blocks is
+passed as that many requests: each sees itself and the pages before it, which every layer writes before it reads.
 """
 
 from __future__ import annotations

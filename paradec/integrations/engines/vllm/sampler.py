@@ -1,8 +1,7 @@
-"""What becomes of the logits of a vLLM step: the object that takes the place of vLLM's sampler.
+"""Replacement of vLLM's sampler.
 
-It writes the next canvas of each request to `draft_tokens`, from where vLLM forwards it, and says how many tokens of a
-request became final (`num_sampled`), and how many of those that were evaluated must be evaluated again
-(`num_rejected`). Imports nothing of vLLM.
+It writes the next canvas of each request to `draft_tokens`, which vLLM forwards, the number of final tokens to
+`num_sampled`, and the number of evaluated tokens to evaluate again to `num_rejected`. Imports nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """vLLM's scheduler for models whose blocks count from the prompt's first token.
 
-Three things differ from its own. Prompts are evaluated in chunks of whole blocks, since the tokens of a block see each
-other. A prompt that ends within a block has its tail evaluated again with every step of the first canvas, which is the
-rest of that block: `num_computed_tokens` is always at the beginning of a block. And a canvas is scheduled whole or
-not at all.
+It differs in three things. Prompts are evaluated in chunks of whole blocks, whose tokens see each other. The tail of a
+prompt that ends within a block is evaluated again with every step of the first canvas, the rest of that block:
+`num_computed_tokens` is always at the beginning of a block. A canvas is scheduled whole or not at all.
 """
 
 from __future__ import annotations

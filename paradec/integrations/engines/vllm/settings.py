@@ -46,14 +46,14 @@ class Settings:
 
 
 def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
-    """The settings of a request.
+    """Read the settings of a request.
 
     Args:
         params: vLLM's `SamplingParams`. defaults: those of the server (`server_defaults`).
-        request_id: what random numbers follow where a request that draws gives no seed: equal in all processes.
+        request_id: seeds a request without a seed, equal in all processes.
 
     Raises:
-        ValueError, TypeError: an unknown name, or a value out of its range; the message names it.
+        ValueError, TypeError: an unknown name, or a value out of its range.
     """
     for name, neutral in PENALTIES.items():
         if getattr(params, name) != neutral:

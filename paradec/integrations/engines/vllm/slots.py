@@ -82,12 +82,8 @@ def served_by(model: Any) -> Served:
 
 
 class Slot:
-    """One request of the batch. `block` is what is forwarded next, from `begin` on; `storing` says that it is final, so
-    that this forward's keys and values stay.
-
-    Args:
-        known: tokens of the request that vLLM has: the prompt, and what of the answer it was given before.
-    """
+    """One request of the batch. `block` is forwarded next, from `begin` on; `storing`: it is final, and this forward's
+    keys and values stay. `known` are vLLM's tokens of the request: the prompt and the emitted part of the answer."""
 
     def __init__(self, served: Served, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -113,11 +109,8 @@ class Slot:
         return found
 
     def step(self, logits: Tensor, again: bool) -> list[int]:
-        """What becomes final of the canvas once its forward [n, V] is done: the tokens to emit, none as a rule.
-
-        Args:
-            again: whether tokens that a step leaves as they are must be forwarded once more to be stored.
-        """
+        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. `again`: whether tokens that a
+        step leaves unchanged must be forwarded once more to be stored."""
         if self.storing:
             return self._emitted()
         tail = self.known - self.begin
