@@ -14,7 +14,7 @@ from typing import Any
 from paradec import caches, samplers
 from paradec.caches.suffix import DENSITIES
 from paradec.integrations.server.request_body import FIELDS
-from paradec.samplers.masked.start import POLICIES
+from paradec.samplers.masked.policies import POLICIES
 
 HUGE = (2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**400, 1e308, -1e308)
 VALUES: tuple[Any, ...] = (

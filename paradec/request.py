@@ -208,7 +208,7 @@ class Request:
         "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
     )
-    blocks: str | BlockPolicy | None = argument(None, _delegated("paradec.samplers.masked.start:policy_of"))
+    blocks: str | BlockPolicy | None = argument(None, _delegated("paradec.samplers.masked.policies:policy_of"))
     block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
     steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
     max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")
@@ -421,7 +421,7 @@ def _as_data(name: str, value: Any) -> Any:
                 f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
             )
     if name == "blocks":
-        return _lazy("paradec.samplers.masked.start:policy_data")(value)
+        return _lazy("paradec.samplers.masked.policies:policy_data")(value)
     data = _lazy("paradec.core.protocol:plain")(value)
     try:
         json.dumps(data)

@@ -26,7 +26,7 @@ from paradec.core.query import StoreCall, whole_rows
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise
-from paradec.samplers.starting import padded
+from paradec.samplers.start import padded
 
 TYPES = ("noul", "choice", "score", "span")
 """Types of `YesNo`, `Pick`, `Score` and `Span`, named as in transformers."""

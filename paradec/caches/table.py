@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from paradec import caches
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import shown
 from paradec.core.registry import Registry
 
 EXACT, APPROXIMATE, REFUSED = "exact", "approximate", "refused"
@@ -167,3 +171,27 @@ def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[
     found = {topology: prefix_verdict(cache, _Facts(topology, "same")).status for topology in columns}
     reuse = ", ".join(f"{status} ({at})" for at, status in found.items() if status != REFUSED) or REFUSED
     return columns | {"prefix reuse": reuse, "why": "; ".join(dict.fromkeys(reasons))}
+
+
+def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> Cache:
+    """Make the cache of a request, if it works with this sampler, model and block policy.
+
+    Raises:
+        ValueError: a pair that does not work; the message says why.
+    """
+    cache: Cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
+    if cache.facts.uses_store:
+        pair = verdict(sampler, cache, model.facts, stores=model.supports_store)
+        if pair.status == REFUSED:
+            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {pair.why}")
+    if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
+        raise ValueError(
+            f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
+            "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
+        )
+    if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
+        raise ValueError(
+            f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
+            f"first from the same stream: use temperature=0 or rng='counter'"
+        )
+    return cache

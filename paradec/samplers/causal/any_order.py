@@ -35,7 +35,7 @@ from paradec.request import Request
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER
-from paradec.samplers.masked.start import answer_starts, make_trace, new_tokens
+from paradec.samplers.start import answer_starts, make_trace, new_tokens
 
 NAMED = {None: "random", "random": "random", "chain": "raster"}
 """The orders (`paradec.core.orders`) that a request names."""

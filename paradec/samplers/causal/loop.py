@@ -34,8 +34,7 @@ from paradec.samplers.causal.window import Branches, propose_path, propose_windo
 from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER
-from paradec.samplers.masked.start import make_trace, suppressed_ids
-from paradec.samplers.starting import keys_of, padded
+from paradec.samplers.start import keys_of, make_trace, padded, suppressed_ids
 
 WINDOW = 16
 """Slots of SJD's scripts."""

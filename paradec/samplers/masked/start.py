@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from paradec import caches
 from paradec.caches.base import Cache
 from paradec.caches.kept import Reuse
 from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
-from paradec.caches.table import REFUSED, verdict
+from paradec.caches.table import make_cache
 from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, check_int, check_memory, shown
+from paradec.core.checks import check_int, check_memory, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.protocol import Sampler, plain
-from paradec.core.trace import Trace
 from paradec.request import Request
-from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds, AdaptiveBlocks
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds
 from paradec.samplers.features.decision_order import DecisionOrder
 from paradec.samplers.features.early_stops import EarlyRule, EarlyStops, split_stop_rules
 from paradec.samplers.features.holes import Holes
@@ -47,16 +41,11 @@ from paradec.samplers.masked.blocks import (
     count_blocks,
     open_blocks,
 )
+from paradec.samplers.masked.policies import named_policy
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.start import answer_starts, make_trace, new_tokens, randomness, suppressed_ids
 
-POLICIES = {
-    "fixed": FixedBlocks,
-    "whole": WholeCanvas,
-    "adaptive": AdaptiveBlocks,
-    "pipelined": PipelinedBlocks,
-}
-"""Names of policies, for `blocks="adaptive"` and the command line."""
 MAX_UNCHECKED = 2**24
 """Bytes of logits that fit on any device."""
 
@@ -83,7 +72,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
-    cache = _make_cache(request, sampler, model, policy)
+    cache: Cache = NoCache()
+    if request.cache not in (None, "none"):
+        cache = make_cache(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = randomness(request, rows)
@@ -178,39 +169,6 @@ def check_pair(sampler: Any, model: Any) -> None:
         )
 
 
-def policy_of(name: str, value: Any) -> Any:
-    """Check the field `blocks` of a request; what `policy_data` makes becomes a policy.
-
-    Raises:
-        ValueError: an unknown name, or settings that the policy does not have; the message begins with `name`.
-    """
-    if isinstance(value, Mapping):
-        settings = dict(value)
-        policy = settings.pop(name, None)
-        check_choice(name, policy, POLICIES)
-        try:
-            return POLICIES[policy](**{key: tuple(s) if isinstance(s, list) else s for key, s in settings.items()})
-        except TypeError as error:
-            raise ValueError(f"{name}={shown(dict(value))}: {error}") from None
-    if isinstance(value, str):
-        check_choice(name, value, POLICIES)
-    return value
-
-
-def policy_data(value: Any) -> Any:
-    """Turn a policy into data that JSON can hold; a name stays one.
-
-    Raises:
-        ValueError: a custom policy.
-    """
-    for name, kind in POLICIES.items():
-        if type(value) is kind:
-            return {"blocks": name} | {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.init}
-    if not isinstance(value, str):
-        raise ValueError(f"blocks={shown(value)} is no data and cannot be saved: leave it out")
-    return value
-
-
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
@@ -225,7 +183,7 @@ def choose_policy(
     """
     facts, policy = model.facts, blocks
     if isinstance(policy, str):
-        policy, block_length = _named_policy(sampler, model, policy, block_length)
+        policy, block_length = named_policy(sampler, model, policy, block_length)
     if policy is not None and block_length is not None:
         raise ValueError(f"blocks={policy!r} and block_length={block_length!r} both cut the sequence; give one of them")
     if block_length is not None:
@@ -257,58 +215,6 @@ def choose_policy(
     return WholeCanvas()
 
 
-def _named_policy(
-    sampler: Any, model: Any, name: str, block_length: int | None
-) -> tuple[BlockPolicy | None, int | None]:
-    """The policy of that name, or None and the length of its blocks."""
-    check_choice("blocks", name, POLICIES)
-    check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
-    if name == "fixed":
-        return None, block_length or model.facts.block_length or model.default_block_length or 32
-    if name == "adaptive":
-        policy = sampler.blocks(block_length)
-        if isinstance(policy, AdaptiveBlocks):
-            return policy, None
-        return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
-    if name == "pipelined":
-        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
-    if block_length is not None:
-        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
-    return WholeCanvas(), None
-
-
-def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
-    """Count the undecided positions that are appended to every row, whose `hole` ids are to be filled, too; a message
-    calls them `name`.
-
-    Raises:
-        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
-    """
-    holes = any(hole in row for row in rows)
-    new = asked
-    if new is None:
-        new = 0 if holes else model.default_max_new_tokens
-    check_int("max_new_tokens", new, low=0 if holes else 1)
-    for index, row in enumerate(rows):
-        if not new and hole not in row:
-            raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
-    model.facts.check_length(max(map(len, rows)) + new, new)
-    return new
-
-
-def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
-    """[B] int64: the position after the last given token of each row, from which on text may end it."""
-    return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
-
-
-def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
-    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
-    suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
-    for token in suppressed:
-        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
-
-
 def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
     """Ids that are never proposed, beside the mask id, ascending. holes: whether something given follows a mask."""
     ends, suppressed = facts.eos_token_ids, set(suppressed_ids(request, facts))
@@ -317,71 +223,6 @@ def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
     if request.holes_eos_inf and holes and len(suppressed | {facts.mask_id, *ends}) >= facts.vocab_size:
         raise ValueError("holes_eos_inf=True leaves no token for holes beside those of suppress_tokens")
     return sorted(suppressed)
-
-
-def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make the trace that a request is recorded in; None where it asks for none.
-
-    Args:
-        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
-        details: further fields of `paradec.core.trace.Trace`.
-    """
-    if not request.trace:
-        return None
-    rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
-    return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **details)
-
-
-def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
-    """The generator of `rng="reference"`, and one seed per row.
-
-    Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
-    """
-    seed, generator = request.seed, request.generator
-    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
-    if len(seeds) != len(rows):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
-    if request.rng == "reference":
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
-        if generator is None:
-            if len(set(seeds)) != 1:
-                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
-            generator = torch.Generator()
-            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
-        return generator, [0] * len(rows)
-    if seeds[0] is None:
-        device = None if generator is None else generator.device
-        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
-        seeds = [int(drawn)] * len(rows)
-    return None, [int(entry) for entry in seeds]
-
-
-def _make_cache(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) -> Cache:
-    """Make the cache, if it works with this sampler and model.
-
-    Raises:
-        ValueError: a pair that does not work; the message says why.
-    """
-    if request.cache is None or request.cache == "none":
-        return NoCache()
-    cache: Cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
-    if cache.facts.uses_store:
-        pair = verdict(sampler, cache, model.facts, stores=model.supports_store)
-        if pair.status == REFUSED:
-            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {pair.why}")
-    if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
-        raise ValueError(
-            f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
-            "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
-        )
-    if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
-        raise ValueError(
-            f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
-            f"first from the same stream: use temperature=0 or rng='counter'"
-        )
-    return cache
 
 
 def _row_ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost, LatentProposal
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.request import Request, request_for
-from paradec.samplers.starting import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import labels_of, trace_of_labels, unsupported_for_pictures
 
 DEFAULT_STEPS = 64
 

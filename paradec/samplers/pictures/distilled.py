@@ -24,7 +24,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
 from paradec.samplers.pictures.scales import guidance_at
-from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
 
 
 class CellTeaching:

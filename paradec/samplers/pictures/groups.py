@@ -44,8 +44,7 @@ from paradec.samplers.causal.state import Spans
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
-from paradec.samplers.masked.start import make_trace
-from paradec.samplers.starting import keys_of, padded, unsupported_for_pictures
+from paradec.samplers.start import keys_of, make_trace, padded, unsupported_for_pictures
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

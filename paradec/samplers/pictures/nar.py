@@ -25,9 +25,8 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.guidance import guided
-from paradec.samplers.masked.start import make_trace
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
-from paradec.samplers.starting import keys_of, padded, unsupported_for_pictures
+from paradec.samplers.start import keys_of, make_trace, padded, unsupported_for_pictures
 
 
 @dataclass

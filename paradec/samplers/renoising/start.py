@@ -21,16 +21,9 @@ from paradec.request import DEFAULTS, Request
 from paradec.samplers.features.early_stops import split_stop_rules
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText, StopRule
-from paradec.samplers.masked.start import (
-    answer_starts,
-    make_trace,
-    new_tokens,
-    randomness,
-    suppressed_ids,
-)
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, Settled
-from paradec.samplers.starting import padded
+from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
 REFUSED = {

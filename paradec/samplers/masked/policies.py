@@ -1,0 +1,78 @@
+"""Block policies by name, for `blocks="adaptive"` and the command line, and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.protocol import plain
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
+from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
+from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks, WholeCanvas
+
+POLICIES = {
+    "fixed": FixedBlocks,
+    "whole": WholeCanvas,
+    "adaptive": AdaptiveBlocks,
+    "pipelined": PipelinedBlocks,
+}
+
+
+def policy_of(name: str, value: Any) -> Any:
+    """Check the field `blocks` of a request; what `policy_data` makes becomes a policy.
+
+    Raises:
+        ValueError: an unknown name, or settings that the policy does not have; the message begins with `name`.
+    """
+    if isinstance(value, Mapping):
+        settings = dict(value)
+        policy = settings.pop(name, None)
+        check_choice(name, policy, POLICIES)
+        try:
+            return POLICIES[policy](**{key: tuple(s) if isinstance(s, list) else s for key, s in settings.items()})
+        except TypeError as error:
+            raise ValueError(f"{name}={shown(dict(value))}: {error}") from None
+    if isinstance(value, str):
+        check_choice(name, value, POLICIES)
+    return value
+
+
+def policy_data(value: Any) -> Any:
+    """Turn a policy into data that JSON can hold; a name stays one.
+
+    Raises:
+        ValueError: a custom policy.
+    """
+    for name, kind in POLICIES.items():
+        if type(value) is kind:
+            return {"blocks": name} | {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.init}
+    if not isinstance(value, str):
+        raise ValueError(f"blocks={shown(value)} is no data and cannot be saved: leave it out")
+    return value
+
+
+def named_policy(
+    sampler: Any, model: Any, name: str, block_length: int | None
+) -> tuple[BlockPolicy | None, int | None]:
+    """The policy of a name, or None and the length of its blocks.
+
+    Raises:
+        ValueError: an unknown name, or a length that does not go with it.
+    """
+    check_choice("blocks", name, POLICIES)
+    check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
+    if name == "fixed":
+        return None, block_length or model.facts.block_length or model.default_block_length or 32
+    if name == "adaptive":
+        policy = sampler.blocks(block_length)
+        if isinstance(policy, AdaptiveBlocks):
+            return policy, None
+        return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
+    if name == "pipelined":
+        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
+    if block_length is not None:
+        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
+    return WholeCanvas(), None

@@ -1,0 +1,142 @@
+"""The start of a request: what all families of samplers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_int
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Sampler
+from paradec.core.trace import Trace
+from paradec.request import FIELDS, Request
+
+
+def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
+    """Count the undecided positions that are appended to every row.
+
+    Args:
+        asked: the request's `max_new_tokens`. hole: the id of positions in `rows` to fill. name: what messages call it.
+
+    Raises:
+        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
+    """
+    holes = any(hole in row for row in rows)
+    new = asked
+    if new is None:
+        new = 0 if holes else model.default_max_new_tokens
+    check_int("max_new_tokens", new, low=0 if holes else 1)
+    for index, row in enumerate(rows):
+        if not new and hole not in row:
+            raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
+    model.facts.check_length(max(map(len, rows)) + new, new)
+    return new
+
+
+def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
+    """[B] int64: the position after the last given token of each row, from which on text may end it."""
+    return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
+
+
+def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
+    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
+    suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
+    for token in suppressed:
+        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
+    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
+
+
+def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
+    """The generator of `rng="reference"`, and one seed per row.
+
+    Raises:
+        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+    """
+    seed, generator = request.seed, request.generator
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
+    if len(seeds) != len(rows):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
+    if request.rng == "reference":
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+        if generator is None:
+            if len(set(seeds)) != 1:
+                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
+            generator = torch.Generator()
+            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
+        return generator, [0] * len(rows)
+    if seeds[0] is None:
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
+        seeds = [int(drawn)] * len(rows)
+    return None, [int(entry) for entry in seeds]
+
+
+def keys_of(
+    request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
+) -> tuple[Tensor, list[int]]:
+    """Random keys [B, 2] int64 of the rows, and the seeds [B] that they are made of.
+
+    Args:
+        before: how many equal rows come before each; None counts them among `rows`.
+    """
+    _, seeds = randomness(request, rows)
+    return torch.as_tensor(rng.row_keys(seeds, rows, before), device=device), seeds
+
+
+def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
+    """[B, columns] int64: the rows from column 0 on, and `fill` after them."""
+    out = np.full((len(rows), columns), fill, np.int64)
+    for row, ids in zip(out, rows, strict=True):
+        row[: len(ids)] = ids
+    return out
+
+
+def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
+    """Make the trace that a request is recorded in; None where it asks for none.
+
+    Args:
+        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
+        details: further fields of `paradec.core.trace.Trace`.
+    """
+    if not request.trace:
+        return None
+    rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
+    return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **details)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
+    """List the fields of a request that a family of samplers for pictures does not support; it does a few, and those
+    `supported`."""
+    common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
+    return tuple(name for name in FIELDS if name not in (*common, *supported))
+
+
+def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:
+    """Labels from 0 to `last`, one per picture.
+
+    Raises:
+        ValueError: none, or one out of its range.
+    """
+    labels = [prompt] if isinstance(prompt, int) else list(prompt)
+    if not labels:
+        raise ValueError("prompt is empty; give one class label at least")
+    for label in labels:
+        check_int("label", label, low=0, high=last)
+    return labels
+
+
+def trace_of_labels(sampler: Sampler, request: Request, labels: list[int], size: int, **settings: Any) -> Trace | None:
+    """Make the trace of a request for pictures of `size` tokens; None where it asks for none."""
+    if not request.trace:
+        return None
+    recorded = sampler.to_dict() | {"labels": labels} | settings
+    return Trace([[None] * size for _ in labels], recorded, family=sampler.family)
