@@ -20,9 +20,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
 from paradec.core.facts import HOLE
-from paradec.core.family_queries import CanvasQuery
+from paradec.core.family_queries import CanvasQuery, whole_rows
 from paradec.core.prompts import check_rows, ids_of, render, unknown_words
-from paradec.core.query import StoreCall, whole_rows
+from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -151,82 +149,6 @@ class CallCost(NamedTuple):
         counts[1, self.rows] += self.branches if self.copies is None else self.branches * self.copies
         counts[2, self.rows] += 0 if self.forwarded is None else self.branches * self.forwarded
         counts[3, self.rows] += self.whole
-
-
-@dataclass
-class LatentQuery:
-    """One call of a continuous model. `N` rows of the state, `R = branches * N` rows in the call.
-
-    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest are not.
-    """
-
-    rows: np.ndarray
-    """[N] int64, on the host: the state's rows that this call evaluates."""
-    latent: Tensor
-    """[R, ...] float."""
-    timestep: Tensor
-    """Scalar or [R]."""
-    conditions: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else the model reads, by name, each [R, ...]: class labels, say."""
-    branches: int = 1
-    forwarded: np.ndarray | None = None
-    """[N] int64, on the host: positions (patches) evaluated for each row in one branch, as in `Query`."""
-    kind: str = "full"
-
-
-@dataclass
-class LatentProposal:
-    """What a continuous model's latent could become, of the forecast family."""
-
-    rows: np.ndarray
-    """[R] int64, on the host: rows of the state that this proposal speaks of."""
-    values: Tensor
-    """[R, ...] float: the model's output, or its forecast."""
-    cost: Cost
-    made_at: int = 0
-    """As for `Proposal`."""
-    kind: str = "full"
-    """What was evaluated: "full", "window", or "forecast" (nothing)."""
-
-
-def whole_rows(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    at: Sequence[Sequence[int]],
-    prompts: Sequence[int],
-    begin: int = 0,
-) -> WindowQuery:
-    """One call that evaluates rows of ids, padded on the right, on the model's device.
-
-    Args:
-        rows: the ids of each. at: the positions of each whose tokens are to be predicted, padded with any.
-        prompts: how many tokens of each are its prompt, for models whose blocks begin after it.
-        begin: positions before it are in the row 0 of a store, and are evaluated by none.
-    """
-    facts, device = model.facts, model.device
-    width, most = max(map(len, rows)), max(map(len, at))
-    tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)
-    valid = torch.zeros(len(rows), width, dtype=torch.bool)
-    wanted = torch.zeros(len(rows), most, dtype=torch.int64)
-    for index, (row, places) in enumerate(zip(rows, at, strict=True)):
-        tokens[index, : len(row)] = torch.tensor(row)
-        valid[index, : len(row)] = True
-        wanted[index, : len(places)] = torch.tensor(places)
-    tokens, valid = tokens[:, begin:], valid[:, begin:]
-    shift = 1 if facts.topology == "causal" else facts.shift
-    query = WindowQuery(
-        rows=np.arange(len(rows)),
-        tokens=tokens.to(device),
-        positions=torch.arange(begin, width, device=device).expand(len(rows), -1),
-        wanted=(wanted - shift - begin).clamp(min=0).to(device),
-        valid=None if valid.all() else valid.to(device),
-        window=WindowLogits(np.arange(len(rows))),
-        origin=torch.tensor(prompts, device=device).unsqueeze(1) if facts.prompt_aligned else None,
-        forwarded=np.array([len(row) - begin for row in rows]),
-    )
-    if begin:
-        query.store = StoreCall(torch.zeros(len(rows), dtype=torch.int64, device=device), visible_length=begin)
-    return query
 
 
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from openai.types.completion_choice import Logprobs
 
 from paradec.constraints.spelling import spelling_of
+from paradec.core.family_queries import whole_rows
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
-from paradec.core.query import whole_rows
 from paradec.core.weights import weights_lock
 
 IMPOSSIBLE = -9999.0

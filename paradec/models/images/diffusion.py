@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.query import LatentQuery
+from paradec.core.family_queries import LatentQuery
 from paradec.models.base import Adapter
 from paradec.models.images.base import labels_of
 

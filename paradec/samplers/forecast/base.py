@@ -23,9 +23,10 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int, check_number
+from paradec.core.family_queries import LatentProposal, LatentQuery
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
-from paradec.core.query import Cost, LatentProposal, LatentQuery
+from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.samplers.forecast.refresh import RunProgress
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number
+from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.orders import Cosine, keyed, left_after
 from paradec.core.protocol import Commit, Sampler, State, check_finite
-from paradec.core.query import Cost, LatentProposal
+from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.request import Request, request_for
 from paradec.samplers.start import labels_of, trace_of_labels, unsupported_for_pictures

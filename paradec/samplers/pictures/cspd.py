@@ -16,8 +16,9 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
+from paradec.core.family_queries import LatentProposal
 from paradec.core.protocol import Commit, check_finite
-from paradec.core.query import Cost, LatentProposal
+from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
 from paradec.samplers.pictures.continuous import ContinuousSampler, ContinuousState, normal

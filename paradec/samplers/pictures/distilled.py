@@ -13,9 +13,10 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
-from paradec.core.query import Cost, LatentProposal, Query, StoreCall
+from paradec.core.query import Cost, Query, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages

@@ -34,10 +34,11 @@ from paradec.api.generate import generate
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_int, check_model
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import whole_rows
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
-from paradec.core.query import WindowLogits, whole_rows
+from paradec.core.query import WindowLogits
 from paradec.request import FIELDS
 from paradec.samplers.guidance import guided
 

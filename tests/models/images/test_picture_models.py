@@ -20,9 +20,10 @@ import paradec
 from paradec import samplers
 from paradec.api import images
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
-from paradec.core.query import Cost, LatentProposal, Query
+from paradec.core.query import Cost, Query
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter

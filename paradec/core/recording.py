@@ -1,0 +1,46 @@
+"""Recording a decoding in a trace, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paradec.core.family_queries import LatentProposal
+from paradec.core.thumbnails import of_latent
+from paradec.core.trace import Span, Trace, spans
+
+
+def record_step(sampler: Any, model: Any, state: Any, trace: Trace) -> Any:
+    """Take one step with its commit, and append it to the trace."""
+    begin = time.perf_counter()
+    proposal = sampler.step(model, state)
+    notes = sampler.observe(state, proposal) if state.noted else None
+    commit = sampler.commit(state, proposal)
+    commits, pictures = commit.to_list(), None
+    seconds = time.perf_counter() - begin
+    if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
+        pictures = of_latent(commit.values, len(trace.steps))
+    forwarded = proposal.cost.forwarded.tolist()
+    trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
+    return commit
+
+
+def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
+    """List the positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits
+    for the device."""
+    positions: list[set[int]] = [set() for _ in range(batch)]
+    has_positions = False
+    for query in queries:
+        columns = getattr(query, "positions", getattr(query, "targets", None))
+        if columns is None:
+            continue
+        has_positions = True
+        count = len(query.rows)  # of every branch and draft the same
+        valid = getattr(query, "valid", None)
+        kept = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
+        for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), kept, strict=True):
+            positions[row].update(places[real].tolist())
+    return [spans(places) for places in positions] if has_positions else None
