@@ -21,7 +21,8 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery, whole_rows
-from paradec.core.prompts import check_rows, ids_of, render, unknown_words
+from paradec.core.packaged import unknown_words
+from paradec.core.prompts import check_rows, ids_of, render
 from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma

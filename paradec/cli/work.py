@@ -120,7 +120,7 @@ def prepare(
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
         from paradec.core.checks import LARGEST_INT
-        from paradec.core.prompts import check_placeholder
+        from paradec.core.mask_text import check_placeholder
         from paradec.request import DEFAULTS, FIELDS, Request, seed_matters
 
         settings = options.settings(set_)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Container, Sequence
+from typing import Any
 
 WORDS: tuple[str, ...] = tuple(
     """
@@ -72,3 +73,15 @@ def lengths(task: str) -> str:
     """How long the lists of a task are, in words: "3 to 6"."""
     sizes = SQUARE_SIZES if task == "latin_square" else LIST_LENGTHS
     return f"{sizes[0]} to {sizes[-1]}"
+
+
+def unknown_words(tokenizer: Any, text: str) -> ValueError:
+    """The error that names the words of a text that a tokenizer cannot express; byte-level ones never have such."""
+    unk = tokenizer.unk_token_id
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    plain = text
+    for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
+        plain = plain.replace(special, " ")
+    words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+    what = ", ".join(words) or repr(text)
+    return ValueError(f"prompt has words outside the model's vocabulary: {what}{advice(words, vocabulary)}")

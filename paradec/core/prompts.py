@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import packaged
-from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool
 from paradec.core.facts import HOLE
+from paradec.core.mask_text import HOLE_TEXT, check_placeholder, with_masks
+from paradec.core.packaged import unknown_words
+from paradec.core.prompt_ids import (
+    BYTES,
+    embed_pictures,
+    is_rows_of_ids,
+    read_processed,
+    rows_of_lists,
+    rows_of_tensor,
+    tensor_of,
+)
 
 
 @dataclass
@@ -74,169 +83,6 @@ def right_aligned(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tenso
     return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
 
 
-BYTES = (bytes, bytearray, memoryview)
-"""Sequences of small integers that nobody means as ids."""
-
-
-def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
-    check_rows(model, rows)
-    return Prompts(rows, single, [0] * len(rows))
-
-
-def is_rows_of_ids(prompt: Any) -> bool:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) == 0:
-        return False
-    return all(_is_row_of_ids(row) for row in prompt)
-
-
-def _is_row_of_ids(row: Any) -> bool:
-    if isinstance(row, Tensor):
-        return row.ndim == 1 and _is_integral(row)
-    if isinstance(row, np.ndarray):
-        return row.ndim == 1 and (row.dtype.kind in "iu" or row.size == 0)
-    if not isinstance(row, Sequence) or isinstance(row, (str, *BYTES)):
-        return False
-    return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in row)
-
-
-def _is_integral(tensor: Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
-
-
-def tensor_of(name: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise TypeError(f"{name} of type {type(value).__name__} must be a tensor of integers: {reason}") from error
-
-
-def from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
-    if not _is_integral(ids):
-        raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
-    if ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise ValueError(f"input ids have shape {tuple(ids.shape)}; expected [length] or [batch, length], not empty")
-    single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
-    keep = torch.ones_like(ids, dtype=torch.bool)
-    if attention_mask is not None:
-        mask = torch.atleast_2d(tensor_of("attention_mask", attention_mask)).cpu()
-        if mask.shape != ids.shape:
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
-        if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only")
-        keep = mask.bool()
-        if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
-            raise ValueError("attention_mask has holes; padding must be on the left or on the right of a row")
-    rows = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
-    return _of_ids(model, rows, single)
-
-
-def from_lists(model: Any, prompt: Sequence[Any], attention_mask: Any) -> Prompts:
-    """The prompts of a list of ids, or of a list of rows of ids; TypeError for a list of anything else."""
-    if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
-        return _of_ids(model, [[int(i) for i in prompt]], True)
-    if is_rows_of_ids(prompt):
-        if attention_mask is not None:
-            if len({len(row) for row in prompt}) != 1:
-                raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
-            return from_ids(model, tensor_of("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
-        return _of_ids(model, [[int(i) for i in row] for row in prompt], False)
-    kinds = sorted({type(item).__name__ for item in prompt})
-    raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
-
-
-PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What processors return beside images; token types say nothing that ids do not."""
-PASSED_OVER = ("special_tokens_mask", "offset_mapping", "length")
-"""What tokenizers return when asked, and nothing here needs."""
-PICTURED = ("pixel_values", "image_position_ids")
-
-
-def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and attention mask of what a tokenizer or processor returns, which holds nothing else than is known."""
-    ids, mask = _of_tokenizer(inputs, attention_mask)
-    for name in sorted(map(str, inputs)):
-        if name not in (*PROCESSED, *PICTURED, *PASSED_OVER):
-            raise ValueError(f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED, *PICTURED))} are taken")
-    return ids, mask
-
-
-def with_pictures(model: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
-    """The prompts with the embeddings of the images that a processor returned, at their tokens."""
-    pictures = [inputs.get(name) for name in PICTURED]
-    if hasattr(model, "embed_images"):
-        prompts.images = model.embed_images(prompts.rows, *pictures)
-    elif any(value is not None for value in pictures):
-        raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
-    return prompts
-
-
-def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
-
-    Raises:
-        TypeError: another mapping. ValueError: two attention masks.
-    """
-    if "input_ids" not in encoding:
-        hint = "; a message of a chat must be in a list" if {"role", "content"} <= {*encoding} else ""
-        raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")
-    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
-    if mask is not None and attention_mask is not None:
-        raise ValueError("attention_mask is in the tokenizer's output too; give one")
-    if isinstance(ids, (Tensor, np.ndarray)) or mask is None:
-        return ids, attention_mask if mask is None else mask
-    rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
-    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
-        return ids, None
-    return (rows, masks) if rows is ids else (tensor_of("input ids", ids), tensor_of("attention_mask", mask))
-
-
-HOLE_TEXT = "\ufdd0"
-"""Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
-MOST_MASKS = 1_000_000
-"""Masks that one placeholder can mean, where the model states no length."""
-
-
-def check_placeholder(placeholder: Any) -> None:
-    """Raise ValueError unless it is None or a text that can represent a mask."""
-    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
-        raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
-
-
-def with_masks(model: Any, text: str, placeholder: str) -> str:
-    """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
-
-    A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
-    """
-    mask, tokenizer = model.facts.mask_token_id, model.tokenizer
-    name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
-    if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):
-        raise ValueError(f"the tokenizer of {model.facts.name} has no text for the mask id {mask}; give input_ids")
-
-    def masks(match: re.Match[str]) -> str:
-        count = int(match["count"] or 1)
-        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MOST_MASKS)
-        return name * count
-
-    last = placeholder[-1]
-    count = r"(?::(?P<count>[0-9]+))?" if last in ")]}>" else r"(?P<count>(?!))?"
-    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
-
-
-def unknown_words(tokenizer: Any, text: str) -> ValueError:
-    """The error that names the words of a text that a tokenizer cannot express; byte-level ones never have such."""
-    unk = tokenizer.unk_token_id
-    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    plain = text
-    for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
-        plain = plain.replace(special, " ")
-    words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
-    return ValueError(
-        f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}"
-        + packaged.advice(words, vocabulary)
-    )
-
-
 def encode(
     model: Any, prompt: Any, attention_mask: Any = None, chat: bool | None = None, placeholder: str | None = None
 ) -> Prompts:
@@ -260,13 +106,15 @@ def encode(
         return prompt
     if isinstance(prompt, Mapping):
         ids, mask = read_processed(prompt, attention_mask)
-        return with_pictures(model, encode(model, ids, mask), prompt)
+        prompts = encode(model, ids, mask)
+        prompts.images = embed_pictures(model, prompts.rows, prompt)
+        return prompts
     if chat is not None:
         check_bool("chat", chat)
     if placeholder is not None:
         check_placeholder(placeholder)
     if isinstance(prompt, (Tensor, np.ndarray)):
-        return from_ids(model, tensor_of("input ids", prompt), attention_mask)
+        return _from_ids(model, *rows_of_tensor(tensor_of("input ids", prompt), attention_mask))
     if attention_mask is not None and not is_rows_of_ids(prompt):
         raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
     if isinstance(prompt, str):
@@ -282,7 +130,7 @@ def encode(
     elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
         rows, single = [from_messages(model, item, placeholder) for item in prompt], False
     else:
-        return from_lists(model, prompt, attention_mask)
+        return _from_ids(model, *rows_of_lists(prompt, attention_mask))
     ids, starts = [row for row, _ in rows], [start for _, start in rows]
     check_rows(model, ids)
     mask = model.facts.hole_id
@@ -293,6 +141,11 @@ def encode(
                 "paradec.infill fills masks in text"
             )
     return Prompts(ids, single, starts)
+
+
+def _from_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
+    check_rows(model, rows)
+    return Prompts(rows, single, [0] * len(rows))
 
 
 def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:

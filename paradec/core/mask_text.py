@@ -1,0 +1,41 @@
+"""Masks in texts: a placeholder of the user's, and what stands for the masks themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from paradec.core.checks import check_int, shown
+
+HOLE_TEXT = "\ufdd0"
+"""Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
+
+
+MOST_MASKS = 1_000_000
+"""Masks that one placeholder can mean, where the model states no length."""
+
+
+def check_placeholder(placeholder: Any) -> None:
+    """Raise ValueError unless it is None or a text that can represent a mask."""
+    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
+        raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
+
+
+def with_masks(model: Any, text: str, placeholder: str) -> str:
+    """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
+
+    A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
+    """
+    mask, tokenizer = model.facts.mask_token_id, model.tokenizer
+    name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
+    if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):
+        raise ValueError(f"the tokenizer of {model.facts.name} has no text for the mask id {mask}; give input_ids")
+
+    def masks(match: re.Match[str]) -> str:
+        count = int(match["count"] or 1)
+        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MOST_MASKS)
+        return name * count
+
+    last = placeholder[-1]
+    count = r"(?::(?P<count>[0-9]+))?" if last in ")]}>" else r"(?P<count>(?!))?"
+    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
