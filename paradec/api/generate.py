@@ -147,6 +147,8 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
             warnings.warn(hint, stacklevel=3)
         loop: Callable[..., Any] = decode
         if request.compile:
+            from paradec.samplers.masked.device.step import device_loop
+
             loop = device_loop(sampler, model, state, request.callback, request.streamer, request.progress)
         begin = time.perf_counter()
 
@@ -167,31 +169,6 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     return output
-
-
-def device_loop(
-    sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
-) -> Callable[..., Any]:
-    """Choose the loop of a request with `compile`: on the device, or with one warning the plain one."""
-    from paradec.samplers.masked.device import step as device_step
-
-    reason = device_step.refusal(sampler, model, state)
-    observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
-    for name, observer in observers.items():
-        if reason is None and observer is not None:
-            reason = f"{name} looks at every step"
-    if reason is not None:
-        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
-        return decode
-
-    def decode_on_device(sampler: Any, model: Any, state: Any, after_commit: Any) -> None:
-        try:
-            device_step.decode(sampler, model, state)
-        except device_step.NotCapturable as error:
-            warnings.warn(f"compile=True has no effect: {error}", stacklevel=5)
-            decode(sampler, model, state, after_commit)
-
-    return decode_on_device
 
 
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:

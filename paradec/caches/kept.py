@@ -1,7 +1,7 @@
 """Keys and values that outlive a request, or that its rows share: what a conversation or a batch begins with.
 
 The attention of many rows over one shared prefix is Juravsky et al., "Hydragen", arXiv 2402.05099 (see
-`paradec.models.attention`).
+`paradec.attention.shared_prefix`).
 """
 
 from __future__ import annotations

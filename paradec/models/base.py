@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.weights import WeightsLock, lock_of
-from paradec.models.saving import Published, StackedWeight, published_state, save
+from paradec.models.saving import Published, plan_writes, save
 
 
 class Adapter:
@@ -255,7 +253,7 @@ class Model(Adapter):
                 processes, offloaded or quantised; nothing is written then. RuntimeError: a request that runs in this
                 thread, or rows of a batch that are being decoded.
         """
-        writes = _plan_writes(self, state_dict)
+        writes = plan_writes(self, state_dict)
         with self.weights_lock.update(self.facts.name):
             self.weights_lock.version(self.module)
             for parameter, value in writes:
@@ -320,38 +318,6 @@ def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
     for config, _ in former.values():
         config._attn_implementation = name
     return [*former.values()]
-
-
-def _plan_writes(model: Model, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
-    """What is written where, all of it checked."""
-    name = model.facts.name
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
-    state = model.module.state_dict()
-    known = {own: StackedWeight((own,)) for own in state}
-    if model.published is not None:
-        known |= published_state(model.module, model.published)
-    writes = list[tuple[Tensor, Tensor]]()
-    for key, value in state_dict.items():
-        if key not in known:
-            near = get_close_matches(str(key), known, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"state_dict has {key!r}, which is no weight of {name}{hint}")
-        if not isinstance(value, Tensor):
-            raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
-        weight = known[key]
-        if any(type(state[part]) is not Tensor or state[part].device.type == "meta" for part in weight.own):
-            raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
-        targets = [state[part][weight.index] if weight.index else state[part] for part in weight.own]
-        first = targets[0]
-        sizes = [len(target) for target in targets] if first.ndim else []
-        shape = [sum(sizes), *first.shape[1:]] if sizes else []
-        if list(value.shape) != shape or value.is_floating_point() != first.is_floating_point():
-            raise ValueError(
-                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; {name} has {first.dtype} {shape} there"
-            )
-        writes += zip(targets, value.detach().split(sizes) if sizes else [value.detach()], strict=True)
-    return writes
 
 
 def _part(module: nn.Module, name: str) -> Any:

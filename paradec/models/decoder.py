@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_memory
 from paradec.core.facts import ModelFacts
-from paradec.core.family_queries import CausalQuery, VisibleQuery
+from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword, thread
-from paradec.models.rotary import BY_CALL
+from paradec.models.layers import LayerOutputs, decoder_layers
+from paradec.models.visibility import beyond_plain, visible_keys
 
 EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask that hides nothing. transformers hands a mask of four dimensions on as it is; without one it makes its own."""
@@ -208,127 +209,3 @@ def check_followed(name: str, extra: Mapping[str, Any]) -> None:
             f"{name} does not pass its keyword arguments on to its attention, which a request with attention=... "
             "needs; leave that out"
         )
-
-
-# ---- outputs of layers, for drafters that read them -----------------------------------------------------------------
-
-
-def decoder_layers(model: Any) -> nn.ModuleList | None:
-    """A model's layers, in the order in which they run; None where no list of that length is found."""
-    lists = (part for part in model.module.modules() if isinstance(part, nn.ModuleList))
-    return next((part for part in lists if len(part) == model.text_config.num_hidden_layers), None)
-
-
-class LayerOutputs:
-    """A context in which calls of a network leave the outputs of some of its layers.
-
-    Args:
-        layers: all of the network's, in their order.
-        indices: which of them, from 0; as many as there are is the last one, before the final norm.
-    """
-
-    def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
-        self.layers, self.indices = layers, tuple(indices)
-        self.outputs: dict[int, Tensor] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> LayerOutputs:
-        for index in self.indices:
-            layer = self.layers[min(index, len(self.layers) - 1)]
-            self._handles.append(layer.register_forward_hook(partial(self._keep, index)))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
-        self.outputs[index] = output[0] if isinstance(output, tuple) else output
-
-    def concatenate(self, last: Tensor) -> Tensor:
-        """[R, Q, layers * D]: in the order of `indices`. `last` [R, Q, D] are the hidden states after the final norm,
-        which are used as the last layer's, as in transformers' `output_hidden_states`."""
-        parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
-        return torch.cat([part.to(last.device) for part in parts], -1)
-
-
-# ---- which keys the columns of a call see ---------------------------------------------------------------------------
-
-
-def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
-    """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
-
-    Args:
-        facts: of the model.
-        store: whose keys the columns see; None for a call over its own columns (K = Q).
-        masks_itself: whether a causal module needs no mask to be so.
-
-    Raises:
-        ValueError: a query that does not say what the topology needs to know.
-    """
-    if store is None:
-        mask = None if query.valid is None else query.valid[:, None, None, :]
-        keys, structure = query.positions, query.visible
-    else:
-        mask, keys = store.visible(query)
-        structure = None  # the store's mask has it
-    if structure is None and facts.topology != "bidirectional":
-        itself = masks_itself and mask is None and store is None
-        structure = structure_of(facts, query, keys, store, itself)
-    if structure is None or mask is None:
-        return mask if structure is None else structure[:, None]
-    visible = structure[:, None] & mask
-    if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
-        visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
-    return visible
-
-
-def beyond_plain(module: Any) -> dict[str, Any]:
-    """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
-    config = module.config
-    layers = getattr(config, "layer_types", None)
-    found: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
-    if layers is None:
-        found["sliding_window"] = getattr(config, "sliding_window", None)
-    if getattr(module, "_is_stateful", False):
-        found["model_type"] = config.model_type
-    angles = getattr(config, "rope_parameters", None) or {}
-    if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
-        found["rope_parameters"] = angles
-    return {field: value for field, value in found.items() if value is not None}
-
-
-def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itself: bool) -> Tensor | None:
-    """[R, Q, K] bool: which keys each column sees by the model's topology, or None where that says nothing.
-
-    Args:
-        facts: of a model that is not bidirectional. keys: [R or 1, K] int64, the keys' positions.
-        store: whose keys they are; None for the call's own. itself: whether a causal module needs no mask to be so.
-
-    Raises:
-        ValueError: blocks that are counted from the prompt's end, or over causal context, and a query that does not say
-            where that is, or who sees what.
-    """
-    if store is not None and isinstance(query, VisibleQuery):
-        return None
-    if facts.topology == "block_causal":
-        origin = _origin(facts, query)
-        own = facts.block_numbers(query.positions, origin)
-        blocks: Tensor = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
-        return blocks
-    if facts.topology == "causal_context" and isinstance(query, WindowQuery):
-        if query.visible is None:
-            raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
-        return None
-    if facts.topology.startswith("causal") and not itself:
-        return query.positions[:, :, None] >= keys[:, None, :]
-    return None
-
-
-def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
-    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
-    if not facts.prompt_aligned:
-        return None
-    if not isinstance(query, WindowQuery) or query.origin is None:
-        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
-    return query.origin

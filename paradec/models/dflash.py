@@ -37,7 +37,6 @@ from paradec.models.checkpoint import (
     read_module,
     stored_weights,
 )
-from paradec.models.decoder import decoder_layers
 from paradec.models.drafter import (
     FeatureDrafter,
     angles_of,
@@ -47,6 +46,7 @@ from paradec.models.drafter import (
     layer_fields,
     make_drafter,
 )
+from paradec.models.layers import decoder_layers
 
 IN_TREE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""

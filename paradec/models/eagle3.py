@@ -35,7 +35,6 @@ from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import CheckpointError, check_fit, flag
-from paradec.models.decoder import decoder_layers
 from paradec.models.drafter import (
     TABLES,
     FeatureDrafter,
@@ -46,6 +45,7 @@ from paradec.models.drafter import (
     make_drafter,
 )
 from paradec.models.eagle import layer_config
+from paradec.models.layers import decoder_layers
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.causal import mtp_names, stated_layers
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, stored_tensors, stored_weights
-from paradec.models.decoder import decoder_layers
 from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.layers import decoder_layers
 from paradec.models.saving import parts_of
 
 SAME = (

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,38 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
                     f"{tensor.dtype} while the model was saved"
                 )
             file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
+    """Plan an update of weights: what is written where, all of it checked. Raises: as `Model.update_weights`."""
+    name = model.facts.name
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
+    state = model.module.state_dict()
+    known = {own: StackedWeight((own,)) for own in state}
+    if model.published is not None:
+        known |= published_state(model.module, model.published)
+    writes = list[tuple[Tensor, Tensor]]()
+    for key, value in state_dict.items():
+        if key not in known:
+            near = get_close_matches(str(key), known, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"state_dict has {key!r}, which is no weight of {name}{hint}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
+        weight = known[key]
+        if any(type(state[part]) is not Tensor or state[part].device.type == "meta" for part in weight.own):
+            raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
+        targets = [state[part][weight.index] if weight.index else state[part] for part in weight.own]
+        first = targets[0]
+        sizes = [len(target) for target in targets] if first.ndim else []
+        shape = [sum(sizes), *first.shape[1:]] if sizes else []
+        if list(value.shape) != shape or value.is_floating_point() != first.is_floating_point():
+            raise ValueError(
+                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; {name} has {first.dtype} {shape} there"
+            )
+        writes += zip(targets, value.detach().split(sizes) if sizes else [value.detach()], strict=True)
+    return writes
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

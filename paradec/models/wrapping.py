@@ -16,10 +16,11 @@ from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument
-from paradec.models.decoder import Decoder, beyond_plain
+from paradec.models.decoder import Decoder
 from paradec.models.family import tokenizer_size
 from paradec.models.tensor_parallel import spread
 from paradec.models.text import diffusion_gemma
+from paradec.models.visibility import beyond_plain
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""

@@ -11,8 +11,8 @@ from tiny_models import MASK, tiny
 
 import paradec
 from paradec import caches, samplers
+from paradec.attention import shared_prefix
 from paradec.caches.kept import KeptPrefix, prefill
-from paradec.models import attention
 from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
@@ -314,7 +314,7 @@ def test_what_cannot_be_shared_is_left_alone() -> None:
 def test_attention_over_a_shared_prefix_is_attention_over_both(
     columns: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MOST_SCORES", most)
+    monkeypatch.setattr(shared_prefix, "MOST_SCORES", most)
     torch.manual_seed(0)
     query = torch.randn(3, 6, 5, 8, dtype=torch.float64)
     keys, values = torch.randn(2, 3, 2, 7, 8, dtype=torch.float64)
@@ -322,7 +322,7 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(
     mask = {"none": None, "all": torch.rand(3, 1, 1, 7) > 0.4, "each": torch.rand(3, 1, 5, 7) > 0.4}[columns]
     if columns == "each":
         mask[1, :, 2] = False  # a column that sees the prefix alone
-    found = attention.attend_shared(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
+    found = shared_prefix.attend_shared(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
     both = [
         torch.cat((common.transpose(0, 1).expand(3, -1, -1, -1), own), 2)
         for common, own in ((prefix_keys, keys), (prefix_values, values))

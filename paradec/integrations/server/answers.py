@@ -25,7 +25,8 @@ from paradec.constraints.compiler import Compiler
 from paradec.constraints.spelling import spelling_of
 from paradec.core.checks import check_int, shown
 from paradec.core.logprobs import LogProbs
-from paradec.core.prompts import Prompts, encode, is_rows_of_ids
+from paradec.core.prompt_ids import is_rows_of_ids
+from paradec.core.prompts import Prompts, encode
 from paradec.integrations.server.chat import (
     HERMES,
     AnswerParser,

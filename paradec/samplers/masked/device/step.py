@@ -21,12 +21,15 @@ What a row decodes does not depend on any of this: it takes the same steps as in
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paradec.core import protocol
 from paradec.core.checks import check_bool, check_int
 from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.device.engine import DeviceEngine
@@ -175,3 +178,26 @@ def _place(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # quantized weights, which are several tensors
         return id(tensor)
+
+
+def device_loop(
+    sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
+) -> Callable[..., Any]:
+    """Choose the loop of a request with `compile`: on the device, or with one warning the plain one."""
+    reason = refusal(sampler, model, state)
+    observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
+    for name, observer in observers.items():
+        if reason is None and observer is not None:
+            reason = f"{name} looks at every step"
+    if reason is not None:
+        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
+        return protocol.decode
+
+    def decode_on_device(sampler: Any, model: Any, state: Any, after_commit: Any) -> None:
+        try:
+            decode(sampler, model, state)
+        except NotCapturable as error:
+            warnings.warn(f"compile=True has no effect: {error}", stacklevel=5)
+            protocol.decode(sampler, model, state, after_commit)
+
+    return decode_on_device

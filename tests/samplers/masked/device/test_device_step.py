@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import paradec
 from paradec import caches, samplers
-from paradec.api.generate import device_loop
 from paradec.core.protocol import decode
 from paradec.models import decoder
 from paradec.models.adapter import Model
@@ -473,10 +472,10 @@ def test_generate_takes_a_boolean_for_compile() -> None:
 def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
-        loop = device_loop(method, MODELS["same"], state, callback, None)
+        loop = engine.device_loop(method, MODELS["same"], state, callback, None)
     assert loop is decode and len(caught) == 1
     method, state = start("threshold", MODELS["same"])
-    assert device_loop(method, MODELS["same"], state, None, None) is not decode
+    assert engine.device_loop(method, MODELS["same"], state, None, None) is not decode
 
 
 def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,7 +494,7 @@ def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.M
     decode(method, model, plain)
     method, state = start("threshold", model, cache="dual")
     with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
-        device_loop(method, model, state, None, None)(method, model, state, None)
+        engine.device_loop(method, model, state, None, None)(method, model, state, None)
     assert len(caught) == 1 and not model.engines
     assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
 

@@ -1,0 +1,73 @@
+"""Attention over a prefix that all rows share, and over each row's own keys.
+
+Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes", arXiv 2402.05099, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST_SCORES = 2**24
+"""Scores over a shared prefix that are held at a time."""
+
+
+def attend_shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    prefix: tuple[Tensor, Tensor],
+    scaling: float | None = None,
+) -> Tensor:
+    """Softmax attention in which every column sees the whole prefix, and of its row's keys what the mask says.
+
+    The queries of all rows meet the prefix's keys in one product per head; the results of the two parts are merged by
+    their log-sum-exps.
+
+    Args:
+        query: [R, heads, Q, head_dim].
+        key, value: [R, kv_heads, K, head_dim], the rows' own.
+        mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+        prefix: keys and values [P, kv_heads, head_dim] for all rows.
+        scaling: None is head_dim ** -0.5.
+
+    Returns:
+        [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider.
+    """
+    (rows, heads, columns, width), groups = query.shape, key.shape[1]
+    scaling = width**-0.5 if scaling is None else scaling
+    query, key = query.to(value.dtype), key.to(value.dtype)
+
+    # [R, kv_heads, heads per group * Q, head_dim]: a group's heads beside each other
+    own, own_lse = _part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
+    own, own_lse = own.reshape(query.shape), own_lse.reshape(rows, heads, columns)
+
+    # [kv_heads, heads per group * R * Q, head_dim]: all rows' columns beside each other
+    every = query.transpose(0, 1).reshape(groups, -1, width)
+    shared_keys, shared_values = (part.to(value.dtype).transpose(0, 1) for part in prefix)
+    size = max(1, MOST_SCORES // (groups * shared_keys.shape[1]))
+    parts = [_part(chunk, shared_keys, shared_values, scaling) for chunk in every.split(size, dim=1)]
+    common, common_lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    common = common.reshape(heads, rows, columns, width).transpose(0, 1)
+    common_lse = common_lse.reshape(heads, rows, columns).transpose(0, 1)
+
+    total = torch.logaddexp(own_lse, common_lse)
+    merged = own * (own_lse - total).exp().unsqueeze(-1) + common * (common_lse - total).exp().unsqueeze(-1)
+    return merged.to(value.dtype).transpose(1, 2).contiguous()
+
+
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention [..., N, head_dim] of queries [..., N, head_dim] over keys [..., K, head_dim], in float32 or wider, and
+    its log-sum-exps [..., N]. mask: [R, 1, Q or 1, K], where the N are heads of Q columns."""
+    scores = query @ key.transpose(-1, -2) * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min  # not -inf: a padding column may see nothing
+        by_head = scores.unflatten(2, (-1, mask.shape[2])) if mask.shape[2] > 1 else scores.unsqueeze(2)
+        scores = by_head.masked_fill(~mask.unsqueeze(2), lowest).flatten(2, 3)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(value.dtype)
+    return (weights @ value).to(scores.dtype), lse

@@ -1,0 +1,49 @@
+"""A decoder's layers, and what each of them puts out, for drafters that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """A model's layers, in the order in which they run; None where no list of that length is found."""
+    lists = (part for part in model.module.modules() if isinstance(part, nn.ModuleList))
+    return next((part for part in lists if len(part) == model.text_config.num_hidden_layers), None)
+
+
+class LayerOutputs:
+    """A context in which calls of a network leave the outputs of some of its layers.
+
+    Args:
+        layers: all of the network's, in their order.
+        indices: which of them, from 0; as many as there are is the last one, before the final norm.
+    """
+
+    def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
+        self.layers, self.indices = layers, tuple(indices)
+        self.outputs: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> LayerOutputs:
+        for index in self.indices:
+            layer = self.layers[min(index, len(self.layers) - 1)]
+            self._handles.append(layer.register_forward_hook(partial(self._keep, index)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        self.outputs[index] = output[0] if isinstance(output, tuple) else output
+
+    def concatenate(self, last: Tensor) -> Tensor:
+        """[R, Q, layers * D]: in the order of `indices`. `last` [R, Q, D] are the hidden states after the final norm,
+        which are used as the last layer's, as in transformers' `output_hidden_states`."""
+        parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
+        return torch.cat([part.to(last.device) for part in parts], -1)

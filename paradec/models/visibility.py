@@ -1,0 +1,92 @@
+"""Which keys the columns of a call see, by the model's topology, the query and the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import VisibleQuery
+from paradec.core.query import Query, WindowQuery
+from paradec.models.rotary import BY_CALL
+
+
+def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
+    """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
+
+    Args:
+        facts: of the model.
+        store: whose keys the columns see; None for a call over its own columns (K = Q).
+        masks_itself: whether a causal module needs no mask to be so.
+
+    Raises:
+        ValueError: a query that does not say what the topology needs to know.
+    """
+    if store is None:
+        mask = None if query.valid is None else query.valid[:, None, None, :]
+        keys, structure = query.positions, query.visible
+    else:
+        mask, keys = store.visible(query)
+        structure = None  # the store's mask has it
+    if structure is None and facts.topology != "bidirectional":
+        itself = masks_itself and mask is None and store is None
+        structure = structure_of(facts, query, keys, store, itself)
+    if structure is None or mask is None:
+        return mask if structure is None else structure[:, None]
+    visible = structure[:, None] & mask
+    if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
+        visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    return visible
+
+
+def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itself: bool) -> Tensor | None:
+    """[R, Q, K] bool: which keys each column sees by the model's topology, or None where that says nothing.
+
+    Args:
+        facts: of a model that is not bidirectional. keys: [R or 1, K] int64, the keys' positions.
+        store: whose keys they are; None for the call's own. itself: whether a causal module needs no mask to be so.
+
+    Raises:
+        ValueError: blocks that are counted from the prompt's end, or over causal context, and a query that does not say
+            where that is, or who sees what.
+    """
+    if store is not None and isinstance(query, VisibleQuery):
+        return None
+    if facts.topology == "block_causal":
+        origin = _origin(facts, query)
+        own = facts.block_numbers(query.positions, origin)
+        blocks: Tensor = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
+        return blocks
+    if facts.topology == "causal_context" and isinstance(query, WindowQuery):
+        if query.visible is None:
+            raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
+        return None
+    if facts.topology.startswith("causal") and not itself:
+        return query.positions[:, :, None] >= keys[:, None, :]
+    return None
+
+
+def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
+    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
+    if not facts.prompt_aligned:
+        return None
+    if not isinstance(query, WindowQuery) or query.origin is None:
+        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
+    return query.origin
+
+
+def beyond_plain(module: Any) -> dict[str, Any]:
+    """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
+    config = module.config
+    layers = getattr(config, "layer_types", None)
+    found: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
+    if layers is None:
+        found["sliding_window"] = getattr(config, "sliding_window", None)
+    if getattr(module, "_is_stateful", False):
+        found["model_type"] = config.model_type
+    angles = getattr(config, "rope_parameters", None) or {}
+    if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
+        found["rope_parameters"] = angles
+    return {field: value for field, value in found.items() if value is not None}
