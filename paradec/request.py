@@ -7,17 +7,24 @@ Every entry point makes one: `generate`, `infill`, `generate_images`, `hf_genera
 from __future__ import annotations
 
 import copy
-import importlib
-import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
-from paradec.core.registry import Registry, unknown
+from paradec.core.registry import Registry, import_lazily, unknown
+from paradec.core.request_fields import (
+    check_by,
+    check_callable,
+    check_generator,
+    check_integers,
+    check_texts,
+    field_data,
+    unknown_argument,
+)
 from paradec.core.text_files import read_json, write_json
 from paradec.core.version import DRAWS
 
@@ -34,15 +41,6 @@ if TYPE_CHECKING:
     from paradec.core.orders import Order
     from paradec.core.protocol import Commit, Sampler, State
 
-ELSEWHERE = {
-    "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
-    "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
-    "steps": ("diffusion_steps", "num_inference_steps"),
-    "sampler": ("alg", "algorithm", "remasking"),
-    "num_return_sequences": ("num_samples", "n"),
-}
-"""Fields, and their names in other libraries."""
-
 
 def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:
     """Declare a field of `Request`.
@@ -56,12 +54,6 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
 
-def _lazy(target: str) -> Any:
-    """Import "module:name", of a module that imports torch."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _component(name: str, value: Any) -> Any:
     """Check a sampler, a cache or an attention; of a saved request it is a mapping."""
     registry = Registry.by_kind[name]
@@ -71,53 +63,15 @@ def _component(name: str, value: Any) -> Any:
         check_choice(name, value, ["dense", *registry.names()])
     elif isinstance(value, str):
         registry.check(value)
-    elif name == "sampler" and not isinstance(value, _lazy("paradec.core.protocol:Sampler")):
+    elif name == "sampler" and not isinstance(value, import_lazily("paradec.core.protocol:Sampler")):
         raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create")
-    elif name == "cache" and not isinstance(value, _lazy("paradec.caches.base:Cache")):
+    elif name == "cache" and not isinstance(value, import_lazily("paradec.caches.base:Cache")):
         raise ValueError(f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create")
     return None
 
 
-def _delegated(target: str) -> Callable[[str, Any], Any]:
-    return lambda name, value: _lazy(target)(name, _to_lists(value))
-
-
-def _callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{name}={shown(value)} must be callable")
-
-
-def _generator(name: str, value: Any) -> None:
-    if not isinstance(value, _lazy("torch:Generator")):
-        raise ValueError(f"{name}={shown(value)} must be a torch.Generator")
-
-
-def _to_lists(value: Any) -> Any:
-    """Convert an array or a tensor to lists; others are unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _integers(name: str, value: Any, can_be_single: bool = False, **bounds: Any) -> Any:
-    """Check token ids, or one seed or several; a sequence or an array becomes a tuple."""
-    value = _to_lists(value)
-    kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
-    is_sequence = isinstance(value, kinds) and not isinstance(value, (str, bytes))
-    if not is_sequence and not can_be_single:
-        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
-    for number in value if is_sequence else [value]:
-        check_int(name, number, low=0, **bounds)
-    return tuple(value) if is_sequence else value
-
-
-def _texts(name: str, value: Any) -> str | tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
-    return value if isinstance(value, str) else tuple(texts)
-
-
 _count, _positive = partial(check_int, low=0), partial(check_int, low=1)
-_seeds = partial(_integers, can_be_single=True, high=2**63 - 1)
+_seeds = partial(check_integers, can_be_single=True, high=2**63 - 1)
 _share = partial(check_number, low=0, high=1, open_low=True)
 _scale = partial(check_number, low=0, high=1e6)
 _up_to_million = partial(check_int, low=1, high=1_000_000)
@@ -203,12 +157,12 @@ class Request:
     )
     suffix: Suffix | int | str | None = argument(
         None,
-        lambda _, value: _lazy("paradec.caches.suffix:Suffix").of(value),
+        lambda _, value: import_lazily("paradec.caches.suffix:Suffix").of(value),
         str | None,
         "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
     )
-    blocks: str | BlockPolicy | None = argument(None, _delegated("paradec.samplers.masked.policies:policy_of"))
+    blocks: str | BlockPolicy | None = argument(None, check_by("paradec.samplers.masked.policies:policy_of"))
     block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
     steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
     max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")
@@ -219,7 +173,7 @@ class Request:
     top_k: int | None = argument(None, _positive, int | None, "Draw from this many of the likeliest tokens.")
     guidance_scale: float = argument(1.0, _scale, float, "Classifier-free guidance; 1 is off.")
     seed: int | Sequence[int] | None = argument(None, _seeds, int | None, "Seed of the random draws.")
-    generator: torch.Generator | None = argument(None, _generator, is_live=True)
+    generator: torch.Generator | None = argument(None, check_generator, is_live=True)
     rng: str = argument("counter", partial(check_choice, allowed=("counter", "reference")))
     eos_early_stop: bool = argument(True, check_bool, bool, "End a row when everything before an end token is final.")
     logits_eos_inf: bool = argument(False, check_bool)
@@ -227,21 +181,21 @@ class Request:
         False, check_bool, bool, "Fill holes without end tokens, which would shorten them.", option_default=True
     )
     confidence_eos_eot_inf: bool = argument(False, check_bool)
-    suppress_tokens: Sequence[int] | None = argument(None, _integers)
-    stop_strings: str | Sequence[str] | None = argument(None, _texts)
+    suppress_tokens: Sequence[int] | None = argument(None, check_integers)
+    stop_strings: str | Sequence[str] | None = argument(None, check_texts)
     stop: Any = argument(None)
     constraint: Constraint | Sequence[Constraint | None] | None = argument(
-        None, _delegated("paradec.constraints.values:constraint_of")
+        None, check_by("paradec.constraints.values:constraint_of")
     )
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = argument(
-        None, _delegated("paradec.core.orders:order_of")
+        None, check_by("paradec.core.orders:order_of")
     )
     num_return_sequences: int = argument(
         1, _up_to_million, int, "Number of answers, each with its own draws.", short="-n"
     )
     chat: bool | None = argument(None, check_bool)
     streamer: Any = argument(None, is_live=True)
-    callback: Callable[[State, Commit], bool | None] | None = argument(None, _callable, is_live=True)
+    callback: Callable[[State, Commit], bool | None] | None = argument(None, check_callable, is_live=True)
     trace: bool = argument(False, check_bool)
     compile: bool = argument(False, check_bool)
     logprobs: int | None = argument(None, _count)
@@ -301,7 +255,7 @@ class Request:
         Raises:
             ValueError: a field that holds an object which no file can hold; the message names it.
         """
-        return {name: _as_data(name, value) for name, value in self.changes().items()}
+        return {name: field_data(name, value, name in LIVE) for name, value in self.changes().items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,7 +343,7 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
     ours = type(method).__module__.startswith("paradec.")  # others may draw positions without saying so
-    masks = _lazy("paradec.caches.suffix:Suffix").of(suffix)
+    masks = import_lazily("paradec.caches.suffix:Suffix").of(suffix)
     return temperature != 0 or method.draws or not ours or (masks is not None and masks.density != "cut")
 
 
@@ -411,40 +365,8 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
         )
 
 
-def _as_data(name: str, value: Any) -> Any:
-    """A field as JSON can hold it."""
-    if name in LIVE:
-        raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
-    for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
-        if (model := getattr(value, other, None)) is not None and not hasattr(model, "to_dict"):  # no network
-            raise ValueError(
-                f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
-            )
-    if name == "blocks":
-        return _lazy("paradec.samplers.masked.policies:policy_data")(value)
-    data = _lazy("paradec.core.protocol:plain")(value)
-    try:
-        json.dumps(data)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={shown(value)} is no data and cannot be saved: leave it out") from None
-    return data
-
-
 def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
     """Raise TypeError for a name that is no argument, with what was probably meant."""
-    for name in (name for name in given if name not in allowed):
-        for ours, others in ELSEWHERE.items():
-            if name in others and ours in allowed:
-                # of text; the codes of image models add 1 or not
-                value = f", and {ours} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
-                raise TypeError(f"unknown argument: {name!r}; it is called {ours!r} here{value}")
-        if name == "do_sample":
-            raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
-        samplers = Registry.by_kind["sampler"]
-        for sampler in [name, *samplers.names()]:  # the one that is called so first
-            if sampler in samplers and name in samplers.get(sampler).settings():
-                raise TypeError(
-                    f"unknown argument: {name!r}; it is a setting of a sampler: "
-                    f"sampler=paradec.samplers.create({sampler!r}, {name}=...)"
-                )
-        raise TypeError(unknown("argument", name, allowed))
+    for name in given:
+        if name not in allowed:
+            raise unknown_argument(name, allowed)

@@ -18,7 +18,7 @@ from paradec import caches, samplers
 from paradec.api import images
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
-from paradec.request import ELSEWHERE, FIELDS, LIVE, Arguments, Request
+from paradec.request import FIELDS, LIVE, Arguments, Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.masked.blocks import FixedBlocks
 

@@ -46,6 +46,24 @@ def parse_component(kind: str, text: str) -> Component:
     return components[0]
 
 
+def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
+    """Make what `Registry.create` is asked for by a text of a name with settings, or of several names.
+
+    Raises: as `Registry.create`.
+    """
+    components = parse_components(registry.kind, name)
+    if len(components) > 1:
+        if "union" not in registry:
+            raise ValueError(f"{registry.kind} {name!r} cannot be joined; give one name")
+        for setting in settings:
+            raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
+        return registry.get("union")(rules=tuple(registry.create(part.name, **part.settings) for part in components))
+    ((name, given),) = components
+    for setting in given.keys() & settings:
+        raise ValueError(f"{registry.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
+    return registry.create(name, **given, **settings)
+
+
 def split_file(term: str) -> tuple[str, str] | None:
     """Split "FILE.py:CLASS(setting=1)" into the file with its class and the settings; None for another term."""
     parts = FILE_TERM.fullmatch(term.strip())

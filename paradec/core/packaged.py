@@ -83,5 +83,5 @@ def unknown_words(tokenizer: Any, text: str) -> ValueError:
     for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
         plain = plain.replace(special, " ")
     words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
-    what = ", ".join(words) or repr(text)
+    what = repr(", ".join(words) or text)
     return ValueError(f"prompt has words outside the model's vocabulary: {what}{advice(words, vocabulary)}")

@@ -101,11 +101,10 @@ class Registry:
             raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
         target = self._targets[name]
         if isinstance(target, str):
-            module, _, attribute = target.partition(":")
             try:
-                target = getattr(importlib.import_module(module), attribute)
+                target = import_lazily(target)
             except (ImportError, AttributeError) as error:
-                if module.startswith("paradec."):
+                if target.startswith("paradec."):
                     raise
                 raise ImportError(f"{self.kind} {name!r} of another package cannot be imported: {error}") from error
             self._targets[name] = target
@@ -152,20 +151,9 @@ class Registry:
                 be joined.
         """
         if is_composed(name) and name not in self:
-            from paradec.core.component_text import parse_components
+            from paradec.core.component_text import create_composed
 
-            components = parse_components(self.kind, name)
-            settings |= {} if preset is None else {"preset": preset}
-            if len(components) > 1:
-                if "union" not in self:
-                    raise ValueError(f"{self.kind} {name!r} cannot be joined; give one name")
-                for setting in settings:
-                    raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
-                return self.get("union")(rules=tuple(self.create(part.name, **part.settings) for part in components))
-            ((name, given),) = components
-            for setting in given.keys() & settings:
-                raise ValueError(f"{self.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
-            return self.create(name, **given, **settings)
+            return create_composed(self, name, settings if preset is None else settings | {"preset": preset})
         cls = self.get(name)
         what = f"{self.kind} {name!r}"
         presets = getattr(cls, "presets", {})
@@ -228,3 +216,9 @@ def check_declared(kind: str, cls: type) -> None:
             f"{kind} class {cls.__name__} is no dataclass, so {', '.join(sorted(own))} cannot be set; put "
             "@dataclass(frozen=True) before it"
         )
+
+
+def import_lazily(target: str) -> Any:
+    """Import "module:name"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
