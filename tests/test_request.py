@@ -16,6 +16,7 @@ from tiny_models import tiny
 import paradec
 from paradec import caches, samplers
 from paradec.api import images
+from paradec.core.request_fields import ELSEWHERE
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import FIELDS, LIVE, Arguments, Request

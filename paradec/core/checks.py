@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -141,31 +140,3 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, numbers.Integral):
         return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)
-
-
-def check_memory(needed: int, device: Any, max_memory: int | None, what: str) -> None:
-    """Raise ValueError when `needed` bytes cannot fit; `what` names their use, for the message."""
-    if max_memory is not None:
-        limit, source = max_memory, "max_memory"
-    elif device.type == "cuda":
-        import torch
-
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit, source = torch.cuda.mem_get_info(device)[0] + held, f"what is free on {device}"
-    elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
-    else:
-        return
-    if needed > limit:
-        raise ValueError(
-            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows or "
-            "blocks; of a store a narrower store_dtype, or cache='none'"
-        )
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

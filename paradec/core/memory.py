@@ -1,10 +1,11 @@
-"""What a method remembers between steps: tensors that it declares."""
+"""What a method remembers between steps: tensors that it declares; and whether tensors fit into the device's memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -151,3 +152,29 @@ def _shifted(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: 
     source = source.clamp(max=own.shape[1] - 1).view(shape).expand_as(own)
     moved = torch.where(there, own.gather(1, source), own.new_full((), fill))
     return tensor.index_copy(0, index, moved.movedim(1, axis))
+
+
+def check_memory(needed: int, device: Any, max_memory: int | None, what: str) -> None:
+    """Raise ValueError when `needed` bytes cannot fit; `what` names their use, for the message."""
+    if max_memory is not None:
+        limit, source = max_memory, "max_memory"
+    elif device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit, source = torch.cuda.mem_get_info(device)[0] + held, f"what is free on {device}"
+    elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
+    else:
+        return
+    if needed > limit:
+        raise ValueError(
+            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows or "
+            "blocks; of a store a narrower store_dtype, or cache='none'"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_memory
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
+from paradec.core.memory import check_memory
 from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword, thread

@@ -14,8 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, store_bytes
-from paradec.core.checks import check_bool, check_choice, check_memory, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
+from paradec.core.memory import check_memory
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, flag, positive
 

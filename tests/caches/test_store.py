@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny
 
 from paradec.caches.store import store_bytes
-from paradec.core.checks import check_memory
+from paradec.core.memory import check_memory
 from paradec.core.query import Query, StoreCall
 
 

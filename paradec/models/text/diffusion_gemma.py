@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_memory, check_number, shown
+from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CanvasQuery
+from paradec.core.memory import check_memory
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import CheckpointError, read_module, reason

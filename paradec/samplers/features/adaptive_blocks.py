@@ -216,3 +216,18 @@ class AdaptiveBlockEnds(Feature):
         # the block reaches what can be committed, where given text comes first
         size = state.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
         return end.index_copy(0, chosen, start[chosen] + size)
+
+
+def cut_blocks(state: Any, rows: np.ndarray, end: np.ndarray) -> None:
+    """End the blocks of `rows` [R], which have just opened, at `end` [R].
+
+    Raises:
+        RuntimeError: an end after that of the block.
+    """
+    if (end > state.block_end[rows]).any():
+        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than what it read")
+    shorter = end < state.block_end[rows]
+    rows, end = rows[shorter], end[shorter]
+    state.block_end[rows] = end
+    masks = state.masks_before[rows, end] - state.masks_before[rows, state.block_start[rows]]
+    state.masks_at_open[rows] = state.remaining[rows] = masks

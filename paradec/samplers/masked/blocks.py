@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import LARGEST_INT, check_choice, check_int, shown
+from paradec.core.checks import LARGEST_INT, check_choice, check_int
 from paradec.core.rows import ROWS
-from paradec.request import Request
 from paradec.samplers.masked.state import MaskedState
 
 LONGEST_BLOCK = LARGEST_INT
@@ -59,44 +58,6 @@ class WholeCanvas(BlockPolicy):
 
     def count(self, prompt_length: int, length: int) -> int:
         return 1
-
-
-def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B] int64: how many blocks each row will have, to spread `steps` over.
-
-    Args:
-        starts, lengths: [B] int64, where each row's blocks begin and end.
-
-    Raises:
-        ValueError: a policy whose blocks only decoding shows.
-    """
-    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
-    if None in counts:
-        raise ValueError(
-            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
-            "leave steps out"
-        )
-    return np.array(counts, np.int64)
-
-
-def check_steps(
-    request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray, alone: bool = True
-) -> None:
-    """Raise ValueError where `steps` cannot be spread evenly over the blocks.
-
-    Args:
-        alone: whether these are all rows; blocks that are uneven because prompts differ in length are allowed.
-    """
-    if request.steps is None:
-        return
-    counts = count_blocks(request.steps, policy, starts, lengths)
-    count = int(counts.max())
-    if request.steps % count and alone and (counts == count).all():
-        raise ValueError(
-            f"steps={request.steps} must be a multiple of the number of blocks ({count}): every block has as many"
-        )
-    if request.steps < count:
-        raise ValueError(f"steps={request.steps} must be at least the number of blocks ({count})")
 
 
 # ---- where rows end --------------------------------------------------------------------------------------------------
@@ -185,21 +146,6 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
     for feature in state.features.values():
         feature.on_start(state, opened[state.running[opened]])
     state.make_window()
-
-
-def cut_blocks(state: MaskedState, rows: np.ndarray, end: np.ndarray) -> None:
-    """End the blocks of `rows` [R], which have just opened, at `end` [R].
-
-    Raises:
-        RuntimeError: an end after that of the block.
-    """
-    if (end > state.block_end[rows]).any():
-        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than what it read")
-    shorter = end < state.block_end[rows]
-    rows, end = rows[shorter], end[shorter]
-    state.block_end[rows] = end
-    masks = state.masks_before[rows, end] - state.masks_before[rows, state.block_start[rows]]
-    state.masks_at_open[rows] = state.remaining[rows] = masks
 
 
 def close_blocks(

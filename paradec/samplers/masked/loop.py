@@ -62,23 +62,23 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache, Part
-from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, NotFinite, Sampler
-from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
+from paradec.core.query import Cost, WindowLogits, WindowQuery
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
+from paradec.kernels.token_stats import token_statistics
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import tempered
+from paradec.samplers.features.adaptive_blocks import cut_blocks
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.features.logprobs import known_probabilities, step_logprobs
 from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
-from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
-from paradec.samplers.masked import reference
-from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
+from paradec.samplers.masked import drawing, reference
+from paradec.samplers.masked.blocks import close_blocks, find_ends, trim_rows
+from paradec.samplers.masked.partial_calls import call_store, columns_of_part, in_row_order, scatter_to_window
 from paradec.samplers.masked.rules import revision
+from paradec.samplers.masked.rules.revision import Revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import (
@@ -87,7 +87,6 @@ from paradec.samplers.masked.view import (
     Decision,
     MaskedProposal,
     Needs,
-    Revision,
     Stage,
     View,
     checked_select,
@@ -312,7 +311,11 @@ class MaskedSampler(Sampler):
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
-        return candidates(self, state, logits, query, generator)
+        request = state.request
+        filtered = self.needs.score_from == "sampled" and (request.top_p, request.top_k) != (None, None)
+        if generator is None and request.temperature == 0 and not filtered:
+            return token_statistics(logits, self.needs.reads)
+        return drawing.read_drawn(self, state, logits, query, generator)
 
     def ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
@@ -324,25 +327,12 @@ class MaskedSampler(Sampler):
     def draw_tokens(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
-        if generator is None:
-            sample = read_stats(logits, frozenset(), draws=token_draws(state, query)).sample
-            assert sample is not None  # asked for with `draws`
-            return sample
-        rows, positions = query.rows, state.window.query_positions(query)
-        if self.needs.score_from == "sampled":
-            return reference.categorical(state, logits, positions, rows, generator)
-        noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
-        return (logits.double() + rng.gumbel(noise)).argmax(-1)
+        """Draw tokens [R, W] from softmax(logits [R, W, V])."""
+        return drawing.draw_tokens(state, logits, query, self.needs.score_from, generator)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
-        if generator is not None:
-            return reference.position_noise(state, self.needs.reference_draws, generator)
-        window = state.window
-        steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
-        keys = state.keys[window.row_index[:, 0]]
-        return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
+        return drawing.position_noise(state, self.needs.reference_draws, generator)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         """As for all; and the open blocks, and which positions an early stop fills."""
@@ -472,9 +462,9 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
     query = WindowQuery(
         rows=rows,
         tokens=state.canvas,
-        positions=per_branch(state, part.positions),
+        positions=state.per_branch(part.positions),
         wanted=wanted,
-        valid=None if part.valid is None else per_branch(state, part.valid),
+        valid=None if part.valid is None else state.per_branch(part.valid),
         branches=branches,
         forwarded=part.sizes,
         kind=part.kind,
@@ -488,30 +478,12 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
             given = tokens_of(state.given, query, index)
             query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given, facts.mask_id)))
     if facts.prompt_aligned:
-        query.origin = per_branch(state, state.prompt_length[rows, None])
+        query.origin = state.per_branch(state.prompt_length[rows, None])
     if state.store is not None:
-        query.store = _store_call(state, part, query)
+        query.store = call_store(state, part, query)
     for feature in state.features.values():
         feature.on_query(state, part, query)
     return query
-
-
-def _store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
-    rows, cache = query.rows, state.stored_cache
-    index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-    slots = query.positions
-    if part.valid is not None:
-        slots = per_branch(state, np.where(part.valid, part.positions, -1))
-    # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-    length = state.length[rows]
-    if (present := state.present) is not None:  # up to the last position that exists for now
-        length = np.minimum(length, state.canvas.shape[1] - present[rows][:, ::-1].argmax(1))
-    visible = int(length.max())
-    if state.facts.topology == "block_causal":
-        last = part.positions.max(1)
-        visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
-    visible += -visible % cache.shape_multiple
-    return StoreCall(torch.as_tensor(index, device=state.canvas.device), slots, index, visible, step=state.commits)
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
@@ -526,15 +498,8 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
             return state.window.positions, None
         if state.window.host_valid is not None:  # padding of the window may ask beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
-        return per_branch(state, source), None
-    # the column of each position in this call, -1 where it is not evaluated
-    column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    row, place = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
-    column[row, part.positions[row, place]] = place
-    source = np.take_along_axis(column, source, axis=1)
-    inside = source >= 0
-    available = None if inside.all() else torch.as_tensor(inside, device=state.canvas.device)
-    return per_branch(state, np.maximum(source, 0)), available
+        return state.per_branch(source), None
+    return columns_of_part(state, part, source)
 
 
 def leave_out_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
@@ -560,12 +525,6 @@ def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
     rows = tensor.index_select(0, row_index)
     positions = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
-
-
-def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
-    """[N, ...] on the host -> [branches * N, ...] on the device."""
-    tensor = torch.as_tensor(array, device=state.canvas.device)
-    return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
 
 
 # ---- from logits to candidates ---------------------------------------------------------------------------------------
@@ -599,71 +558,6 @@ def _rows_of_logits(query: WindowQuery, count: int) -> np.ndarray:
     return np.asarray(query.rows[owner])
 
 
-def candidates(
-    sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
-    request, needs = state.request, sampler.needs
-    statistics = token_statistics if generator is None else reference.statistics
-    filters = request.top_p, request.top_k
-    filtered = any(value is not None for value in filters)
-    if generator is not None and sampler.weighs_mask(state):
-        return reference.read(sampler, state, logits, query, generator)
-    if request.temperature == 0 and not (filtered and needs.score_from == "sampled"):
-        return statistics(logits, needs.reads)
-    raw = needs.score_from == "raw"
-    counted = generator is None and request.temperature > 0 and not needs.draws_tokens
-    if counted and not filtered:
-        scored_at = 1.0 if raw else request.temperature
-        return token_statistics(logits, needs.reads, None, token_draws(state, query, request.temperature), scored_at)
-    if counted and raw:
-        drawn = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
-        if drawn is not None:
-            return token_statistics(logits, needs.reads, drawn)
-    drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-    drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
-    if counted and not raw:
-        return token_statistics(drawn_from, needs.reads, None, token_draws(state, query))
-    drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
-    return statistics(logits if raw else drawn_from, needs.reads, drawn)
-
-
-def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
-    """The random numbers that the tokens of a query's rows are drawn with."""
-    rows, positions = query.rows, state.window.query_positions(query)
-    steps = torch.as_tensor(state.row_step[rows], device=positions.device)
-    keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-    return TokenDraws(keys, steps, positions, temperature, stream)
-
-
-def in_row_order(
-    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Candidates, quantities and updates of several queries, as those of all running rows; and where these [R] were in
-    the answers one after the other."""
-    tokens, quantities, updates = zip(*parts, strict=True)
-    places = np.argsort(np.concatenate([query.window.index for query in queries]))
-    order = torch.as_tensor(places, device=tokens[0].device)
-    joined_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
-    joined_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
-    return torch.cat(tokens)[order], joined_quantities, joined_updates, order
-
-
-def scatter_to_window(
-    tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; elsewhere the token
-    there (`current` [R, W]), and 0."""
-    columns = query.window.columns
-    assert columns is not None
-    if len(columns) < len(current):
-        current = current[torch.as_tensor(query.window.index, device=current.device)]
-    whole = {}
-    for name, value in quantities.items():
-        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
-    return current.scatter(1, columns, tokens), whole
-
-
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
@@ -680,13 +574,6 @@ def make_view(
     if memory is None:
         memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
     editable = revision.editable_positions(state, proposal) if sampler.needs.revises else torch.zeros_like(available)
-
-    def choose(scores: Tensor, count: np.ndarray) -> Tensor:
-        if generator is not None:
-            return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
-        # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
-        return top_by_rank(scores + rng.gumbel(sampler.position_noise(state, None)), count)
-
     return View(
         scores=torch.where(available, proposal.scores, -torch.inf),
         candidates=available,
@@ -700,7 +587,7 @@ def make_view(
         editable=editable,
         top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
         draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
-        choose=choose,
+        choose=functools.partial(drawing.choose_positions, sampler, state, generator),
         ends=state.ends,
         leading=leading_blocks(state, proposal.current) if "pipelined_blocks" in state.features else None,
     )

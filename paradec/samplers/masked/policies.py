@@ -1,10 +1,12 @@
-"""Block policies by name, for `blocks="adaptive"` and the command line, and as data."""
+"""Block policies by name, for `blocks="adaptive"` and the command line, and as data; steps spread over their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, shown
@@ -76,3 +78,35 @@ def named_policy(
     if block_length is not None:
         raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
     return WholeCanvas(), None
+
+
+def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64: how many blocks each row will have, to spread `steps` over.
+
+    Args:
+        starts, lengths: [B] int64, where each row's blocks begin and end.
+
+    Raises:
+        ValueError: a policy whose blocks only decoding shows.
+    """
+    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
+    if None in counts:
+        raise ValueError(
+            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
+            "leave steps out"
+        )
+    return np.array(counts, np.int64)
+
+
+def check_steps(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray, alone: bool = True) -> None:
+    """Raise ValueError where `steps` cannot be spread evenly over the blocks.
+
+    Args:
+        alone: whether these are all rows; blocks that are uneven because prompts differ in length are allowed.
+    """
+    counts = count_blocks(steps, policy, starts, lengths)
+    count = int(counts.max())
+    if steps % count and alone and (counts == count).all():
+        raise ValueError(f"steps={steps} must be a multiple of the number of blocks ({count}): every block has as many")
+    if steps < count:
+        raise ValueError(f"steps={steps} must be at least the number of blocks ({count})")

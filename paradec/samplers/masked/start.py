@@ -15,10 +15,10 @@ from paradec.caches.suffix import Suffix
 from paradec.caches.table import make_cache
 from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_int, check_memory, shown
+from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
-from paradec.core.memory import Memory
+from paradec.core.memory import Memory, check_memory
 from paradec.core.prompts import encode
 from paradec.request import Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds
@@ -32,16 +32,8 @@ from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
-from paradec.samplers.masked.blocks import (
-    LONGEST_BLOCK,
-    EndOfText,
-    FixedBlocks,
-    WholeCanvas,
-    check_steps,
-    count_blocks,
-    open_blocks,
-)
-from paradec.samplers.masked.policies import named_policy
+from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks, WholeCanvas, open_blocks
+from paradec.samplers.masked.policies import check_steps, count_blocks, named_policy
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.start import answer_starts, make_trace, new_tokens, randomness, suppressed_ids
@@ -70,7 +62,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
     answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
     gaps = bool((answers > starts).any())  # something given follows a mask
-    check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
+    if request.steps is not None:
+        check_steps(request.steps, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
     cache: Cache = NoCache()
     if request.cache not in (None, "none"):

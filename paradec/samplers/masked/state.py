@@ -221,6 +221,11 @@ class MaskedState(State):
         """[R, 1] int64: where the running rows' blocks end, on the device."""
         return torch.as_tensor(self.block_end[self.window.rows, None], device=self.canvas.device)
 
+    def per_branch(self, array: np.ndarray) -> Tensor:
+        """[N, ...] on the host -> [branches * N, ...] on the device."""
+        tensor = torch.as_tensor(array, device=self.canvas.device)
+        return torch.cat((tensor, tensor)) if self.branches == 2 else tensor
+
     def planned_steps(self, rows: Any) -> Any:
         """[R]: steps planned for the open block of `rows` [R] (one token a step without a plan)."""
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]

@@ -213,21 +213,6 @@ class Stage:
 
 
 @dataclass
-class Revision:
-    """What a method takes back in one step. Shapes: `R` rows, `W` positions; None is nothing."""
-
-    remask: Tensor | None = None
-    """[R, W] bool: editable positions that become undecided again."""
-    edit: Tensor | None = None
-    """[R, W] bool: editable positions that take this step's candidate token."""
-    text: Tensor | None = None
-    """[R, W] int64: what all positions hold after the step, masks included, for methods that declare `Needs.moves`;
-    positions that were given stay."""
-    hold_block: Tensor | None = None
-    """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
-
-
-@dataclass
 class Decision:
     """What a step is about to write. Shapes: `R` rows, `W` positions."""
 

@@ -20,6 +20,7 @@ from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import draw
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked import reference
+from paradec.samplers.masked.drawing import token_draws
 from paradec.samplers.masked.loop import (
     LAST,
     MaskedProposal,
@@ -27,7 +28,6 @@ from paradec.samplers.masked.loop import (
     MaskedState,
     Needs,
     View,
-    token_draws,
 )
 
 REDRAW_STREAM = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,21 @@ from torch import Tensor
 from paradec.samplers.masked.blocks import LONGEST_BLOCK
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import Decision, MaskedProposal, View
+
+
+@dataclass
+class Revision:
+    """What a method takes back in one step. Shapes: `R` rows, `W` positions; None is nothing."""
+
+    remask: Tensor | None = None
+    """[R, W] bool: editable positions that become undecided again."""
+    edit: Tensor | None = None
+    """[R, W] bool: editable positions that take this step's candidate token."""
+    text: Tensor | None = None
+    """[R, W] int64: what all positions hold after the step, masks included, for methods that declare `Needs.moves`;
+    positions that were given stay."""
+    hold_block: Tensor | None = None
+    """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
 
 
 def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:

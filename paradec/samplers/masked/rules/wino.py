@@ -26,7 +26,6 @@ from paradec.samplers.masked.loop import (
     Revision,
     Stage,
     View,
-    per_branch,
 )
 
 
@@ -128,13 +127,13 @@ def with_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
     places = window.host_positions[query.window.index]
     inside = np.ones_like(places, bool) if window.host_valid is None else window.host_valid[query.window.index]
-    shadow = per_branch(state, places)  # [R, W]
+    shadow = state.per_branch(places)  # [R, W]
     rows, width = shadow.shape
     positions = torch.cat((query.positions, shadow), 1)
     valid = None
     if query.valid is not None or window.host_valid is not None:
         real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
-        valid = torch.cat((real, per_branch(state, inside)), 1)
+        valid = torch.cat((real, state.per_branch(inside)), 1)
     visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
     visible[:, :columns, columns:] = False
     visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)

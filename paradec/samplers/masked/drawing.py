@@ -1,0 +1,89 @@
+"""Drawn tokens and drawn positions of the masked family: what the loop needs above temperature 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.query import WindowQuery
+from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
+from paradec.samplers.distributions import tempered
+from paradec.samplers.filters import draw_filtered, filter_logits
+from paradec.samplers.masked import reference
+from paradec.samplers.statistics import top_by_rank
+
+
+def read_drawn(
+    sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidate tokens [R, W] and quantities [R, W] of one query's rows: drawn, of filtered logits, or as the public
+    code reads them (`generator`)."""
+    request, needs = state.request, sampler.needs
+    if generator is not None and sampler.weighs_mask(state):
+        return reference.read(sampler, state, logits, query, generator)
+    statistics = token_statistics if generator is None else reference.statistics
+    raw, filters = needs.score_from == "raw", (request.top_p, request.top_k)
+    filtered = filters != (None, None)
+    if request.temperature == 0 and (raw or not filtered):
+        return statistics(logits, needs.reads)
+    counted = generator is None and request.temperature > 0 and not needs.draws_tokens
+    if counted and not filtered:
+        scored_at = 1.0 if raw else request.temperature
+        return token_statistics(logits, needs.reads, None, token_draws(state, query, request.temperature), scored_at)
+    if counted and raw:
+        drawn = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
+        if drawn is not None:
+            return token_statistics(logits, needs.reads, drawn)
+    drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
+    drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
+    if counted and not raw:
+        return token_statistics(drawn_from, needs.reads, None, token_draws(state, query))
+    drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
+    return statistics(logits if raw else drawn_from, needs.reads, drawn)
+
+
+def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
+    """The random numbers that the tokens of a query's rows are drawn with."""
+    rows, positions = query.rows, state.window.query_positions(query)
+    steps = torch.as_tensor(state.row_step[rows], device=positions.device)
+    keys = state.keys[torch.as_tensor(rows, device=positions.device)]
+    return TokenDraws(keys, steps, positions, temperature, stream)
+
+
+def draw_tokens(
+    state: Any, logits: Tensor, query: WindowQuery, score_from: str, generator: torch.Generator | None
+) -> Tensor:
+    """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
+    if generator is None:
+        sample = read_stats(logits, frozenset(), draws=token_draws(state, query)).sample
+        assert sample is not None  # asked for with `draws`
+        return sample
+    rows, positions = query.rows, state.window.query_positions(query)
+    if score_from == "sampled":
+        return reference.categorical(state, logits, positions, rows, generator)
+    noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
+    return (logits.double() + rng.gumbel(noise)).argmax(-1)
+
+
+def position_noise(state: Any, reference_draws: str, generator: torch.Generator | None) -> Tensor:
+    """[R, W] float64 uniform numbers for choosing positions."""
+    if generator is not None:
+        return reference.position_noise(state, reference_draws, generator)
+    window = state.window
+    steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
+    keys = state.keys[window.row_index[:, 0]]
+    return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
+
+
+def choose_positions(
+    sampler: Any, state: Any, generator: torch.Generator | None, scores: Tensor, count: np.ndarray
+) -> Tensor:
+    """Draw count [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
+    if generator is not None:
+        return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
+    # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
+    return top_by_rank(scores + rng.gumbel(sampler.position_noise(state, None)), count)

@@ -1,0 +1,72 @@
+"""Calls that evaluate a part: of a row over a store, of the rows, or of the window's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Part
+from paradec.core.query import StoreCall, WindowQuery
+from paradec.samplers.masked.state import MaskedState
+
+
+def call_store(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
+    """What the call of a part reads of the state's store and writes to it."""
+    rows, cache = query.rows, state.stored_cache
+    index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+    slots = query.positions
+    if part.valid is not None:
+        slots = state.per_branch(np.where(part.valid, part.positions, -1))
+    # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
+    length = state.length[rows]
+    if (present := state.present) is not None:  # up to the last position that exists for now
+        length = np.minimum(length, state.canvas.shape[1] - present[rows][:, ::-1].argmax(1))
+    visible = int(length.max())
+    if state.facts.topology == "block_causal":
+        last = part.positions.max(1)
+        visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
+    visible += -visible % cache.shape_multiple
+    return StoreCall(torch.as_tensor(index, device=state.canvas.device), slots, index, visible, step=state.commits)
+
+
+def columns_of_part(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
+    """The columns [R, W] of a part's call that hold the positions `source` [N, W], and which of these are evaluated
+    [N, W] (None: all)."""
+    column = np.full((len(part.index), state.canvas.shape[1]), -1)
+    row, place = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
+    column[row, part.positions[row, place]] = place
+    source = np.take_along_axis(column, source, axis=1)
+    inside = source >= 0
+    available = None if inside.all() else torch.as_tensor(inside, device=state.canvas.device)
+    return state.per_branch(np.maximum(source, 0)), available
+
+
+def in_row_order(
+    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Candidates, quantities and updates of several queries, as those of all running rows; and where these [R] were in
+    the answers one after the other."""
+    tokens, quantities, updates = zip(*parts, strict=True)
+    places = np.argsort(np.concatenate([query.window.index for query in queries]))
+    order = torch.as_tensor(places, device=tokens[0].device)
+    joined_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
+    joined_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
+    return torch.cat(tokens)[order], joined_quantities, joined_updates, order
+
+
+def scatter_to_window(
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; elsewhere the token
+    there (`current` [R, W]), and 0."""
+    columns = query.window.columns
+    assert columns is not None
+    if len(columns) < len(current):
+        current = current[torch.as_tensor(query.window.index, device=current.device)]
+    whole = {}
+    for name, value in quantities.items():
+        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
+    return current.scatter(1, columns, tokens), whole
