@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import __version__
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery, whole_rows
@@ -27,7 +26,7 @@ from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise
-from paradec.samplers.start import padded
+from paradec.samplers.start import padded, row_keys
 
 TYPES = ("noul", "choice", "score", "span")
 """Types of `YesNo`, `Pick`, `Score` and `Span`, named as in transformers."""
@@ -554,7 +553,7 @@ def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) 
 
     index = np.array([unique.index(prompt) for prompt in prompts])
     positions = state.positions(index)
-    keys = rng.row_keys([seed for seed in range(seeds) for _ in rows], prompts, before=[0] * count)
+    keys = row_keys([seed for seed in range(seeds) for _ in rows], prompts, before=[0] * count)
     step = torch.zeros(count, dtype=torch.int64, device=device)
     fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
     answers = padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE)

@@ -124,7 +124,7 @@ class Queue:
             if self.closed:
                 raise BatchClosed("this batch is closed")
             before = 0
-            if not alone:  # as `paradec.core.rng.row_keys` counts in a list
+            if not alone:  # as `paradec.samplers.start.row_keys` counts in a list
                 before = self.copies[key]
                 self.copies[key] += 1
             ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rng
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
@@ -77,6 +77,26 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
     return None, [int(entry) for entry in seeds]
 
 
+def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
+    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows are before it.
+
+    `before` says how many those are, where rows of other batches count as well.
+
+    The row's index is left out on purpose: a row keeps its numbers when the batch around it changes, while copies of
+    one prompt still differ from each other.
+    """
+    copies: dict[tuple[int, tuple[int, ...]], int] = {}
+    keys = []
+    for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
+        identity = (int(seed), tuple(prompt))
+        copy = copies[identity] = copies.get(identity, -1) + 1
+        if before is not None:
+            copy = before[row]
+        text = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
+        keys.append(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u4").astype(np.int64))
+    return np.stack(keys)
+
+
 def keys_of(
     request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
@@ -86,7 +106,7 @@ def keys_of(
         before: how many equal rows come before each; None counts them among `rows`.
     """
     _, seeds = randomness(request, rows)
-    return torch.as_tensor(rng.row_keys(seeds, rows, before), device=device), seeds
+    return torch.as_tensor(row_keys(seeds, rows, before), device=device), seeds
 
 
 def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:

@@ -28,6 +28,7 @@ from paradec import Pick, Score, Span, YesNo
 from paradec.api import decide as rows
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
+from paradec.samplers.start import row_keys
 
 pytest.importorskip("transformers.decision", reason="needs transformers 5.23")
 
@@ -204,7 +205,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
 
     def log_p(given: list[int], place: int, ids: list[int]) -> float:
         total = 0.0
-        for key in torch.as_tensor(rng.row_keys([*range(seeds)], [prompt] * seeds)):
+        for key in torch.as_tensor(row_keys([*range(seeds)], [prompt] * seeds)):
             noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), at[None], 1, 4)[0, :, 0]
             canvas = (noise * VOCAB).long()
             for slot, token in enumerate(given):

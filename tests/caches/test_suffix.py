@@ -18,6 +18,7 @@ from paradec import PipelinedBlocks, Suffix, caches, samplers
 from paradec.caches.suffix import SUFFIX_STREAM
 from paradec.core import rng
 from paradec.models.adapter import Model
+from paradec.samplers.start import row_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
@@ -39,7 +40,7 @@ def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[in
     after = list(range(end, min(end + suffix.window, length)))
     if suffix.density == "cut" or not after:
         return after
-    key = torch.as_tensor(rng.row_keys([ASKED["seed"]], [prompt]))
+    key = torch.as_tensor(row_keys([ASKED["seed"]], [prompt]))
     step = torch.tensor([end - BLOCK])
     numbers = rng.uniform(key, step, torch.tensor([after]), 1, SUFFIX_STREAM)[0, :, 0].tolist()
     if suffix.density == "uniform":
@@ -160,7 +161,7 @@ def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
 
 def test_masks_are_kept_as_often_as_the_density_says() -> None:
     suffix, rows = Suffix(16, "gaussian", scale=1.5), 4000
-    keys = torch.as_tensor(rng.row_keys(list(range(rows)), [[1]] * rows))
+    keys = torch.as_tensor(row_keys(list(range(rows)), [[1]] * rows))
     start, end = np.full(rows, 2), np.full(rows, 4)
     kept = suffix.kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
     odds = suffix.probabilities("same", 16)

@@ -19,8 +19,9 @@ import paradec
 from paradec import samplers
 from paradec.core import orders, rng
 from paradec.core.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
+from paradec.samplers.start import row_keys
 
-KEYS = rng.row_keys([1, 1, 2], [[5], [6], [5]])
+KEYS = row_keys([1, 1, 2], [[5], [6], [5]])
 GRIDS = [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)]
 MADE = [orders.create(name) for name in orders.names() if name != "given"]
 MADE += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosine(1)]
@@ -193,7 +194,7 @@ def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None
     prompts = [[model.class_token(label)] for label in (1, 2)]
     out = paradec.generate(model, prompts, sampler=sampler, **request)
     options = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
-    groups = orders.LPD(sizes, **options).groups(4, 4, keyed(torch.as_tensor(rng.row_keys([4, 4], prompts))))
+    groups = orders.LPD(sizes, **options).groups(4, 4, keyed(torch.as_tensor(row_keys([4, 4], prompts))))
     for row in (0, 1):
         assert written(out, row) == [sorted(part[row].tolist()) for part in groups]
 
@@ -206,7 +207,7 @@ def test_a_given_part_is_decided_from_the_start() -> None:
     out = paradec.generate(model, [row], sampler=sampler, seed=4, trace=True)
     there = np.arange(16) < 8
     sizes = scaled((1, 5, 10), 8)
-    key = keyed(torch.as_tensor(rng.row_keys([4], [row])))[0]
+    key = keyed(torch.as_tensor(row_keys([4], [row])))[0]
     order = lpd_order(4, 4, sizes, key, decided=there)
     assert written(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
     assert order[0] // 4 == 2

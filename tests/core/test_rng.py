@@ -12,6 +12,7 @@ from scipy.stats import kstest
 import paradec
 from paradec.core import rng
 from paradec.models.adapter import Model
+from paradec.samplers.start import row_keys
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
 
 
 def draws(vocab: int = 7, rows: int = 3, width: int = 5, step: int = 2, stream: int = 0) -> torch.Tensor:
-    keys = torch.as_tensor(rng.row_keys([11] * rows, [[r] for r in range(rows)]))
+    keys = torch.as_tensor(row_keys([11] * rows, [[r] for r in range(rows)]))
     position = torch.arange(width).expand(rows, width)
     return rng.uniform(keys, torch.full((rows,), step), position, vocab, stream)
 
@@ -100,7 +101,8 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 @settings(max_examples=50, deadline=None)
 def test_row_keys(prompts: list[list[int]], seed: int) -> None:
-    keys = [tuple(key) for key in rng.row_keys([seed] * len(prompts), prompts)]
+    """A row's key ignores the rows around it, and copies of one prompt have keys of their own."""
+    keys = [tuple(key) for key in row_keys([seed] * len(prompts), prompts)]
     assert len(set(keys)) == len(keys)
     for prompt in prompts:
-        assert tuple(rng.row_keys([seed], [prompt])[0]) == keys[prompts.index(prompt)]
+        assert tuple(row_keys([seed], [prompt])[0]) == keys[prompts.index(prompt)]

@@ -23,6 +23,7 @@ from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.pictures.groups import Groups
+from paradec.samplers.start import row_keys
 
 
 def made(seed: int, **sizes: Any) -> LPDModel:
@@ -90,7 +91,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
         named = orders.create(order).groups(
             model.module.config.grid, model.module.config.grid, keyed_rows([setting] * 3, rows)
         )
-        keys = torch.as_tensor(rng.row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
+        keys = torch.as_tensor(row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
         for row, label in enumerate(labels):
             wanted = sequential(
                 model,
@@ -110,7 +111,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
 def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
     from paradec.core.orders import keyed
 
-    return keyed(torch.as_tensor(rng.row_keys(seeds, rows)))
+    return keyed(torch.as_tensor(row_keys(seeds, rows)))
 
 
 @pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])

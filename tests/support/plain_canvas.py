@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
+from paradec.samplers.start import row_keys
 
 Keep = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -69,7 +70,7 @@ def row(
     """What stands after and in the holes (-1) of a prompt, prompt included, up to `new` tokens after it; and the
     steps of each canvas. `cut` excludes tokens from tempered logits [C, V]."""
     size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
-    keys = torch.as_tensor(rng.row_keys([seed], [prompt]))
+    keys = torch.as_tensor(row_keys([seed], [prompt]))
     end = len(prompt) + new
     tokens = [*prompt, *[-1] * (new + size)]
     given = torch.tensor(tokens) >= 0

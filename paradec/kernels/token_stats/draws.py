@@ -33,7 +33,7 @@ class TokenDraws:
     neither on the batch nor on how the vocabulary is split.
 
     Args:
-        keys: [R, 2] int64 row keys (`rng.row_keys`).
+        keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`).
         steps: [R] int64.
         positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
         temperature: tokens are drawn from softmax(logits / temperature), whatever the temperature of the statistics.

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rng
 from paradec.core.checks import check_int, check_number
 from paradec.core.family_queries import LatentProposal, LatentQuery
 from paradec.core.memory import Memory
@@ -29,6 +28,7 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.samplers.forecast.refresh import RunProgress
+from paradec.samplers.start import row_keys
 
 
 @dataclass
@@ -260,7 +260,7 @@ def _generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> An
         drawn = int(torch.randint(2**63 - 1, (1,)))
         seeds = [drawn if entry is None else entry for entry in seeds]
     digests = [hashlib.blake2b(row.double().cpu().numpy().tobytes(), digest_size=8).digest() for row in latent]
-    keys = rng.row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
+    keys = row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
     made = [torch.Generator(latent.device) for _ in keys]
     for owner, (low, high) in zip(made, keys.tolist(), strict=True):
         owner.manual_seed(low | (high & 0x7FFFFFFF) << 32)

@@ -13,7 +13,6 @@ from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import make_cache
-from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
@@ -36,7 +35,7 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks
 from paradec.samplers.masked.policies import check_steps, count_blocks, named_policy
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.start import answer_starts, make_trace, new_tokens, randomness, suppressed_ids
+from paradec.samplers.start import answer_starts, make_trace, new_tokens, randomness, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
 """Bytes of logits that fit on any device."""
@@ -113,7 +112,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         length=ends,
         asked=lengths + new,
         max_new_tokens=new,
-        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
+        keys=torch.as_tensor(row_keys(seeds, rows, prompts.before), device=device),
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.needs.revises,

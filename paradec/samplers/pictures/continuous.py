@@ -24,7 +24,7 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.request import Request, request_for
-from paradec.samplers.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import labels_of, row_keys, trace_of_labels, unsupported_for_pictures
 
 DEFAULT_STEPS = 64
 
@@ -120,7 +120,7 @@ class ContinuousSampler(Sampler):
             drawn = int(torch.randint(2**62, (1,), generator=generator, device=owner))
         seeds = [drawn if entry is None else int(entry) for entry in seeds]
         device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
-        keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
+        keys = torch.as_tensor(row_keys(seeds, [[label] for label in labels]), device=device)
         if order is None:
             groups = Cosine(steps).groups(module.side, module.side, keyed(keys))
             order = torch.as_tensor(groups.order[:, ::-1].copy())

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from paradec.caches.kept import KeptPrefix
-from paradec.core import rng
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import HOLE, ModelFacts
 from paradec.core.logprobs import LogProbs
@@ -23,7 +22,7 @@ from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText, StopRule
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, Settled
-from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, suppressed_ids
+from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
 REFUSED = {
@@ -99,7 +98,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         length=ends,
         asked=asked,
         max_new_tokens=new,
-        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
+        keys=torch.as_tensor(row_keys(seeds, rows, prompts.before), device=device),
         generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),

@@ -41,6 +41,7 @@ from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowLogits
 from paradec.request import FIELDS
 from paradec.samplers.guidance import guided
+from paradec.samplers.start import row_keys
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _masked(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int
 
 
 def _keys(seed: int, row: list[int]) -> Tensor:
-    return torch.as_tensor(rng.row_keys([seed], [row]))
+    return torch.as_tensor(row_keys([seed], [row]))
 
 
 def _scores(keys: Tensor, span: _Span, samples: int) -> np.ndarray:

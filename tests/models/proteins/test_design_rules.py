@@ -22,6 +22,7 @@ from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.start import row_keys
 
 BOUND = GOLDEN / "ligands"
 TIES = ((0, 6), (1, 7), (2, 8, 10), (9, 4))
@@ -108,7 +109,7 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
             orders.append(draw.sample(range(len(rows[-1]) - 1), len(rows[-1]) - 1))
         temperature = draw.choice((0.0, 0.1, 1.0))
         out = paradec.generate(some, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
-        keys = torch.as_tensor(rng.row_keys([number] * len(rows), rows))
+        keys = torch.as_tensor(row_keys([number] * len(rows), rows))
         for index, (row, order) in enumerate(zip(rows, orders, strict=True)):
             wanted, mean = loop(some, row, order, keys[index], temperature, of[index])
             assert out.sequences[index, -len(row) :].tolist() == wanted, (number, index)

@@ -28,6 +28,7 @@ from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.start import row_keys
 
 UBIQUITIN = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
 NAMES = ("sjd", "scd", "jacobi")
@@ -114,7 +115,7 @@ def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel,
         prompts, asked, (order, listed) = setting(draw, model)
         sampler = paradec.samplers.create("jacobi", window=draw.choice((None, None, 1, 3)))
         out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **asked)
-        keys = torch.as_tensor(rng.row_keys([asked["seed"]] * len(prompts), prompts))
+        keys = torch.as_tensor(row_keys([asked["seed"]] * len(prompts), prompts))
         for row, prompt in enumerate(prompts):
             size, found = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
             named = orders.create("raster" if order == "chain" else "random").groups(
@@ -247,7 +248,7 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
     model, prompts = Sums(), [[0, 6, 2], [6, 6, 1, 6], [3]]
     out = paradec.generate(model, prompts, sampler="jacobi", max_new_tokens=6, temperature=1.0, seed=seed)
     rows = [[*row, *[6] * 6] for row in prompts]
-    keys = torch.as_tensor(rng.row_keys([seed] * 3, prompts))
+    keys = torch.as_tensor(row_keys([seed] * 3, prompts))
     ended = 0
     for number, row in enumerate(rows):
         order = orders.create("random").groups(1, len(row), keyed(keys[number : number + 1])).order[0].tolist()
