@@ -14,7 +14,7 @@ from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.core.trace import Trace
-from paradec.request import FIELDS, Request
+from paradec.request import Request
 
 
 def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
@@ -128,35 +128,3 @@ def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndar
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
     return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **details)
-
-
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
-def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
-    """List the fields of a request that a family of samplers for pictures does not support; it does a few, and those
-    `supported`."""
-    common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
-    return tuple(name for name in FIELDS if name not in (*common, *supported))
-
-
-def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:
-    """Labels from 0 to `last`, one per picture.
-
-    Raises:
-        ValueError: none, or one out of its range.
-    """
-    labels = [prompt] if isinstance(prompt, int) else list(prompt)
-    if not labels:
-        raise ValueError("prompt is empty; give one class label at least")
-    for label in labels:
-        check_int("label", label, low=0, high=last)
-    return labels
-
-
-def trace_of_labels(sampler: Sampler, request: Request, labels: list[int], size: int, **settings: Any) -> Trace | None:
-    """Make the trace of a request for pictures of `size` tokens; None where it asks for none."""
-    if not request.trace:
-        return None
-    recorded = sampler.to_dict() | {"labels": labels} | settings
-    return Trace([[None] * size for _ in labels], recorded, family=sampler.family)

@@ -24,7 +24,8 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.request import Request, request_for
-from paradec.samplers.start import labels_of, row_keys, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import row_keys
 
 DEFAULT_STEPS = 64
 

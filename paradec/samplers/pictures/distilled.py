@@ -25,7 +25,8 @@ from paradec.request import Request, request_for
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
 from paradec.samplers.pictures.scales import guidance_at
-from paradec.samplers.start import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import keys_of
 
 
 class CellTeaching:

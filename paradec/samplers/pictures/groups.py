@@ -44,7 +44,8 @@ from paradec.samplers.causal.state import Spans
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
-from paradec.samplers.start import keys_of, make_trace, padded, unsupported_for_pictures
+from paradec.samplers.pictures.start import unsupported_for_pictures
+from paradec.samplers.start import keys_of, make_trace, padded
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -26,7 +26,8 @@ from paradec.request import Request, request_for
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.guidance import guided
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
-from paradec.samplers.start import keys_of, make_trace, padded, unsupported_for_pictures
+from paradec.samplers.pictures.start import unsupported_for_pictures
+from paradec.samplers.start import keys_of, make_trace, padded
 
 
 @dataclass

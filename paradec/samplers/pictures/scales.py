@@ -28,7 +28,8 @@ from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.start import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.start import keys_of
 
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""
