@@ -40,8 +40,7 @@ from paradec.models.drafter import (
     layer_fields,
     make_drafter,
 )
-from paradec.models.images.llamagen import LlamaGenModel
-from paradec.models.images.llamagen_network import angles
+from paradec.models.images.llamagen import LlamaGenModel, angles
 
 
 class EagleHead(nn.Module):

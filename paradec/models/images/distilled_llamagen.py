@@ -18,8 +18,16 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.base import check_alike
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.grid import Grid
-from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
-from paradec.models.images.llamagen_network import Block, LabelEmbedding, LlamaGenConfig, RMSNorm, angles
+from paradec.models.images.llamagen import (
+    Block,
+    Format,
+    LabelEmbedding,
+    LlamaGenConfig,
+    LlamaGenModel,
+    RMSNorm,
+    angles,
+    read_network,
+)
 from paradec.models.images.vq import VQModel, check_codebook
 from paradec.models.weights import NESTED
 

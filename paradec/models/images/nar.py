@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.query import Query
-from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
-from paradec.models.images.llamagen_network import Block, LlamaGen, LlamaGenConfig, RMSNorm, angles
+from paradec.models.images.llamagen import (
+    Block,
+    Format,
+    LlamaGen,
+    LlamaGenConfig,
+    LlamaGenModel,
+    RMSNorm,
+    angles,
+    read_network,
+)
 from paradec.models.images.vq import VQModel
 
 
