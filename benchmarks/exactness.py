@@ -39,8 +39,8 @@ from paradec.samplers.causal.drafts.text import TokenRecycling
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import probability, token_distribution
 from paradec.samplers.causal.window import INITS, REFRESHES, read_window
+from paradec.samplers.distributions import probability, token_distribution
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
 from paradec.kernels.token_stats import TokenDraws, token_stats
-from paradec.samplers.filters import _filter_by_rank, draw_filtered, filter_logits
+from paradec.samplers.distributions import _filter_by_rank, draw_filtered, filter_logits
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 9

@@ -31,7 +31,6 @@ from paradec.core.version import DRAWS
 if TYPE_CHECKING:
     import torch
 
-    from paradec.arguments import Arguments as Arguments
     from paradec.attention.sparsed import SparseD
     from paradec.caches.base import Cache
     from paradec.caches.kept import KeptPrefix
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from paradec.core.blocks import BlockPolicy
     from paradec.core.orders import Order
     from paradec.core.protocol import Commit, Sampler, State
+    from paradec.request import Arguments as Arguments
 
 
 def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:
@@ -102,7 +102,7 @@ class Request:
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
-            is s - 1). Tokens that a branch excludes have the formula's limit (`paradec.samplers.guidance.guided`).
+            is s - 1). Tokens that a branch excludes have the formula's limit (`paradec.samplers.distributions.guided`).
         seed: an int, or one per prompt or row: a row's numbers depend on it, the prompt and the positions alone.
         generator: a torch.Generator instead of a seed.
         rng: "counter" (reproducible per row), or "reference" to draw from the generator as the public code does.

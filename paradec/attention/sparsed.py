@@ -173,7 +173,7 @@ class SparseDState:
 
     def _empty(self, found: Any, branches: int) -> Any:
         """Lists for every row, as wide as any row's can become."""
-        from paradec.kernels.block_sparse import BlockIndex, budget, generation_block
+        from paradec.kernels.block_sparse.lists import BlockIndex, budget, generation_block
 
         size, select = self.settings.block_size, self.settings.select
         blocks = -(-self.length // size)
@@ -245,7 +245,7 @@ class SparsePlan:
         self.dense, self.due, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
         self.tiles: Any = None
         if len(self.sparse):
-            from paradec.kernels.block_sparse import QueryTiles
+            from paradec.kernels.block_sparse.lists import QueryTiles
 
             positions, valid = np.tile(part.positions, (state.branches, 1))[self.sparse], None
             if part.valid is not None:
@@ -290,7 +290,7 @@ class SparsePlan:
         return torch.cat(parts).index_select(0, torch.as_tensor(order, device=query.device))
 
     def _sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-        from paradec.kernels.block_sparse import sparse_attention
+        from paradec.kernels.block_sparse.api import sparse_attention
 
         return sparse_attention(
             query,

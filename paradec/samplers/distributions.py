@@ -1,4 +1,5 @@
-"""Operations on logits and distributions [..., V] that methods share: temperatures, logarithms, sorting."""
+"""From logits to the distributions that tokens are drawn from: guidance, temperature, top-p and top-k, and what
+speculative verification reads of distributions. All are functions of logits or distributions [..., V]."""
 
 from __future__ import annotations
 
@@ -8,12 +9,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import argmax
+from paradec.kernels.token_stats import SMALL_VOCABULARY, argmax
+from paradec.kernels.token_stats.draws import SEGMENT, draw, locate, segment_sums
+from paradec.kernels.token_stats.portable import FLOOR
+from paradec.request import Request
 
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
 """The same on the CPU: what stays in its caches is twice as fast."""
+UNLIKELY = -80.0
+"""Tokens of a float32 distribution as far as this below the best one, over the temperature, have no probability; 1e-35
+else."""
+HEAD = 2**12
+"""Tokens that a nucleus is looked for in before all others are."""
+FEW = 2**8
+"""Shares that are sorted."""
+
+
+# ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
+
+
+def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
+    """uncond + s (cond - uncond) of a call's logits [2N, W, V], whose first half is conditional: [N, W, V].
+
+    It is float32 at least, for scaled logits can leave the range of float16. scale: s, a number or [N, 1, 1].
+
+    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), that
+    distribution's limit is taken: what both exclude stays excluded; so does what the conditional branch alone excludes,
+    at s > 0; what the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and
+    above 1 it and its like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or
+    +inf.
+    """
+    conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
+    mixed = conditional - unconditional
+    # in place, since a large tensor more costs as much as the sum; scales of their own may be of a wider type
+    mixed = scale * mixed + unconditional if isinstance(scale, Tensor) else mixed.mul_(scale).add_(unconditional)
+    if mixed.is_cpu and not mixed.sum().isnan():  # elsewhere a look would wait for the device
+        return mixed
+    out, gone = conditional == -torch.inf, unconditional == -torch.inf
+    sole = gone & ~out & (scale > 1)
+    mixed = torch.where(gone, scale * conditional, mixed)
+    lost = sole.any(-1, keepdim=True) & ~gone & (mixed < torch.inf)  # False where it is NaN
+    lost |= out & (unconditional < torch.inf) & (scale > 0)
+    lost |= gone & (conditional < torch.inf) & (scale < 1)
+    mixed = mixed.masked_fill(lost, -torch.inf)
+    # at 0 what the conditional branch says does not matter
+    return torch.where(out & (scale == 0), unconditional, mixed) if isinstance(scale, Tensor) or not scale else mixed
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -58,6 +100,214 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     return p, torch.cat(kl).view(p.shape[:-1])
 
 
+# ---- top-p and top-k -------------------------------------------------------------------------------------------------
+
+
+def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, *, sorted_ties: bool = True) -> Tensor:
+    """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
+
+    Dream's order; the token that crosses `top_p` stays in, and so does the best one always. Tokens as good as the
+    `top_k`-th stay. Which of equal tokens the nucleus ends with is left to `torch.sort`, as in public codes. Without
+    `sorted_ties` the first of them stay in large vocabularies on the CPU, which takes no sort.
+    """
+    nucleus = top_p is not None and top_p < 1
+    if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
+        return logits
+    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
+        return _filter_by_rank(logits, top_p, top_k)
+    if logits.shape[-1] > SMALL_VOCABULARY:
+        return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k, sorted_ties)
+    least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
+    filtered = torch.where(logits.detach() < least.unsqueeze(-1), -torch.inf, logits.detach())
+    if not known.all():
+        filtered[~known] = _filter_by_rank(logits[~known], top_p, top_k)
+    return filtered
+
+
+def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
+    """`filter_logits` token by token."""
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        p = ordered.softmax(-1)
+        out = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p > top_p)
+        logits = logits.masked_fill(out, -torch.inf)
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    return logits
+
+
+def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
+    """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
+    several equal tokens. For small vocabularies on the CPU."""
+    if len(parts := chunks(logits)) > 1:
+        found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
+        least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
+        return least, known
+    size = logits.shape[-1]
+    top_k = size if top_k is None else min(top_k, size)
+    if top_p is None:
+        # numpy's search takes ten times as long over rows that are mostly -inf; from the other end it does not
+        negated = -(logits.amax(-1, keepdim=True) if top_k == 1 else logits).numpy()
+        negated.partition(top_k - 1)
+        kth = torch.from_numpy(negated)[..., top_k - 1].neg()
+        return kth, torch.ones_like(kth, dtype=torch.bool)
+    ordered = ascending(logits).flip(-1)
+    p = ordered.softmax(-1)[..., :top_k]
+    # from some token on all are out: sums grow, shares fall, and rounding keeps their order
+    part = p[..., :HEAD]
+    out = part.cumsum(-1) - part > top_p
+    if top_k > HEAD and not out[..., -1].all():
+        part = p
+        out = part.cumsum(-1) - part > top_p
+    kept = part.shape[-1] - out.sum(-1, keepdim=True)
+    least, following = ordered.gather(-1, kept - 1), ordered.gather(-1, kept.clamp(max=size - 1))
+    known = (least > following) | (kept == size) | (least == -torch.inf)
+    return least.squeeze(-1), known.squeeze(-1)
+
+
+def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, sorted_ties: bool) -> Tensor:
+    """`filter_logits` without a sort, for large vocabularies. On the CPU."""
+    size = logits.shape[-1]
+    filtered = torch.empty(logits.shape, dtype=logits.dtype)
+    for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
+        least, last = kept_bound(row, shares_of(row) if top_p is not None else None, top_p, top_k)
+        if last < size - 1 and sorted_ties:
+            out.copy_(_filter_by_rank(row, top_p, top_k))
+        else:
+            out.copy_(row).masked_fill_(_is_out(row, least, last), -torch.inf)
+    return filtered
+
+
+def _is_out(row: Tensor, least: float, last: int) -> Tensor:
+    """Which of logits [V] are less than `least`, or equal to it after the token `last`."""
+    out = row < least
+    out[last + 1 :] |= row[last + 1 :] == least
+    return out
+
+
+def draw_filtered(
+    logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
+) -> Tensor | None:
+    """Draw tokens [...] from what `filter_logits(sorted_ties=False)` leaves of logits / temperature [..., V], with the
+    numbers uniform [...], without writing it. None where this saves nothing: in small vocabularies, on other devices,
+    other dtypes."""
+    size = logits.shape[-1]
+    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
+        return None
+    flat = logits.detach().reshape(-1, size)
+    bounds, sums = [], torch.empty((len(flat), -(-size // SEGMENT)), dtype=logits.dtype)
+    for row, out in zip(flat, sums, strict=True):
+        shares = shares_of(row, temperature)
+        bounds.append(kept_bound(row, shares, None if top_p == 1 else top_p, top_k))
+        out.copy_(segment_sums(shares.masked_fill_(_is_out(row, *bounds[-1]), 0)))
+    least, last = torch.tensor(bounds, dtype=torch.float64).view(-1, 2, 1).unbind(1)
+    top = flat.amax(-1, keepdim=True)
+
+    def weights(tokens: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
+        own = flat[rows].gather(-1, tokens).double()
+        out = (own < least[rows]) | (own == least[rows]) & (tokens > last[rows])
+        return (own - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
+
+    uniform = uniform.reshape(-1)
+
+    def again(near: Tensor) -> Tensor:
+        return draw(weights(torch.arange(size).expand(int(near.sum()), -1), near), uniform[near])
+
+    return locate(sums, uniform, size, weights, again).view(logits.shape[:-1])
+
+
+def shares_of(row: Tensor, temperature: float = 1.0) -> Tensor:
+    """softmax(row / temperature) [V], without underflow: shares below exp(FLOOR) of the largest take long to compute,
+    and count as exp(FLOOR)."""
+    return tempered(row, temperature).clamp_(min=FLOOR).softmax(-1)
+
+
+def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
+    """The least of logits `row` [V] that is kept, and the last token with just that logit that is kept: V - 1 where all
+    of them are. All tokens are kept where a logit is NaN or +inf, or none is finite.
+
+    A nucleus holds a token if the shares [V] of all better ones add up to at most `top_p`, in float64. Of the nucleus,
+    `top_k` keeps the best tokens and those that equal the last of them.
+
+    Args:
+        shares: `shares_of` the row; not read without `top_p`.
+        top_p: below 1; None keeps all. top_k: None keeps all.
+    """
+    least, last = -math.inf, len(row) - 1
+    if top_p is not None and shares is not None:
+        least, last = _nucleus_bound(row.numpy(), shares.numpy(), top_p)
+    if top_k is not None and top_k < len(row) and (kth := float(row.topk(top_k).values[-1])) > least:
+        least, last = kth, len(row) - 1
+    return least, last
+
+
+def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tuple[float, int]:
+    total = float(torch.from_numpy(shares).sum(dtype=torch.float64))
+    limit, size = top_p * total, len(values)
+    if not limit < total:  # NaN, or a mass that rounding takes for all of it
+        return -math.inf, size - 1
+    # the first token outside has a share from `low` to `high`; `before` is the sum of all shares above `high`
+    # all tokens of at most `low` together are less than what is left over
+    low, high, before = (total - limit) / size * 0.999, float(shares.max()), 0.0
+    inside = shares[shares > low]
+    while len(inside) > FEW and high > low * (1 + 1e-7):
+        pivot = math.sqrt(low * high)
+        above = inside > pivot
+        mass = float(inside[above].sum(dtype=np.float64))
+        if before + mass > limit or above.all():
+            inside, low = inside[above], pivot
+        else:
+            inside, high, before = inside[~above], pivot, before + mass
+    inside = np.sort(inside)[::-1].astype(np.float64)
+    kept = max(int((before + inside.cumsum() - inside <= limit).sum()), 1)
+    # of equal shares, those of larger logits are first, and of equal logits the first tokens
+    tied = np.flatnonzero(shares == inside[kept - 1])
+    tied = tied[np.argsort(-values[tied], kind="stable")]
+    count = int((inside[:kept] == inside[kept - 1]).sum())
+    least = values[tied[count - 1]]
+    cuts_ties = count < len(tied) and values[tied[count]] == least
+    return float(least), int(tied[count - 1]) if cuts_ties else size - 1
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+
+def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
+    """What a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
+
+    At temperature 0 it is one-hot on the best token. `allowed` [V] bool: the others get nothing. Rows without a finite
+    logit that is allowed are NaN.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if allowed is not None:
+        logits = torch.where(allowed, logits, -torch.inf)
+    if request.temperature == 0:
+        return one_hot_on_best(logits)
+    if request.temperature != 1:
+        logits = tempered(logits, request.temperature)
+        # softmax takes twice as long over what is too small to be drawn
+        if logits.dtype == torch.float32:
+            logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
+    if request.top_p is not None or request.top_k is not None:
+        logits = filter_logits(logits, request.top_p, request.top_k)
+    return logits.softmax(-1)
+
+
+def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot on the best at temperature 0.
+    NaN where no logit is finite.
+
+    The order of LlamaGen's public code and its kin: the temperature, then top-k, then top-p of what is left. The token
+    that crosses `top_p` stays.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        return one_hot_on_best(logits)
+    kept = filter_logits(tempered(logits, temperature), None, top_k)
+    return filter_logits(kept, top_p, None).softmax(-1)
+
+
 def one_hot_on_best(logits: Tensor) -> Tensor:
     """Distributions [..., V] that are 1 at the best of logits [..., V], float32 or float64; NaN where that is no finite
     number."""
@@ -67,3 +317,21 @@ def one_hot_on_best(logits: Tensor) -> Tensor:
     if logits.is_cpu and finite.all():  # saves a pass; on an accelerator it would wait
         return one_hot
     return one_hot.masked_fill_(~finite, torch.nan)
+
+
+def probability(distribution: Tensor, tokens: Tensor) -> Tensor:
+    """distribution [..., V] of tokens [...] -> [...]."""
+    return distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def at_slots(distributions: Tensor, slot: Tensor) -> Tensor:
+    """Of distributions [R, W, V] those of slots [R, N] -> [R, N, V], a copy."""
+    return distributions[torch.arange(len(distributions), device=distributions.device).unsqueeze(1), slot]
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Weights max(0, p - q) [..., V], not normalised; p itself where only rounding leaves nothing."""
+    weights = (p - q).clamp_(min=0)
+    nothing = weights.amax(-1, keepdim=True) <= 0
+    # p is added once or not at all: a choice between the two would copy either
+    return weights.addcmul_(p, nothing.to(p.dtype))

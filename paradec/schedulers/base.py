@@ -23,8 +23,9 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import plain
 from paradec.core.query import Query, take_columns
 from paradec.core.registry import unknown
-from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.view import MaskedProposal
 
 MODULE = "paradec.schedulers"
 """The module that pipelines write into `model_index.json`, wherever in this package a class is defined."""

@@ -26,7 +26,7 @@ from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.trees import Tree, normalized, walk
-from paradec.samplers.causal.verification import DraftDistributions, DraftWindow
+from paradec.samplers.causal.window import DraftDistributions, DraftWindow
 
 Calls = list[tuple[int, list[int]]]
 """Per model call: positions evaluated, and what was committed after it."""

@@ -20,7 +20,7 @@ import paradec
 from paradec import samplers
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
-from paradec.samplers.guidance import guided
+from paradec.samplers.distributions import guided
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 OPAQUE = [name for name in MASKED if not samplers.get(name).needs.topologies and name not in ("learn2pd", "wino")]

@@ -31,7 +31,7 @@ from paradec.models.images.adapter import ImageModel
 from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.distributions import token_distribution
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

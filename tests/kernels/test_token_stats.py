@@ -30,6 +30,7 @@ from paradec.kernels.token_stats import (
     reference_stats,
     token_stats,
 )
+from paradec.samplers.distributions import draw_filtered, filter_logits
 from paradec.samplers.filters import draw_filtered, filter_logits
 
 VOCABULARY = 9001

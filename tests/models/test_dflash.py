@@ -22,7 +22,7 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
 from paradec.request import Request
 from paradec.samplers.causal.lantern import Lantern
-from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.distributions import token_distribution
 
 pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
 

@@ -21,7 +21,7 @@ from paradec.core.protocol import Sampler, decode
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
-from paradec.samplers.filters import filtered_distribution
+from paradec.samplers.distributions import filtered_distribution
 from paradec.samplers.pictures.groups import Groups
 from paradec.samplers.start import row_keys
 

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from paradec.kernels.token_stats import argmax
 from paradec.samplers.causal.gsd import around
-from paradec.samplers.distributions import ascending, divergence, divided, log_of, tempered
-from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
+from paradec.samplers.distributions import (
+    HEAD,
+    ascending,
+    divergence,
+    divided,
+    draw_filtered,
+    filter_logits,
+    log_of,
+    tempered,
+)
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:

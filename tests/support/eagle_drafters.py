@@ -19,7 +19,7 @@ from paradec.core.protocol import decode
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import probability, token_distribution
+from paradec.samplers.distributions import probability, token_distribution
 
 PROMPTS = [[3, 1, 4, 1, 0], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2]]
 NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]

@@ -12,7 +12,7 @@ from torch import Tensor
 import paradec
 from paradec.models.base import Model
 from paradec.request import Request
-from paradec.samplers.causal.verification import probability, token_distribution
+from paradec.samplers.distributions import probability, token_distribution
 
 
 def drafts_after(

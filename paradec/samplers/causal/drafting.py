@@ -42,8 +42,7 @@ from paradec.samplers.causal.trees import (
     tree_of,
     walk,
 )
-from paradec.samplers.causal.verification import Verified
-from paradec.samplers.causal.window import read_window
+from paradec.samplers.causal.window import Verified, read_window
 
 FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftWindow
+from paradec.samplers.causal.window import DraftWindow
 from paradec.samplers.distributions import ascending
 
 EMBEDDED = 10_000

@@ -23,8 +23,7 @@ from paradec.core.protocol import Proposal
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState
 from paradec.samplers.causal.trees import TreeLayout
-from paradec.samplers.causal.verification import DraftWindow, Verified
-from paradec.samplers.causal.window import Path, check_branches, draw_fresh, guess_drafts
+from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_fresh, guess_drafts
 
 EARLY_EXITS = ("prefix", "published")
 

@@ -17,7 +17,8 @@ from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
-from paradec.samplers.causal.verification import DraftWindow, probability
+from paradec.samplers.causal.window import DraftWindow
+from paradec.samplers.distributions import probability
 
 
 def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -29,8 +29,8 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.state import CausalState, Spans, read_logits
 from paradec.samplers.causal.trees import real_nodes, step_query
-from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
-from paradec.samplers.causal.window import Branches, propose_path, propose_window
+from paradec.samplers.causal.window import UNIFORM, Branches, DraftWindow, Verified, propose_path, propose_window
+from paradec.samplers.distributions import probability
 from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER

@@ -16,7 +16,7 @@ from paradec.samplers.causal.sjd import SJD
 @dataclass(frozen=True)
 class SCD(SJD):
     """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
-    with probability min(1, p / q) (`paradec.samplers.causal.verification.coupled`).
+    with probability min(1, p / q) (`paradec.samplers.causal.sjd.coupled`).
 
     Lossless under the conditions of SJD, since a coupling does not change each draft's own distribution. The q of a
     kept draft is this step's p; the public code of the maximal coupling keeps the old q and is therefore biased.

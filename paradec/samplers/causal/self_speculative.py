@@ -29,8 +29,8 @@ from paradec.samplers.causal.drafts.source import checked, write_drafts
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
-from paradec.samplers.causal.verification import DraftWindow, Verified, probability
-from paradec.samplers.causal.window import read_window
+from paradec.samplers.causal.window import DraftWindow, Verified, read_window
+from paradec.samplers.distributions import probability
 
 RULES = ("ratio", "match")
 

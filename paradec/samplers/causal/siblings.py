@@ -32,9 +32,8 @@ from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
 from paradec.samplers.causal.trees import MOST_NODES, RULES, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import at_slots
 from paradec.samplers.causal.window import Path, check_branches, draw_fresh, draw_uniform, read_drafts
-from paradec.samplers.distributions import log_of
+from paradec.samplers.distributions import at_slots, log_of
 
 COUPLINGS = ("gumbel", "maximal")
 RULE = RULES["without_replacement"]

@@ -28,17 +28,19 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import DraftWindow, Verified, at_slots, coupled, residual
 from paradec.samplers.causal.window import (
     GUESS_DISTRIBUTIONS,
     INITS,
     REFRESHES,
+    DraftWindow,
+    Verified,
     guess_drafts,
     move_window,
     put_noise,
     read_window,
     window_memory,
 )
+from paradec.samplers.distributions import at_slots, residual
 
 
 def verify(
@@ -77,6 +79,18 @@ def verify(
     kept = drafted & (slot > accepted) if refresh == "keep" else None
     stays = slot < accepted if kept is None else (slot < accepted) | kept
     return Verified(torch.where(stays, drafts.tokens, tokens), accepted, kept)
+
+
+def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """SCD's maximal coupling (arXiv 2510.24211): each slot's draft becomes a token from p that differs as rarely as the
+    two distributions allow. It keeps the draft with probability min(1, p / q), else it resamples from the residual.
+
+    Returns:
+        [R, W] int64: the tokens, and what each slot resamples.
+    """
+    resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
+    tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
+    return torch.where(drafted, tokens, window.fresh), resampled
 
 
 @dataclass(frozen=True)

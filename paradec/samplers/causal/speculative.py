@@ -19,7 +19,7 @@ from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.drafts.stopping import Unconfident, rule_of
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
-from paradec.samplers.causal.verification import DraftWindow
+from paradec.samplers.causal.window import DraftWindow
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ from paradec.core.query import Cost, StoreCall
 from paradec.core.rows import ROWS, RowLayout, branch_rows, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
-from paradec.samplers.causal.verification import token_distribution
-from paradec.samplers.distributions import log_of
+from paradec.samplers.distributions import guided, log_of, token_distribution
 from paradec.samplers.features.stop_strings import StopStrings
-from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -36,7 +36,7 @@ from paradec.core.query import StoreCall
 from paradec.core.registry import unknown
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import probability, residual
+from paradec.samplers.distributions import probability, residual
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -14,7 +14,7 @@ choose; from there on it is a window as any other.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,20 +27,84 @@ from paradec.core.protocol import Proposal
 from paradec.kernels.token_stats import argmax, draw
 from paradec.samplers.causal.state import DRAFT_STREAM, NOISE_STREAM, CausalState, make_proposal
 from paradec.samplers.causal.trees import TreeLayout, real_nodes
-from paradec.samplers.causal.verification import (
-    ONE_HOT,
-    UNIFORM,
-    DraftDistributions,
-    DraftWindow,
-    Verified,
-    at_slots,
-    probability,
-)
-from paradec.samplers.distributions import log_of
+from paradec.samplers.distributions import at_slots, log_of, probability
 
+UNIFORM, ONE_HOT = -1, -2
+"""Instead of a place in `DraftDistributions.dense`: drawn uniformly from what may be guessed; put there, whatever the
+model says, so that q is one-hot."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
+
+
+# ---- drafts, and the distributions that they were drawn from ---------------------------------------------------------
+
+
+@dataclass
+class DraftDistributions:
+    """The drafts of a window and the distributions q that they were drawn from; guesses take no memory for theirs."""
+
+    tokens: Tensor
+    """[R, W] int64: the drafts."""
+    dense: Tensor
+    """[R, D, V] float: distributions that drafts may have been drawn from."""
+    source: Tensor
+    """[R, W] int64: which of `dense` a slot's distribution is, or UNIFORM, or ONE_HOT."""
+    guess: Tensor
+    """[V] float: the distribution of UNIFORM."""
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """q of tokens [R, W, G] -> [R, W, G]."""
+        rows, count, size = self.dense.shape
+        source = self.source.unsqueeze(-1)
+        row = torch.arange(rows, device=tokens.device).view(-1, 1, 1)
+        dense = self.dense.reshape(-1).take((row * count + source.clamp(min=0)) * size + tokens)
+        one_hot = (tokens == self.tokens.unsqueeze(-1)).to(dense.dtype)
+        return torch.where(source >= 0, dense, torch.where(source == UNIFORM, self.guess[tokens], one_hot))
+
+    def of_drafts(self) -> Tensor:
+        """q(x) of the drafts x themselves, [R, W]."""
+        return self.of(self.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def at(self, slot: Tensor | None = None) -> Tensor:
+        """The whole distributions of slots [R, N], of all by default: [R, N, V]."""
+        source, tokens = self.source, self.tokens
+        if slot is not None:
+            source, tokens = source.gather(1, slot), tokens.gather(1, slot)
+        q = at_slots(self.dense, source.clamp(min=0))
+        q = torch.where((source == UNIFORM).unsqueeze(-1), self.guess, q)
+        one_hot = (source == ONE_HOT).unsqueeze(-1)
+        q.mul_(~one_hot)
+        return q.scatter_add_(-1, tokens.unsqueeze(-1), one_hot.to(q.dtype))
+
+
+@dataclass
+class DraftWindow:
+    """What one forward says of a window of drafts: all that a method's `accept` reads."""
+
+    p: Tensor
+    """[R, W, V]: the target distribution of each slot, given the drafts before it."""
+    drafts: DraftDistributions
+    """The drafts x, and q."""
+    fresh: Tensor
+    """[R, W] int64: tokens drawn from p."""
+    embeddings: Tensor | None = None
+    """[V, d]: of the model's tokens, for methods that compare them (`CausalSampler.compared_by`)."""
+
+    def ratio(self) -> Tensor:
+        """p(x) / q(x) of the drafts x, [R, W]."""
+        return probability(self.p, self.drafts.tokens) / self.drafts.of_drafts()
+
+
+class Verified(NamedTuple):
+    """What became of a window."""
+
+    tokens: Tensor
+    """[R, W] int64: the window after the step. Final up to and including slot `accepted`."""
+    accepted: Tensor
+    """[R, 1] int64: drafts accepted, those before the first rejection; one token more becomes final (-1: none does)."""
+    kept: Tensor | None = None
+    """[R, W] bool: slots whose old draft waits on, unverified, with its old q; None when there are none."""
 
 
 # ---- what a step proposes -----------------------------------------------------------------------------------------

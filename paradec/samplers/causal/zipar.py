@@ -24,7 +24,8 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.state import CausalState, make_proposal, read_logits
-from paradec.samplers.causal.verification import Verified, probability
+from paradec.samplers.causal.window import Verified
+from paradec.samplers.distributions import probability
 
 
 @dataclass(frozen=True)

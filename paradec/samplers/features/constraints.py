@@ -30,13 +30,12 @@ from paradec.core.facts import HOLE
 from paradec.core.protocol import NotFinite
 from paradec.core.rows import ROWS, row_layout
 from paradec.kernels.token_stats import token_statistics
-from paradec.samplers.causal.verification import ONE_HOT
-from paradec.samplers.distributions import tempered
+from paradec.samplers.causal.window import ONE_HOT
+from paradec.samplers.distributions import filter_logits, tempered
 from paradec.samplers.features.feature import Ends, Feature, overrides
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.features.spans import Part, Span, parts_of, spans_of
 from paradec.samplers.features.stop_strings import StopStrings
-from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.query import WindowQuery
-from paradec.samplers.distributions import divided
+from paradec.samplers.distributions import divided, filter_logits
 from paradec.samplers.features.feature import Feature
-from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.state import MaskedState
 
 

@@ -22,8 +22,7 @@ from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.models.images.var import ScaleQuery
 from paradec.request import Request, request_for
-from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.guidance import guided
+from paradec.samplers.distributions import filtered_distribution, guided
 from paradec.samplers.pictures.scales import guidance_at
 from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import keys_of

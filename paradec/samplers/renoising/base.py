@@ -30,7 +30,7 @@ from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw, token_statistics
 from paradec.request import Request, request_for
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.distributions import filter_logits
 from paradec.samplers.masked.view import View, checked_select
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.start import start_state

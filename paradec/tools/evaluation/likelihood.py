@@ -40,6 +40,7 @@ from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowLogits
 from paradec.request import FIELDS
+from paradec.samplers.distributions import guided
 from paradec.samplers.guidance import guided
 from paradec.samplers.start import row_keys
 

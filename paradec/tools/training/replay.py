@@ -22,7 +22,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
 from paradec.models.base import Model
-from paradec.samplers.guidance import guided
+from paradec.samplers.distributions import guided
 
 
 def replay(

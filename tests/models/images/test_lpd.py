@@ -24,7 +24,7 @@ from paradec.kernels.token_stats import draw
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.loading import file_type
 from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
-from paradec.samplers.guidance import guided
+from paradec.samplers.distributions import guided
 from paradec.samplers.pictures.groups import Groups
 
 

@@ -22,6 +22,7 @@ from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
 
 BOUND = GOLDEN / "ligands"

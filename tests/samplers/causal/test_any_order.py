@@ -28,6 +28,7 @@ from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
 
 UBIQUITIN = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")

@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost
 from paradec.samplers.causal.state import CausalState, Drafting, read_logits
-from paradec.samplers.causal.verification import ONE_HOT
+from paradec.samplers.causal.window import ONE_HOT
 
 
 class DraftSource(Protocol):

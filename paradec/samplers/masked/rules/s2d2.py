@@ -22,8 +22,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.kernels.token_stats import draw
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import tempered
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.distributions import filter_logits, tempered
 from paradec.samplers.masked.ahead.draft_layout import rows_of_part
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, View, build_query, tokens_of
 from paradec.samplers.statistics import top_by_rank

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import paradec
 from paradec.models.base import Model
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.distributions import filter_logits
 from paradec.samplers.masked.rules.s2d2 import S2D2, VerifyLogits
 
 ROUTES = {"mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis"}

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import paradec
 from paradec import AdaptiveBlocks, samplers
+from paradec.samplers.distributions import filter_logits
 from paradec.samplers.features.adaptive_blocks import Opening
 from paradec.samplers.features.early_stops import WATCHED
-from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.loop import Stage, View
 
 INF = math.inf
