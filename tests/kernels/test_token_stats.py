@@ -31,7 +31,6 @@ from paradec.kernels.token_stats import (
     token_stats,
 )
 from paradec.samplers.distributions import draw_filtered, filter_logits
-from paradec.samplers.filters import draw_filtered, filter_logits
 
 VOCABULARY = 9001
 """Beyond SMALL_VOCABULARY, and no multiple of any tile."""

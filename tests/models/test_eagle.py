@@ -24,7 +24,6 @@ from paradec.request import Request
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Tree
-from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.distributions import token_distribution
 
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))

@@ -11,8 +11,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
-from paradec.samplers.distributions import tempered
-from paradec.samplers.filters import draw_filtered, filter_logits
+from paradec.samplers.distributions import draw_filtered, filter_logits, tempered
 from paradec.samplers.masked import reference
 from paradec.samplers.statistics import top_by_rank
 

@@ -74,9 +74,8 @@ from paradec.samplers.features.adaptive_blocks import cut_blocks
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.features.logprobs import known_probabilities, step_logprobs
 from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
-from paradec.samplers.guidance import guided
 from paradec.samplers.masked import drawing, reference
-from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
+from paradec.samplers.masked.blocks import close_blocks, find_ends, trim_rows
 from paradec.samplers.masked.partial_calls import call_store, columns_of_part, in_row_order, scatter_to_window
 from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.rules.revision import Revision

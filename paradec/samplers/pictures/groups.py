@@ -41,14 +41,9 @@ from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import Spans
-from paradec.samplers.causal.verification import probability
 from paradec.samplers.distributions import filtered_distribution, guided, probability
-from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.guidance import guided
-from paradec.samplers.masked.start import make_trace
 from paradec.samplers.pictures.start import unsupported_for_pictures
 from paradec.samplers.start import keys_of, make_trace, padded
-from paradec.samplers.starting import keys_of, padded, unsupported_for_pictures
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -23,10 +23,7 @@ from paradec.core.query import Cost, Query, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.samplers.causal.verification import probability
 from paradec.samplers.distributions import guided, probability
-from paradec.samplers.guidance import guided
-from paradec.samplers.masked.start import make_trace
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
 from paradec.samplers.pictures.start import unsupported_for_pictures
 from paradec.samplers.start import keys_of, make_trace, padded

@@ -27,10 +27,8 @@ from paradec.models.images.base import check_alike
 from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import filter_logits, tempered
-from paradec.samplers.filters import filter_logits
 from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import keys_of
-from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
 
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""

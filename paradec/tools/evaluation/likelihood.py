@@ -41,7 +41,6 @@ from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowLogits
 from paradec.request import FIELDS
 from paradec.samplers.distributions import guided
-from paradec.samplers.guidance import guided
 from paradec.samplers.start import row_keys
 
 

@@ -21,7 +21,6 @@ from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein
 from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.samplers.causal.state import NOISE_STREAM
-from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
 

@@ -27,7 +27,6 @@ from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
-from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
 

@@ -26,7 +26,6 @@ from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
-from paradec.samplers.causal.verification import ONE_HOT, DraftDistributions, DraftWindow
 from paradec.samplers.causal.window import (
     INITS,
     ONE_HOT,
