@@ -9,6 +9,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.api.streaming import watch
+from paradec.api.streaming import bar
 from paradec.core.checks import MODELS, check_choice, check_int, check_model, count, per_forward, shown
 from paradec.core.protocol import Sampler, State, decode, interruptible
 from paradec.core.thumbnails import RAMP, of_images, of_stage, pillow, to_pil
@@ -222,7 +223,7 @@ def generate_images(
     def output_so_far() -> tuple[ImageOutput, Tensor | None]:
         return build_output(model, state, grid, time.perf_counter() - begin)
 
-    watched = watch(state, request.callback, progress=request.progress)
+    watched: Any = bar(state, request.callback) if request.progress else nullcontext(request.callback)
     with interruptible(lambda: output_so_far()[0]), weights_lock(model), state.freed_store(), watched as after_commit:
         decode(sampler, laid.model, state, after_commit)
     if laid.model.device.type == "cuda":
@@ -286,7 +287,15 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
             f"the sampler {sampler.name!r} with settings is of family {sampler.family!r}; for {user} say "
             f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={own_preset!r}, ...)"
         )
-    return samplers.resolve(sampler, model.family, user)
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+    if sampler.family != model.family:
+        allowed = [name for name in samplers.names() if samplers.get(name).family == model.family]
+        raise ValueError(
+            f"sampler {sampler.name!r} is of family {sampler.family!r}; {user} takes the {model.family!r} family: "
+            f"{', '.join(allowed)}"
+        )
+    return sampler
 
 
 def check_output_type(model: PictureModel, output_type: Any) -> None:
