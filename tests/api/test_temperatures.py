@@ -27,7 +27,7 @@ from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.kernels.token_stats import draw
-from paradec.models.images.adapter import ImageModel
+from paradec.models.images.base import ImageModel
 from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from image_models import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen
 
-from paradec.models.images.adapter import ImageModel
+from paradec.models.images.base import ImageModel
 from paradec.models.images.chameleon import ChameleonLayout
 
 ANOLE = ChameleonLayout(start=40, end=41, side=3)

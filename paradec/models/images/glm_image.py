@@ -18,8 +18,7 @@ from torch import Tensor
 from paradec.core.checks import check_int
 from paradec.core.query import Query
 from paradec.core.rows import ROWS
-from paradec.models.images.adapter import branch_rows
-from paradec.models.images.base import ImageRequest, exact_prompts
+from paradec.models.images.base import ImageRequest, exact_prompts, request_rows
 from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
@@ -256,7 +255,7 @@ class GlmImageModel(TextToImageModel):
     def _positions(self, query: Query) -> Tensor:
         """[3, R, Q] int64: the places of a call's columns."""
         table = self._table
-        table = table[branch_rows(query, len(table)).to(table.device)]
+        table = table[request_rows(query, len(table)).to(table.device)]
         at = query.positions.clamp(0, table.shape[1] - 1)
         return table.gather(1, at.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
 

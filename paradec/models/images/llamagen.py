@@ -28,8 +28,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.adapter import ImageModel, branch_rows
-from paradec.models.images.base import ImageRequest, exact_prompts, labels_of, merge_defaults
+from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, request_rows
 from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
@@ -370,7 +369,7 @@ class LlamaGenModel(ImageModel):
     def _rows(self, query: Query) -> Tensor:
         if self._prompt_length is None:
             raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
-        return branch_rows(query, self._prompt_length.shape[1])
+        return request_rows(query, self._prompt_length.shape[1])
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         vocab, network = self.facts.vocab_size, self.module

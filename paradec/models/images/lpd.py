@@ -28,8 +28,7 @@ from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.adapter import ImageModel
-from paradec.models.images.base import ImageRequest, exact_prompts, labels_of, merge_defaults
+from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files

@@ -14,8 +14,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.images.adapter import ImageModel
-from paradec.models.images.base import ImageRequest, exact_prompts
+from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts
 from paradec.models.images.grid import Grid
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")

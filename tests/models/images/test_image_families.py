@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.query import Query, StoreCall
-from paradec.models.images.adapter import ImageModel
+from paradec.models.images.base import ImageModel
 from paradec.models.images.chameleon import LUMINA_MGPT, ChameleonLayout, ChameleonModel
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.grid import Grid
