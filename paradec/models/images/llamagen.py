@@ -109,10 +109,6 @@ PRESETS: dict[str, dict[str, int]] = {
 """Sizes by the authors' names; checkpoints are published of B, L, XL, XXL and 3B."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -120,7 +116,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.to(_wide(x.dtype)), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        return (
+            rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), self.weight.shape, eps=self.eps).to(x.dtype)
+            * self.weight
+        )
 
 
 class Attention(nn.Module):
@@ -223,7 +222,7 @@ class LlamaGen(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits [..., vocab_size], float32 or wider."""
         logits = self.output(hidden)
-        return logits.to(_wide(logits.dtype))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
@@ -246,7 +245,7 @@ def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the adjacent pairs of [R, heads, Q, head_dim]."""
-    pairs = torch.view_as_complex(x.to(_wide(x.dtype)).unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -160,7 +161,7 @@ class CausalState(State):
         """[B, L] int64 ids."""
         return self.context[: self.batch]
 
-    @property
+    @cached_property
     def branches(self) -> int:
         """Rows of the model per row of the state: 2 under guidance."""
         return len(self.shift)
@@ -250,7 +251,7 @@ class CausalState(State):
     def _find_rows(self) -> None:
         self.rows = np.flatnonzero(self.committed < self.end)
 
-    @property
+    @cached_property
     def prescribes(self) -> bool:
         """Whether there are positions whose tokens the grid says."""
         return self.grid is not None and self.grid.length > self.grid.height * self.grid.width
