@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 MAX_SHOWN = 76
-TERM = re.compile(r"(\w+)\s*(\(.*\))?", re.DOTALL)
+TERM = re.compile(r"(\w+\+*)\s*(\(.*\))?", re.DOTALL)
 FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
 
 
@@ -21,6 +21,8 @@ class Component(NamedTuple):
 def parse_components(kind: str, text: str) -> list[Component]:
     """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts.
 
+    A "+" joins where a name follows it, and else ends a name: "lantern++(k=5)".
+
     Args:
         kind: what is named ("cache"), for the message.
 
@@ -28,14 +30,25 @@ def parse_components(kind: str, text: str) -> list[Component]:
         ValueError: another form.
     """
     try:
-        return [_parse_term(term) for term in split_outside(text, "+")]
+        terms: list[str] = []
+        for part in split_outside(text, "+"):
+            if terms and not re.match(r"\s*\w", part):
+                terms[-1] += f"+{part}"
+            else:
+                terms.append(part)
+        return [_parse_term(term) for term in terms]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        joined = "; samplers are joined by '+'" if kind == "sampler" else ""
-        shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
-        raise ValueError(
-            f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals or "
-            f"words: 'name(setting=1)'{joined}"
-        ) from None
+        raise unreadable(kind, text) from None
+
+
+def unreadable(kind: str, text: str) -> ValueError:
+    """The error for a text of another form."""
+    joined = "; samplers are joined by '+'" if kind == "sampler" else ""
+    shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
+    return ValueError(
+        f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals or "
+        f"words: 'name(setting=1)'{joined}"
+    )
 
 
 def parse_component(kind: str, text: str) -> Component:

@@ -263,6 +263,20 @@ def test_text_is_the_value() -> None:
     assert create("localleap(radius=2)+threshold") == Union(rules=(create("localleap", radius=2), "threshold"))
 
 
+def test_a_plus_can_end_a_name() -> None:
+    create = samplers.create
+    assert create("lantern++") == create("lantern++()") == create("lantern++", k=10)
+    assert (
+        create("lantern++(k=5)") == create(" lantern++ ( k = 5 ) ") == create("lantern++", k=5) != create("lantern++")
+    )
+    with pytest.raises(ValueError, match="LanternPlusPlus"):  # read as two names, the first of another family
+        create("lantern++(k=5)+credit")
+    wrong = ("+credit", "credit+", "credit + + klass", "threshold+credit++klass", "credit(threshold=0.9)+")
+    for text in (*wrong, "lantern+(k=5)", "lantern++(k=5"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            create(text)
+
+
 @pytest.mark.parametrize("text", ["credit+localleap", "intersection(rules=['threshold', 'klass'])"])
 def test_blocks_by_name(text: str, llada64: Model) -> None:
     request = {"block_length": None, "eos_early_stop": True}
