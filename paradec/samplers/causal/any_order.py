@@ -33,7 +33,6 @@ from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
-from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.start import answer_starts, make_trace, new_tokens
 
@@ -93,9 +92,9 @@ def start(
     state.drafted[:] = 0  # none but the model makes the first drafts
     state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
     # the chain ends rows by rank, which is not what ends a text
-    state.ends, state.texts, state.spoken = state.ends[:0], None, state.texts
-    if state.spoken is not None:
-        state.spoken.first = state.answer_start.copy()
+    state.ends = state.ends[:0]
+    if state.stop_strings is not None:
+        state.stop_strings.first = state.answer_start.copy()
     state.store = model.keep_decided(len(rows), width)
     filled = [_runs(np.flatnonzero(row)) for row in undecided]
     state.trace = make_trace(sampler, request, state.canvas, state.length, score="probability", filled=filled)
@@ -167,9 +166,8 @@ class OrderedState(CausalState):
     """[B] int64 on the host: positions that have been looked at for what ends a text."""
     ahead: int = field(init=False)
     """Drafts of a step, where there are as many positions."""
-    spoken: StopStrings | None = field(init=False, default=None, metadata=ROWS)
-    """Of a request with stop strings."""
 
+    in_order: ClassVar[bool] = False
     guesses: ClassVar[bool] = False
 
     @property
@@ -289,7 +287,7 @@ class OrderedState(CausalState):
     def close(self, rows: np.ndarray) -> None:
         self.drafted[rows] = self.ahead
         ends = self.facts.eos_token_ids if self.request.eos_early_stop else ()
-        if ends or self.spoken is not None:
+        if ends or self.stop_strings is not None:
             self._end(rows, np.array(ends, np.int64))
         self._find_rows()
 
@@ -305,8 +303,8 @@ class OrderedState(CausalState):
                 continue
             is_end, begin, stop = np.isin(text, ends), self.reached[row : row + 1].copy(), NEVER
             end = begin + (is_end.argmax() + 1 if is_end.any() else len(text))
-            if self.spoken is not None:
-                stop = self.spoken.find_ends(np.array([row]), begin, text[None], end)[0]
+            if self.stop_strings is not None:
+                stop = self.stop_strings.find_ends(np.array([row]), begin, text[None], end)[0]
             self.reached[row] = min(end[0], stop)
             if is_end[: self.reached[row] - begin[0]].any() or stop < NEVER:
                 self.end[row], self.stopped[row] = self.reached[row], stop < NEVER

@@ -287,8 +287,8 @@ class DraftingSampler(CausalSampler):
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
         memory, guided = state.memory.read(rows), logits
-        if state.masks is not None:
-            logits = state.masks.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
+        if state.constraint is not None:
+            logits = state.constraint.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
         every, places = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
 
         def target(node: Tensor) -> Tensor:

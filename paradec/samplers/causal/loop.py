@@ -214,7 +214,9 @@ class CausalSampler(Sampler):
         keys, _ = keys_of(request, prompts, device, encoded.before)
         allowed = allowed_tokens(facts, request, grid)
         guess = allowed.to(device).double()
-        texts = StopStrings.from_request(request, model, starts) if request.stop_strings else None
+        features: dict[str, Any] = {}
+        if request.stop_strings:
+            features["stop_strings"] = StopStrings.from_request(request, model, starts)
         check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
         batch, longest = len(prompts), int((ends + shift).max())
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
@@ -239,15 +241,15 @@ class CausalSampler(Sampler):
             grid=grid,
             layout=None if grid is None else grid.layout.to(device),
         )
-        state.texts = texts
+        state.features = features
         if request.constraint is not None:
             from paradec.samplers.features.constraints import CausalConstraint  # for few requests
 
-            state.masks = CausalConstraint.from_request(self, model, state)
+            features["constraint"] = CausalConstraint.from_request(self, model, state)
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.rollout:
-            state.rollout = RecordedRollout.from_request(self, model, state)
+            features["rollout"] = RecordedRollout.from_request(self, model, state)
         return state
 
     # ---- step -----------------------------------------------------------------------------------------------------
@@ -421,7 +423,8 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
     if state.drafting is not None and state.drafting.broken is not None:
         columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].unsqueeze(1))
     flags = len(columns)
-    if state.texts is not None:
+    stop_strings = state.stop_strings if state.in_order else None
+    if stop_strings is not None:
         columns.append(tokens)
     # the one transfer of the step
     host = torch.cat(columns, 1).T.cpu().numpy()
@@ -431,9 +434,9 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
         raise NotFinite.at_steps(rows, state.row_step[rows])
     if drafter and drafter[0].any():
         raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
-    if state.texts is not None:
+    if stop_strings is not None:
         begin = state.committed[proposal.rows]
-        stops = state.texts.find_ends(proposal.rows, begin, host[flags:].T, begin + num_final)
+        stops = stop_strings.find_ends(proposal.rows, begin, host[flags:].T, begin + num_final)
         state.stopped[proposal.rows[stops < NEVER]] = True
         ends, num_final = ends | (stops < NEVER), np.minimum(num_final, stops - begin)
         count = torch.as_tensor(num_final, device=count.device).unsqueeze(1)

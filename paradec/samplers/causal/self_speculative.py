@@ -170,7 +170,7 @@ class OwnBlock:
         q = None
         if self.threshold is None:
             positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
-            if state.masks is None:
+            if state.constraint is None:
                 q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
                 drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
             else:
@@ -179,8 +179,8 @@ class OwnBlock:
             drafts = self._one_by_one(state, rows, masks)
         write_drafts(state, rows, drafts, q)
         state.drafted[rows] = state.width - 1
-        if state.masks is not None:
-            state.masks.put_certain(state, rows)
+        if state.constraint is not None:
+            state.constraint.put_certain(state, rows)
 
     def _one_by_one(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Tokens [R, W - 1] in the place of masks, those that are surest first."""

@@ -176,8 +176,8 @@ class SJD(CausalSampler):
         guess, guess_source = self.guess(state, rows, known.sum(1, keepdim=True), tokens, guesses)
         state.memory.write("drafts", rows, torch.where(known, tokens, guess))
         state.memory.write("draft_source", rows, torch.where(known, source, guess_source))
-        if state.masks is not None:
-            state.masks.put_certain(state, rows)
+        if state.constraint is not None:
+            state.constraint.put_certain(state, rows)
 
     # ---- settings -------------------------------------------------------------------------------------------------
 

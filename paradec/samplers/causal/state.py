@@ -23,7 +23,6 @@ from paradec.core.rows import ROWS, RowLayout, branch_rows, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.distributions import guided, log_of, token_distribution
-from paradec.samplers.features.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -113,12 +112,6 @@ class CausalState(State):
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
     drafting: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request whose drafts a model makes: `Drafting`."""
-    texts: StopStrings | None = field(init=False, default=None, metadata=ROWS)
-    """Of a request with stop strings."""
-    masks: Any = field(init=False, default=None, metadata=ROWS)
-    """Of a request with a constraint: `paradec.samplers.features.constraints.CausalConstraint`."""
-    rollout: Any = field(init=False, default=None, metadata=ROWS)
-    """Of a request for one: `paradec.samplers.features.rollouts.RecordedRollout`."""
     committed: np.ndarray = field(init=False, metadata=ROWS)
     row_step: np.ndarray = field(init=False, metadata=ROWS)
     drafted: np.ndarray = field(init=False, metadata=ROWS)
@@ -137,6 +130,14 @@ class CausalState(State):
     attention_state: ClassVar[None] = None
     causal_keys: ClassVar[bool] = True
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
+    in_order: ClassVar[bool] = True
+    """Whether positions become final from left to right, so that a step's tokens continue a text."""
+    constraint: ClassVar[Any] = property(lambda self: self.features.get("constraint"))
+    """The `CausalConstraint`, or None."""
+    stop_strings: ClassVar[Any] = property(lambda self: self.features.get("stop_strings"))
+    """The `StopStrings`, or None."""
+    rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
+    """The `RecordedRollout`, or None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -118,15 +118,15 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     """
     rows, guided = state.rows, logits
     positions = state.positions(rows)
-    if state.masks is not None:
-        logits = state.masks.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
+    if state.constraint is not None:
+        logits = state.constraint.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
     p = state.distribution(logits, rows, positions)
     uniform, quantities = draw_uniform(state, positions, guesses)
     fresh = draw_fresh(state, p, positions, uniform[..., 0])
     answered = state.answered(state.num_evaluated())
     available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
     # at temperature 0 that of the fresh token, where this is the best one of all
-    chosen = state.allowed is not None or state.masks is not None or state.prescribes or state.request.temperature
+    chosen = state.allowed is not None or state.constraint is not None or state.prescribes or state.request.temperature
     top_logit = logits.amax(-1) if chosen else probability(logits, fresh)
     quantities |= {"p": p, "uniform": uniform[..., 1:], "top_logit": top_logit}
     quantities |= state.recorded(p, logits, guided, rows, positions)
@@ -373,8 +373,8 @@ def propose_path(
     rows, guided = state.rows, logits
     nodes = real_nodes(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)
-    if state.masks is not None:
-        logits = state.masks.of_nodes(state, logits, rows, tree.parents, nodes)
+    if state.constraint is not None:
+        logits = state.constraint.of_nodes(state, logits, rows, tree.parents, nodes)
     p = state.distribution(logits, rows, positions)
     path, positions = branches.path(state, tree, nodes, p, positions), positions[:, : state.width]
     quantities = {"p": path.p, "uniform": path.uniform, "top_logit": logits.amax(-1), "drafts": path.drafts}

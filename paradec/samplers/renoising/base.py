@@ -164,8 +164,8 @@ class CanvasSampler(Sampler):
         reads = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
         found, said = [], []
         shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
-        if state.texts is not None:
-            logits, texts = state.texts.conditioned(state, rows, positions, logits)
+        if state.constraint is not None:
+            logits, texts = state.constraint.conditioned(state, rows, positions, logits)
         for number, piece in enumerate(self._drawn_from_in_pieces(state, rows, logits, count)):
             chosen = None if texts is None else texts.flatten()[number * count : (number + 1) * count]
             found.append(token_statistics(piece, reads, chosen))
@@ -325,7 +325,7 @@ class CanvasSampler(Sampler):
             own = self._drawn_from(state, proposal.logits[at], temperature[at])
             p = own.softmax(-1, dtype=torch.promote_types(own.dtype, torch.float32))  # as transformers has them
             drawn[at] = draw(p, uniform[at])
-        return drawn if state.texts is None else state.texts.drawn(state, proposal.positions, drawn)
+        return drawn if state.constraint is None else state.constraint.drawn(state, proposal.positions, drawn)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
         """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""

@@ -109,7 +109,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.constraint is not None:
         from paradec.samplers.features.constraints import CanvasConstraint  # for few requests
 
-        state.texts = CanvasConstraint.from_request(model, state, canvas)
+        state.features["constraint"] = CanvasConstraint.from_request(model, state, canvas)
     if reuse is not None:
         source, counts = reuse
         state.store.load(request.prefix, source, counts)

@@ -68,12 +68,12 @@ class DenoisingState(State):
     images: list[Tensor | None] = field(default_factory=list)
     """The embeddings at the image tokens of each row's prompt, [N, D]."""
     store: Any = None
-    texts: Any = None
-    """Of a request with a constraint: `paradec.samplers.features.constraints.CanvasConstraint`."""
 
     attention_state: ClassVar[None] = None
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="canvas")
     revises: ClassVar[bool] = True
+    constraint: ClassVar[Any] = property(lambda self: self.features.get("constraint"))
+    """The `CanvasConstraint`, or None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

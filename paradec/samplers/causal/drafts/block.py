@@ -48,7 +48,7 @@ class DraftBlock:
     ) -> tuple[Tensor, Tensor]:
         """Drafts [R, n] at positions [R, n] and what they are drawn from [R, n, V], of what the drafter made."""
         logits = read_logits(state, [found], [query])
-        if state.masks is not None:
+        if state.constraint is not None:
             return in_turn(state, rows, positions, lambda slot, before: logits[:, slot])
         q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
         return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
@@ -77,7 +77,7 @@ def in_turn(
         before, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
         slot_logits = that_fit(state, slot_logits, rows, parents, before, [slot])
         q = state.distribution(slot_logits, rows, positions[:, slot : slot + 1])
-        free = candidates is None or state.prescribes or state.masks is not None
+        free = candidates is None or state.prescribes or state.constraint is not None
         token = _drawn_from(q, None if free or candidates is None else candidates(slot), uniform[:, slot])
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
         every_q.append(q)

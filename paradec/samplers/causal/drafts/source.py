@@ -55,18 +55,18 @@ def that_fit(
     """Logits [R, K, V] of drafts after nodes of the rows' trees, without the tokens that may not be drawn (arguments of
     `CausalConstraint.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
     others, these are alike likely."""
-    masks, allowed = state.masks, state.allowed
-    if masks is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
+    constraint, allowed = state.constraint, state.allowed
+    if constraint is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
 
     def fit(logits: Tensor) -> Tensor:
-        if masks is not None:
-            logits = masks.of_nodes(state, logits, rows, parents, tokens, nodes)
+        if constraint is not None:
+            logits = constraint.of_nodes(state, logits, rows, parents, tokens, nodes)
         return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
     fitted = fit(logits)
     nothing = (fitted == -torch.inf).all(-1, keepdim=True)
-    if masks is not None and not nothing.any():  # masks are made on the host, which waits in any case
+    if constraint is not None and not nothing.any():  # it is read on the host, which waits in any case
         return fitted
     return torch.where(nothing, fit(torch.zeros_like(logits)), fitted)
 

@@ -104,8 +104,8 @@ class PromptLookup(NamedDrafter):
         drafts, count = look_up(tokens, length, usable, state.ends, size, min(most, self.prompt_lookup_num_tokens))
         write_drafts(state, rows, drafts, None)
         state.drafted[rows] = count.cpu().numpy()
-        if state.masks is not None:
-            state.masks.put_certain(state, rows)
+        if state.constraint is not None:
+            state.constraint.put_certain(state, rows)
 
 
 def look_up(
