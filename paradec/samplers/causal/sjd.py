@@ -1,15 +1,16 @@
-"""Speculative Jacobi decoding: an autoregressive model verifies its own guesses of the next tokens, all at once.
+"""Speculative Jacobi decoding (SJD): an autoregressive model verifies its own drafts of the next tokens in one forward.
 
 Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding",
-arXiv 2410.01699, section 3. With p the model's target distribution at a slot, given the drafts before it, q the
-distribution that its draft x was drawn from, and u uniform in (0, 1):
+arXiv 2410.01699, section 3. One iteration of a row, over the last final token and a window of drafts x, where q is the
+distribution that x was drawn from (`CausalSampler` runs it, `SJD` below has the parts):
 
-    accept x     if  u < min(1, p(x) / q(x))
-    resample it  else, from the residual norm(max(0, p - q))
+    predict    p of every slot in one forward, given the drafts before it                 `CausalSampler.propose`
+    verify     accept x if u < min(1, p(x) / q(x)), u uniform, up to the first rejection  `verify`
+    resample   the rejected draft from norm(max(0, p - q)); it becomes final as well      `verify`
+    draft      redraw the slots after it from p, the q of the next iteration; guess       `SJD.draft_window`
+               those that are new to the window (`init`)
 
-Drafts are accepted up to the first rejection (as in Leviathan et al., arXiv 2211.17192, algorithm 1). The slots after
-it are drafted from what the model thought of them in this step. `CausalSampler.commit` calls `SJD.verify`, then
-`SJD.draft_window`.
+Verification up to the first rejection is algorithm 1 of Leviathan et al., arXiv 2211.17192.
 """
 
 from __future__ import annotations
@@ -46,51 +47,37 @@ from paradec.samplers.distributions import at_slots, residual
 def verify(
     window: DraftWindow,
     drafted: Tensor,
-    chance: Tensor,
+    acceptance: Tensor,
     uniform: Tensor,
     refresh: str = "resample",
     resample: bool = True,
 ) -> Verified:
-    """Verify a window of drafts.
+    """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
     Args:
-        window: p, the drafts with q, and fresh tokens from p. The slot after the last draft takes its fresh token.
+        window: p, the drafts with q, and `fresh` tokens drawn from p. The slot after the last draft takes its own.
         drafted: [R, W] bool, False where a slot holds no draft (its last one never does).
-        chance: [R, W]: probability that a draft is accepted, given that those before it are: the method's `accept`.
+        acceptance: [R, W]: probability that a draft is accepted, given that those before it are (`accept`).
         uniform: [R, W, 2] in (0, 1): u, and the number that a rejected draft is resampled with.
-        refresh: of the slots after the first rejection: "resample" takes `fresh`, drawn from this step's p; "maximal"
-            is `coupled`; "keep" leaves draft and q alone. "gumbel" is "resample": `fresh` shares its noise with the
-            drafts.
-        resample: False takes the fresh token where a draft is rejected (methods that accept a draft only where it
-            equals it).
+        refresh: of the slots after the first rejection: "resample" takes `fresh`; so does "gumbel", where it shares its
+            noise with the drafts; "maximal" is `coupled`; "keep" leaves draft and q alone.
+        resample: False takes the fresh token where a draft is rejected (methods that accept only equal tokens).
     """
     p, drafts, fresh = window.p, window.drafts, window.fresh
     slot = torch.arange(p.shape[1], device=p.device)
-    accept = drafted & (uniform[..., 0] < chance)  # u < min(1, p(x) / q(x))
-    accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # those before the first rejection
+    accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
+    accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # drafts before the first rejection
     rejected = drafted & (slot == accepted)
     tokens = resampled = fresh
     if refresh == "maximal":
         tokens, resampled = coupled(window, drafted, uniform)
     elif resample:
-        weights = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) of that slot
+        weights = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) at the rejected draft
         resampled = draw(weights, uniform[..., 1].gather(1, accepted))  # from norm(max(0, p - q))
     tokens = torch.where(rejected, resampled if resample else fresh, tokens)
-    kept = drafted & (slot > accepted) if refresh == "keep" else None
-    stays = slot < accepted if kept is None else (slot < accepted) | kept
-    return Verified(torch.where(stays, drafts.tokens, tokens), accepted, kept)
-
-
-def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """SCD's maximal coupling (arXiv 2510.24211): each slot's draft becomes a token from p that differs as rarely as the
-    two distributions allow. It keeps the draft with probability min(1, p / q), else it resamples from the residual.
-
-    Returns:
-        [R, W] int64: the tokens, and what each slot resamples.
-    """
-    resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
-    tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
-    return torch.where(drafted, tokens, window.fresh), resampled
+    waiting = drafted & (slot > accepted) if refresh == "keep" else None
+    unchanged = slot < accepted if waiting is None else (slot < accepted) | waiting
+    return Verified(torch.where(unchanged, drafts.tokens, tokens), accepted, waiting)
 
 
 @dataclass(frozen=True)
@@ -105,17 +92,16 @@ class SJD(CausalSampler):
     Args:
         window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
             16, and on models of any order all that is undecided.
-        init: guesses for slots that are new to the window: "random" (uniform over what may be drawn there), or a copy
-            of the left neighbour ("repeat_horizontal") or of the one above ("repeat_vertical", needs a grid), or what
-            the model thought likeliest there ("sample_horizontal", "sample_vertical"). A neighbour that is new itself
-            is replaced by the nearest known one in that direction; where there is none the guess is random. Tokens that
-            the grid prescribes are put in as they are. "model" drafts what the model says of them, on models of any
-            order, which answer for all undecided positions; these take no other. None is "model" there, else "random".
-        refresh: what becomes of the drafts after the first rejection: see `verify`. "gumbel" draws a position's token
-            with the same noise at every step, a number for each token of the vocabulary, so that the draw moves no
-            further than p does; one number a draw would move it past tokens that p has left alone.
-        guess_distribution: q of random guesses: "uniform", what they were drawn from, or "one_hot" on the guess, as in
-            the public code. Both are exact; uniform ones are accepted more often.
+        init: guesses for slots that are new to the window: "random" (uniform over what may be drawn there), a copy of
+            the left neighbour ("repeat_horizontal") or of the one above ("repeat_vertical", needs a grid), or the
+            likeliest token there ("sample_horizontal", "sample_vertical"). For a neighbour that is new itself stands
+            the nearest known one in that direction; without one the guess is random. Tokens that the grid prescribes
+            are put in. Models of any order take "model" alone, their own draws at undecided positions. None is "model"
+            there, else "random".
+        refresh: of the drafts after the first rejection: see `verify`. "gumbel" draws a position's token with the same
+            noise, a number for each token, at every step: it changes only as far as p does.
+        guess_distribution: q of random guesses: "uniform", or "one_hot" on the guess, as in the public code. Both are
+            exact; uniform ones are accepted more often.
     """
 
     init: str | None = None
@@ -136,8 +122,8 @@ class SJD(CausalSampler):
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
         window, drafted = read_window(state, proposal)
-        chance, uniform = self.accept(window), proposal.quantities["uniform"]
-        return verify(window, drafted, chance, uniform, self.refresh, self.resamples)
+        uniform = proposal.quantities["uniform"]
+        return verify(window, drafted, self.accept(window), uniform, self.refresh, self.resamples)
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         rows, guesses = proposal.rows, proposal.quantities.get("guesses")
@@ -203,3 +189,15 @@ class SJD(CausalSampler):
     def memory(self) -> dict[str, MemorySpec]:
         more = {} if self.branches is None else self.branches.memory()
         return super().memory() | window_memory(self.init, self.refresh) | more
+
+
+def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """SCD's maximal coupling (arXiv 2510.24211): each slot keeps its draft with probability min(1, p / q), else it is
+    resampled from the residual: a token from p that differs from the draft as rarely as possible.
+
+    Returns:
+        [R, W] int64: the tokens, and what each slot resamples.
+    """
+    resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
+    tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
+    return torch.where(drafted, tokens, window.fresh), resampled
