@@ -1,16 +1,14 @@
-"""Models of any order, decoded by the samplers of causal models: a row's order takes the text's place.
+"""Models of any order, decoded by the samplers of causal models along an order of positions.
 
-Such a model says in one call, for every position, what it is given those that were decided before it
-(`paradec.models.base.Model.any_order`). A chain of drafts is then one along a row's order: rank k of the order follows
-the ranks below it, whichever positions they are. With fixed noise the tokens drawn one position at a time are a fixed
-point, which Jacobi steps reach in a few calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629);
-with verification the drafts are the model's own (any-subset models: arXiv 2504.20456).
+Such a model says in one call, for every position, what it is given those decided before it
+(`paradec.models.base.Model.any_order`). A chain of drafts runs along a row's order: rank k follows the ranks below it.
+With fixed noise, decoding one position at a time is a fixed point that Jacobi steps reach in a few calls (Wiggers &
+Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629); with verification the drafts are the model's own
+(any-subset models, arXiv 2504.20456).
 
-Here is the state of such a request alone; the loop is `paradec.samplers.causal.loop`. It counts `committed` and the
-window's slots by rank. Positions are positions: of the canvas, of draws and noise, of what is proposed and committed,
-of logprobs and traces; ends and streamers see the text from left to right. What is given has the lowest ranks. The
-model answers beyond the drafts, too: every step says something of all undecided positions, from which the next drafts
-are taken. So the first step has no drafts, and no window is too small for the drafts after it.
+This is the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks, everything else
+positions of the canvas. Given tokens have the lowest ranks. Every step answers for all undecided positions, from which
+the next drafts are taken; so the first step has no drafts.
 
 Shapes: `R` rows, `W` slots, at least as many as a row has positions.
 """
@@ -62,8 +60,10 @@ def start(
     *others: Any,
     kind: type[OrderedState] | None = None,
 ) -> OrderedState:
-    """The state of a request whose prompts hold masks. others: what means something to causal models alone. kind: of
-    state.
+    """Make the state of a request whose prompts hold masks.
+
+    Args:
+        others: what means something to causal models alone. kind: of state.
 
     Raises:
         ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
@@ -103,13 +103,11 @@ def start(
 
 
 def _orders(asked: Any, keys: Tensor, undecided: list[np.ndarray], first: int) -> list[np.ndarray]:
-    """The positions [n] of each row, from the first to the last: what is given, then what a request's order says.
+    """The positions [n] of each row in order: the given ones, then the request's order. Raises ValueError for lists
+    that are no orders of these rows.
 
     Args:
         undecided: [n] bool of each row. first: the position that orders count from.
-
-    Raises:
-        ValueError: lists that are no orders of these rows.
     """
     sizes = np.array([len(row) - first for row in undecided])
     if isinstance(asked, tuple):

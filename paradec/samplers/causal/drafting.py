@@ -1,10 +1,6 @@
-"""Drafts of another model: how a chain or a tree of them is verified and committed.
-
-The base of the methods that can take a drafter (`speculative.py`, `lantern.py`). Where drafts come from is a file each
-in `paradec.samplers.causal.drafts`. The model evaluates all drafts in one
-forward; a chain is verified as SJD's window and by the method's `accept`, a tree by its `node_rule` and the walk of
-`trees.py`.
-"""
+"""Base of the methods that can take a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
+forward; a chain is verified as SJD's window, by the method's `accept`, a tree by its `node_rule` and `trees.walk`.
+`paradec.samplers.causal.drafts` has a file for each source of drafts."""
 
 from __future__ import annotations
 
@@ -52,17 +48,16 @@ PROBED = 256
 
 @dataclass(frozen=True)
 class DraftingSampler(CausalSampler):
-    """Base of the methods whose drafts another model can make: a chain of `window - 1`, or a `tree`. A subclass says
-    how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
+    """Base of the methods whose drafts another model can make: a chain of `window - 1`, verified by `accept`, or a
+    `tree`, verified by `node_rule`.
 
-    The drafter keeps a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
-    (`reads_features`: EAGLE's, DFlash's, MTP) drafts from what the model's last forward left in `CausalQuery.hidden`:
-    the final tokens and the accepted drafts. Before a row's first forward there is nothing to draft from, so its first
-    step makes one token.
+    The drafter has a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
+    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward; a row's first
+    step therefore makes one token.
 
     Args:
-        drafter: see `Speculative`. For methods that say so (`window_drafters`) also one that fills a window by itself,
-            or has a tree of its own (`paradec.samplers.causal.drafts.text`).
+        drafter: see `Speculative`. Methods with `window_drafters` also take one that fills a window by itself, or has
+            its own tree (`paradec.samplers.causal.drafts.text`).
         tree: see `Speculative`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
     """
@@ -269,9 +264,9 @@ class DraftingSampler(CausalSampler):
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
-        nodes are. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the tokens
-        before those that become final, from the first that the drafter has not read."""
+        """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] counts its nodes. "features"
+        [branches * R, F, D], where the drafter reads them: hidden states before the tokens that become final, from the
+        first it has not read."""
         if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} left no hidden states in its query, which the drafter reads")
         if self.tree is not None:

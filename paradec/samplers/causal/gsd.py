@@ -1,8 +1,6 @@
-"""Grouped speculative decoding: a draft is accepted if the model could as well have chosen one of the tokens like it.
-
-arXiv 2508.07747, section 4. Image tokens are many and alike, so that each has little probability of its own and exact
-verification rejects most drafts; a group of them has more.
-"""
+"""Grouped speculative decoding (arXiv 2508.07747, section 4): a draft is accepted by the probability of a group of
+similar tokens. Image tokens are many and alike: each has little probability, and exact verification rejects most
+drafts."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ EMBEDDED = 10_000
 
 
 def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rank of tokens [..., 1] in the order of p [..., V] (the lower id first on ties), [..., 1]; the ranks from
-    `half` before to half - 1 after, [..., 2 * half]; and the tokens there, at the ends of the order again and
-    again."""
+    """The rank of tokens [..., 1] in the order of p [..., V] (ties: lower id first), [..., 1]; the ranks from `half`
+    before to half - 1 after, [..., 2 * half]; and the tokens there, clamped at the ends of the order."""
     ids = torch.arange(p.shape[-1], device=p.device)
     if p.dtype == torch.float32:
         # the bits of numbers from 0 on grow with them: with the id in the bits below, one number to sort by
@@ -39,15 +36,13 @@ def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor
 
 @dataclass(frozen=True)
 class GSD(SJD):
-    """A draft x is accepted with probability min(1, p(G) / q(G)) for the group G of x; the token that is accepted is x
-    itself.
+    """A draft x is accepted with probability min(1, p(G) / q(G)) for the group G of x; the accepted token is x itself.
 
     G: of the tokens ordered by p, the `group_half_width` before x, x, and `group_half_width - 1` after it; of these,
     those whose probability differs by less than `p_threshold` and whose input embedding lies within `d_threshold`
-    (squared Euclidean distance). With fewer tokens than that below x, G is x alone. Groups follow the model's current
-    distribution.
+    (squared Euclidean distance). With fewer tokens than that below x, G is x alone.
 
-    Not lossless: the output is biased towards the draft distribution. `benchmarks/exactness.py` measures this bias.
+    Not lossless: biased towards the draft distribution (`benchmarks/exactness.py` measures it).
 
     Args:
         group_half_width, p_threshold, d_threshold: define the group. With d_threshold None no embeddings are compared;

@@ -1,6 +1,5 @@
-"""Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
-
-Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", arXiv 2305.10427.
+"""Jacobi decoding (Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", arXiv
+2305.10427).
 
 `R` rows, `W` slots, `n` the n-grams' length, `N` nodes: the root, the chain of `W - 1` drafts, then the branches one
 after the other.
@@ -32,35 +31,30 @@ EARLY_EXITS = ("prefix", "published")
 class Jacobi(SJD):
     """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
 
-    Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
-    iteration (`refresh="resample"`) it saves next to nothing at a temperature above 0; the noise of a position is
-    therefore kept (`refresh="gumbel"`), so that the iteration has a fixed point.
+    Lossless at every temperature: a step commits its own draws from p. With fresh draws (`refresh="resample"`) it saves
+    next to nothing above temperature 0; so the noise of a position is kept (`refresh="gumbel"`), and the iteration has
+    a fixed point.
 
     By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
-    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code). The prompt is evaluated
-    by itself and gives a block's first token. Then iterations evaluate the block and replace each token by the one that
-    the token before it predicts, until an iteration changes nothing; that takes at most `group` iterations. The last
-    one also gives the next block's first token. After i iterations the first i + 1 tokens are those of token-by-token
-    decoding. A block's keys and values leave the store after every iteration except its last. In the public code the
-    line that does so is commented out, so that its fixed point differs. A row ends its block as soon as an end token is
-    among the tokens that are known to be right.
+    are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725): the prompt gives a block's first token, then iterations
+    replace each token by the one predicted before it, until nothing changes, in at most `group` iterations; the last
+    one gives the next block's first token. After i iterations the first i + 1 tokens are right. A block's keys and
+    values leave the store after every iteration but its last (commented out in the public code, whose fixed point
+    differs). A row ends its block as soon as an end token is known to be right.
 
-    With `pool`, that many n-grams of earlier steps are further drafts beside the sliding window (`NGramPool`): the same
-    tokens in fewer forwards, each with `pool * (ngram - 1)` more slots.
+    With `pool`, n-grams of earlier steps are further drafts beside the sliding window (`NGramPool`): the same tokens in
+    fewer forwards, each with `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block; None slides a window over the answer. At temperatures above 0 a fixed point needs
-            fixed noise at the positions: `refresh` must be "gumbel".
-        max_iterations: the most iterations of a block, with `group`; None is as many as the block has tokens, after
-            which it does not change any more.
-        early_exit: what happens to a block that still changes in its last iteration. "prefix" commits the tokens that
-            are known to be right, and the others begin the next block: lossless. "published" commits the whole block as
-            this iteration leaves it, with the keys and values of the tokens that it evaluated, which are different
-            tokens: lossless only if `max_iterations` is `group` or more. Needs a key/value store.
+        group: tokens of a block; None slides a window. Above temperature 0 it needs `refresh="gumbel"`.
+        max_iterations: the most iterations of a block, with `group`; None is the block's length.
+        early_exit: for a block that still changes in its last iteration. "prefix" commits the tokens known to be right;
+            the others begin the next block: lossless. "published" commits the whole block, with keys and values of the
+            tokens it evaluated, which differ: lossless only if `max_iterations` is `group` or more. Needs a key/value
+            store.
         window, guess_distribution: see `SJD`.
-        init: see `SJD`; with `group`, "random" draws from the row's own text so far (prompt and answer) if that has
-            tokens that may be drawn.
-        pool, ngram, pool_size: see `NGramPool`; needs `refresh` "gumbel", whose draws all branches share.
+        init: see `SJD`; with `group`, "random" draws from the row's text so far if that has tokens that may be drawn.
+        pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, whose draws all branches share.
     """
 
     refresh: str = "gumbel"
@@ -168,19 +162,16 @@ class Jacobi(SJD):
 
 @dataclass(frozen=True)
 class NGramPool:
-    """N-grams of earlier steps as branches beside a window (`paradec.samplers.causal.window.Branches`): what the model
-    has drawn after rejected tokens is tried elsewhere.
+    """N-grams of earlier steps as branches beside a window: Jacobi Forcing's rejection recycling (hao-ai-lab, 2026),
+    after Lookahead decoding (Fu et al., arXiv 2402.02057).
 
-    The idea is Jacobi Forcing's rejection recycling (hao-ai-lab, 2026), and Lookahead decoding's before it (Fu et al.,
-    arXiv 2402.02057). A draft x at a slot, and what the model draws after it, are an n-gram even where x is rejected,
-    or waits. When the last final token is x, the n-grams of the pool that begin with it are further drafts for the next
-    positions, verified in the same forward. All branches share the draws of their positions: at each position the token
-    is a function of the text before it. So a step commits a prefix of one and the same text, whichever branch holds it,
-    and the longest is taken: the result is that of the window alone.
+    A draft x and the model's draws after it are an n-gram even where x is rejected. When the last final token is x, the
+    pool's n-grams that begin with x are further drafts, verified in the same forward. All branches share the draws of
+    their positions, so a step commits a prefix of the same text whichever branch holds it; the longest is taken.
 
     Args:
-        pool: n-grams verified beside the window, at most; 0 to 256, where 0 is none (Jacobi Forcing's public setting is
-            4). Needs a model with a key/value store whose queries may say which columns see which.
+        pool: n-grams verified beside the window, at most; 0 to 256 (Jacobi Forcing's public setting is 4). Needs a
+            model with a key/value store whose queries may say which columns see which.
         ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
         pool_size: n-grams that a row keeps, 1 to 4096; the oldest go.
     """
@@ -195,20 +186,16 @@ class NGramPool:
         check_int("pool_size", self.pool_size, low=1, high=4096)
 
     def check_model(self, model: Any) -> None:
-        """See `Branches.check_model`."""
         check_branches("pool", self.pool, model)
 
     def memory(self) -> dict[str, MemorySpec]:
-        """See `Branches.memory`."""
         return {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
 
     def layout(self, state: CausalState) -> TreeLayout | None:
-        """See `Branches.layout`."""
         length = min(self.ngram, state.width) - 1
         return pool_layout(state.width, self.pool, length) if length else None
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        """See `Branches.nodes`."""
         rows, memory = state.rows, state.memory.read(state.rows)
         index = torch.as_tensor(rows, device=state.context.device)
         last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
@@ -235,7 +222,6 @@ class NGramPool:
         )
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
-        """See `Branches.draft`."""
         if "ngrams" in quantities:
             pool = state.memory.read(rows)["pool"]
             state.memory.write("pool", rows, pool_with(pool, quantities["ngrams"]))
@@ -252,13 +238,11 @@ def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
 
 
 def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
-    """The newest n-grams that begin with a token.
+    """[R, count, length] int64: what follows a token in the newest n-grams that begin with it, -1 where there are
+    fewer.
 
     Args:
         pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
-
-    Returns:
-        [R, count, length] int64: the tokens after it, -1 where there are fewer.
     """
     size = pool.shape[1]
     held = pool[:, :, 0] == token.unsqueeze(1)
@@ -270,13 +254,11 @@ def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tens
 
 
 def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
-    """N-grams of a step: each draft, and the tokens that the model drew for the slots after it.
+    """[R, W - n + 1, n] int64: each draft of a step with the tokens drawn for the slots after it, -1 where not
+    evaluated.
 
     Args:
         drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something.
-
-    Returns:
-        [R, W - n + 1, n] int64, -1 where a slot was not evaluated.
     """
     count = max(drafts.shape[1] - length + 1, 0)
     columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
@@ -301,8 +283,8 @@ def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tens
         drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
 
     Returns:
-        How deep it is, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path to it,
-        and from there on the chain's own.
+        Its depth, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path, then on the
+            chain.
     """
     ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
     drawn = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))

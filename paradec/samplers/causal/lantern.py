@@ -1,8 +1,5 @@
-"""LANTERN: the image tokens that lie next to a draft in the codebook help it to be accepted.
-
-LANTERN, arXiv 2410.03355, section 4; LANTERN++, arXiv 2502.06352. Tokens whose code vectors are close are exchangeable
-in a picture, so that the model's probability of a draft may count that of its neighbours too.
-"""
+"""LANTERN (arXiv 2410.03355, section 4) and LANTERN++ (arXiv 2502.06352): close code vectors are exchangeable in a
+picture, so the probability of a draft may count its neighbours' in the codebook."""
 
 from __future__ import annotations
 
@@ -31,15 +28,12 @@ def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
 
 
 def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
-    """m(x): a token's probability with that of its neighbours, nearest first, as long as they do not exceed a limit
-    together.
+    """m(x): a token's probability plus that of its neighbours, nearest first, as long as these stay within a limit
+    together. Returns it, [...], and whether any neighbour was taken.
 
     Args:
         p: [..., V]. x: [...]. near: [..., K], -1 where there is none.
         additive: the limit is `bound`; else (bound - 1) p(x).
-
-    Returns:
-        [...], and whether any neighbour was taken in [...].
     """
     p_x = probability(p, x)
     share = p.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
@@ -50,28 +44,25 @@ def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) ->
 
 @dataclass(frozen=True)
 class Lantern(DraftingSampler, SJD):
-    """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of as many of the
+    """A draft x is accepted with probability min(1, m(x) / q(x)); m(x) is p(x) plus the probabilities of as many of the
     `k` codes nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
 
-    Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
-    variation; `benchmarks/exactness.py` measures the effect on the output. delta=0 is SJD (with a drafter:
-    speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: one-hot
-    distributions have no neighbours to add. (The public code relaxes untempered distributions there.)
+    Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
+    output). delta=0 is SJD (with a drafter: speculative decoding). At temperature 0 it is greedy decoding for every
+    delta; the public code relaxes untempered distributions there.
 
-    Without a drafter it drafts for itself, as SJD does. The public code has a trained drafter (`paradec.load_drafter`),
-    which draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes
-    are verified by `NodeRule`, the rule that its traces replay with. That rule leaves another residual than p - q
-    after a rejected node, and is not exact at delta=0 either where tokens have no probability.
+    Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
+    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`), verified by `NodeRule`.
+    Its residual after a rejected node is not p - q, and it is not exact at delta=0 where tokens have no probability.
 
     Args:
         k: number of neighbours that are read.
         delta: the most probability that they may add.
         drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
         tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
-        guess_distribution: "one_hot" lets a random guess be accepted with m(x). Under the uniform distribution nearly
-            every guess would be, since `delta` is far above one token's share.
-        window, init, refresh: see `SJD`. If a model drafts, `init`, `refresh` and
-            `guess_distribution` have no meaning, and must not be given.
+        guess_distribution: "one_hot" accepts a random guess with m(x); under "uniform" nearly every guess would be,
+            since `delta` is far above one token's share.
+        window, init, refresh: see `SJD`. With a drafter `init`, `refresh` and `guess_distribution` must not be given.
     """
 
     guess_distribution: str = "one_hot"
@@ -102,8 +93,8 @@ class Lantern(DraftingSampler, SJD):
 
 @dataclass(frozen=True)
 class LanternPlusPlus(DraftingSampler, SJD):
-    """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x), so that
-    m(x) <= lam p(x) and an unlikely draft is not carried by likely neighbours. Not lossless; lam=1 is SJD.
+    """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x). Not
+    lossless; lam=1 is SJD.
 
     Args:
         k: neighbours looked at.
@@ -171,10 +162,9 @@ def rule_of_nodes(state: CausalState, tree: Any, k: int, additive: bool, bound: 
 class NodeRule(Sequential):
     """The public code's rule for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
 
-    Drafts that were taken, not drawn (dynamic trees), are accepted with m(x); those drawn without replacement (static
-    trees) with m(x) / q(x), q being what is left of the draft distribution, and are passed over where that is nothing.
-    A rejected draft takes its neighbours along, one more than `k` of them, and where nothing is left every token is as
-    likely, as that code has it.
+    Drafts of dynamic trees are accepted with m(x); those of static trees, drawn without replacement, with m(x) / q(x),
+    q being what is left of the draft distribution; they are passed over where that is nothing. A rejected draft takes k
+    + 1 neighbours along; where nothing is left every token is equally likely, as in that code.
 
     Args:
         codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
@@ -190,7 +180,6 @@ class NodeRule(Sequential):
         self.floor = floor.to(codes.dtype)
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """See `Rule.children`."""
         rule = WithoutReplacement() if self.drawn else Naive()
         return rule.children(q, count, uniform)
 

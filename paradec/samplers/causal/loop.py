@@ -1,10 +1,9 @@
-"""The loop of the methods for causal models: start a request, ask the model, propose tokens, commit them.
+"""The loop of the methods for causal models: `start`, `query`, `propose`, `commit`. Read `sjd.py` first.
 
-A step evaluates the last final token and a window of drafts after it over the key/value store (`query`), and reads the
-target distribution of every slot (`propose`). The drafts are verified up to the first rejection, what is accepted and
-one token more become final, the store's slots after these are given back, and the next window is drafted (`commit`). A
-method says how drafts are verified (`verify`) and where the next ones come from (`draft_window`); read `sjd.py` first.
-Rows are independent: each commits its own number of tokens.
+A step evaluates the last final token and a window of drafts after it over the key/value store, and reads the target
+distribution of every slot. `commit` verifies the drafts up to the first rejection (`verify`), writes the accepted ones
+and one token more, gives the store's slots after these back, and drafts the next window (`draft_window`). Rows are
+independent.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ WINDOW = 16
 class CausalSampler(Sampler):
     """Base of the methods for causal models. A subclass implements `verify`, mostly by `accept`, and `draft_window`.
 
-    Every draft carries the distribution q that it was really drawn from. So the output has the distribution of
-    token-by-token decoding whenever `accept` is min(1, p / q), at any temperature, top-k, top-p, guidance and
-    structure, which make p and are never applied again.
+    Every draft carries the distribution q that it was drawn from. So the output has the distribution of token-by-token
+    decoding whenever `accept` is min(1, p / q); temperature, top-k, top-p, guidance and structure make p, and are never
+    applied again.
 
     Args:
         window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
@@ -147,8 +146,8 @@ class CausalSampler(Sampler):
             model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any
                 order, whose prompts hold masks.
             prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
-            request: a `paradec.Request`; or its fields by name instead, where `temperature` is 1 by default. At
-                temperature 0 the result is that of greedy decoding.
+            request: a `paradec.Request`; or its fields by name, with temperature 1 by default. Temperature 0 is greedy
+                decoding.
             grid: what follows the prompt, for image models.
             negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by
                 default the last id of the prompt.
@@ -267,13 +266,12 @@ class CausalSampler(Sampler):
         return state.calls(state.store, state.pads, spans)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one
-        per query.
+        """Read the target distribution of every slot, and draw a token from it. outputs: logits [branches * R, W, V],
+        one per query.
 
-        Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
-        that resample a rejected one; "guesses" [R, .], those of the next guesses; "top_logit" [R, W]; with branches
-        "drafts" [R, W], those of the path that the step goes on with; with `logprobs` "log_p" [R, W, V], with `rollout`
-        "logits" [R, W, V], without a constraint.
+        Quantities: "p" [R, W, V]; "uniform" [R, W, 2], which verify a draft and resample a rejected one; "guesses" [R,
+        .], for the next guesses; "top_logit" [R, W]; with branches "drafts" [R, W], those of the chosen path; with
+        `logprobs` "log_p" [R, W, V]; with `rollout` "logits" [R, W, V], without a constraint.
         """
         logits = read_logits(state, outputs, queries)
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
@@ -371,11 +369,7 @@ def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) ->
 
 
 def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Tensor:
-    """[V] bool: the tokens that may be drawn.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """[V] bool: the tokens that may be drawn. Raises ValueError where there are none."""
     allowed = torch.ones(facts.vocab_size, dtype=torch.bool) if grid is None else grid.allowed(facts.vocab_size)
     allowed[suppressed_ids(request, facts)] = False
     if facts.mask_token_id is not None:
@@ -404,11 +398,11 @@ def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
 
 
 def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which `count`
-    [R, 1] are good; and the end of rows with an end token or a stop string.
+    """Count the tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which
+    `count` [R, 1] are good; end rows with an end token or a stop string.
 
     Raises:
-        FloatingPointError: NaN or infinite logits. Nothing is num_final then.
+        FloatingPointError: NaN or infinite logits. Nothing is final then.
     """
     ended = torch.zeros_like(count, dtype=torch.bool)
     if len(state.ends):

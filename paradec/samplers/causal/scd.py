@@ -1,8 +1,5 @@
-"""Speculative coupled decoding (SCD, first called MC-SJD): drafts that change as rarely as their distributions do.
-
-arXiv 2510.24211. In SJD the slots after a rejected draft are drawn anew, which changes them even where their
-distribution has not moved. Drawing old and new token jointly, each from its own distribution, keeps them equal more
-often.
+"""Speculative coupled decoding (SCD, first called MC-SJD; arXiv 2510.24211). SJD redraws the slots after a rejected
+draft even where their distribution has not moved; here old and new token are drawn jointly and stay equal more often.
 """
 
 from __future__ import annotations
@@ -18,15 +15,13 @@ class SCD(SJD):
     """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.sjd.coupled`).
 
-    Lossless under the conditions of SJD, since a coupling does not change each draft's own distribution. The q of a
-    kept draft is this step's p; the public code of the maximal coupling keeps the old q and is therefore biased.
-
-    With `siblings` each of the next window's first `branching` slots has several drafts (SJD-PAC,
-    `paradec.samplers.causal.siblings`).
+    Lossless as SJD is: a coupling does not change a draft's own distribution. The q of a kept draft is this step's p;
+    the public code of the maximal coupling keeps the old q and is therefore biased.
 
     Args:
         refresh: the coupling. See `SJD` for the rest.
-        siblings, branching: see `paradec.samplers.causal.siblings.Siblings`.
+        siblings, branching: drafts of each of the next window's first `branching` slots (SJD-PAC): see
+            `paradec.samplers.causal.siblings.Siblings`.
     """
 
     refresh: str = "gumbel"

@@ -1,11 +1,10 @@
-"""Self-speculation: a model fills a block of masks, and verifies what it wrote there token by token, with one set of
-weights.
+"""Self-speculation: a model fills a block of masks, and verifies its drafts token by token with the same weights.
 
-Of models that were trained for both (Nemotron-Labs-Diffusion, arXiv 2607.05722), drafts come from a call in which the
-last final token and masks after it see each other, with the adapter that the checkpoint has for it; the causal mode
-verifies them. Block-causal models (SDAR and its kin) verify in blocks of one: a call of two columns a position, the
-tokens, which are causal, and masks, each of which sees the tokens before it. This is what S2D2 (arXiv 2603.25702) does,
-made exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows the paper.
+Models trained for both (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft in a call in which the last final token and
+the masks after it see each other, with the checkpoint's adapter; the causal mode verifies. Block-causal models (SDAR
+and its kin) verify in blocks of one: two columns a position, the causal tokens, and masks that see the tokens before
+them. This is S2D2 (arXiv 2603.25702), made exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows the
+paper.
 """
 
 from __future__ import annotations
@@ -39,16 +38,15 @@ RULES = ("ratio", "match")
 class SelfSpeculative(CausalSampler):
     """The model drafts a block of masks, and verifies the drafts itself.
 
-    Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, of a
-    block-causal model that of blocks of one over a store of single tokens. `nfe` counts the calls that verify,
-    `state.draft_nfe` those that draft.
+    Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, for a
+    block-causal model of blocks of one. `nfe` counts the calls that verify, `state.draft_nfe` those that draft.
 
     Args:
         window: slots evaluated at once: the next token and `window - 1` drafts. None is the model's block.
-        rule: "ratio" accepts a draft x with min(1, p(x) / q(x)); "match" where a token drawn from p equals it, which
-            accepts less often, and is what the published code does.
-        threshold: None drafts in one call. With a number masks are filled over several calls, in each those whose
-            token has at least this probability, and the surest; drafts then depend on each other and need rule="match".
+        rule: "ratio" accepts a draft x with min(1, p(x) / q(x)); "match" where a token drawn from p equals it, as the
+            published code does, which accepts less often.
+        threshold: None drafts in one call. With a number masks are filled over several calls, in each those whose token
+            has at least this probability, and the surest; drafts then depend on each other and need rule="match".
         adapter: whether drafts are made with the checkpoint's adapter; None is yes where there is one.
     """
 
@@ -113,11 +111,7 @@ class SelfSpeculative(CausalSampler):
         return min(self.window or block, new)
 
     def open(self, state: CausalState, model: Any) -> None:
-        """Draft nothing: the first step evaluates the prompt, and makes one token.
-
-        Raises:
-            ValueError: a prompt with masks.
-        """
+        """Draft nothing: the first step evaluates the prompt. Raises ValueError for a prompt with masks."""
         mask = model.facts.mask_id
         if bool(((state.canvas == mask) & state.given).any()):
             raise ValueError(f"the prompt holds the mask id {mask}; sampler {self.name!r} goes on after prompts alone")
@@ -152,20 +146,18 @@ class SelfSpeculative(CausalSampler):
 
 @dataclass(frozen=True)
 class OwnBlock:
-    """A window of masks after the last final token that the model fills in one call over its own store, to which it
-    writes nothing. Each mask's logits are the distribution q of its token; given the text so far, the drafts are drawn
-    independently of each other.
+    """A window of masks after the last final token, which the model fills over its own store without writing to it.
+    Each mask's logits are its q: drafts are drawn independently of each other.
 
     Args:
-        threshold: None fills it in one call; else in each call the masks whose token has at least this probability,
-            and the surest. adapter: whether the model's adapter for drafts acts in these calls.
+        threshold: None fills it in one call; else in each call the masks whose token has at least this probability, and
+            the surest. adapter: whether the model's adapter for drafts acts in these calls.
     """
 
     threshold: float | None
     adapter: bool
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:
@@ -215,9 +207,8 @@ class OwnBlock:
 
 
 def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
-    """The last final token and the window's tokens [R, W - 1], which see each other and all that is stored. The window
-    is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends, and all
-    drafts of before that were rejected, which the store still has, are hidden."""
+    """The last final token and the window's tokens [R, W - 1], which see each other and all final tokens in the store.
+    The window is evaluated whole, also past a row's end, so that drafts do not depend on where a row ends."""
     device, every = state.context.device, state.every(rows)
     last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
     row_index, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
@@ -244,9 +235,9 @@ def _shifted_blocks(state: CausalState) -> bool:
 
 
 def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
-    """What a block-causal model verifies the running rows' windows by, as one with blocks of one: final tokens that are
-    not stored and drafts, causal and stored; and for each slot a mask, which sees the tokens before it and itself.
-    Where the model predicts shifted, the tokens answer for themselves.
+    """Verify the running rows' windows on a block-causal model with blocks of one: final tokens not yet stored and
+    drafts, causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model
+    predicts shifted, the tokens answer for themselves.
 
     Args:
         evaluated: [R] int64: slots of each row's window.

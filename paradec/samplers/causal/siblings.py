@@ -1,18 +1,15 @@
-"""Siblings of the drafts that come next: SJD-PAC's proactive drafting (arXiv 2603.18599).
+"""Siblings of the next drafts: SJD-PAC's proactive drafting (arXiv 2603.18599).
 
-The token that replaces a rejected draft, or comes after the last accepted one, changes what the model says of the slots
-after it, so that the next window's first drafts are the ones most often rejected. Each of its first `branching` slots
-therefore holds `siblings` distinct drafts, the same below every parent, and the slots after these one draft below the
-path of the first siblings. All of this tree is evaluated in one forward.
+The token after the last accepted draft changes what the model says of the slots after it, so the next window's first
+drafts are rejected most often. Each of its first `branching` slots therefore holds `siblings` distinct drafts, the same
+below every parent; later slots draft below the path of the first siblings. The tree is evaluated in one forward.
 
-With the "maximal" coupling the first slots are verified by `paradec.samplers.causal.trees.walk`, whose rule is
-"without_replacement": the first sibling was drawn from the slot's q, the others from what is left of q without those
-before. The slots after it are those of a window. With the "gumbel" one a slot's token is argmax(log p + g), g being the
-noise of its position; it is a hit if it is among the siblings, which are the tokens of largest log q + g.
+- "maximal": `paradec.samplers.causal.trees.walk` verifies the first slots by "without_replacement": the first sibling
+  was drawn from the slot's q, the others from what is left of q. Later slots are those of a window.
+- "gumbel": a slot's token is argmax(log p + g), g the noise of its position; it is a hit if it is among the siblings,
+  the tokens of largest log q + g.
 
-Both are exact: what happens at a position reads random numbers of earlier positions and its own alone, and, given
-these, its first draft has the distribution q and the other siblings are new draws. The paper's public code is not
-(docs/fidelity.md).
+Both are exact; the paper's public code is not (docs/fidelity.md).
 
 `R` rows, `W` slots, `K` siblings, `B` slots that have them, `N` nodes, `V` tokens of the vocabulary.
 """
@@ -69,10 +66,9 @@ class Siblings:
     """Siblings as branches beside a window (`paradec.samplers.causal.window.Branches`).
 
     Args:
-        siblings: drafts of each of the first slots; 1 is the window alone, and so is temperature 0, where a
-            distribution has one token.
-        branching: slots that have siblings, as far as the window has so many drafts. siblings + siblings**2 + ... up to
-            this power is at most 255, and so many nodes more than the window's drafts in these slots are evaluated.
+        siblings: drafts of each of the first slots; 1, or temperature 0, is the window alone.
+        branching: slots that have siblings, at most the window's. siblings + siblings**2 + ... up to this power is at
+            most 255; so many nodes are evaluated beside the later drafts.
         refresh: the coupling, "gumbel" or "maximal".
     """
 
@@ -93,7 +89,6 @@ class Siblings:
                 )
 
     def check_model(self, model: Any) -> None:
-        """See `Branches.check_model`."""
         if getattr(model, "any_order", False):
             raise ValueError(
                 f"siblings={self.siblings} belong to a text's next positions; {model.facts.name} is a model of any "
@@ -102,7 +97,6 @@ class Siblings:
         check_branches("siblings", self.siblings, model)
 
     def memory(self) -> dict[str, MemorySpec]:
-        """See `Branches.memory`."""
         return {"siblings": MemorySpec((self.branching, self.siblings - 1), torch.int64, -1, reset="sequence")}
 
     def tree(self, state: CausalState) -> SiblingTree | None:
@@ -113,11 +107,9 @@ class Siblings:
         return sibling_tree(state.width, self.siblings, branching)
 
     def layout(self, state: CausalState) -> TreeLayout | None:
-        """See `Branches.layout`."""
         return None if (tree := self.tree(state)) is None else tree.layout
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        """See `Branches.nodes`."""
         memory, siblings = state.memory.read(state.rows), self.tree(state)
         assert siblings is not None
         drafts, depth = memory["drafts"], siblings.first.depth
@@ -194,7 +186,6 @@ class Siblings:
     # ---- the next siblings ----------------------------------------------------------------------------------------
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
-        """See `Branches.draft`."""
         if (siblings := self.tree(state)) is None or not len(rows):
             return
         window, depth = read_drafts(state, rows), siblings.first.depth

@@ -1,8 +1,5 @@
-"""SJD-PAC: SCD's maximal coupling, with siblings of the drafts that come next.
-
-Kang et al., arXiv 2603.18599: "adaptive continuation" is SCD's maximal coupling (`paradec.samplers.causal.scd`), and
-"proactive drafting" the siblings of `paradec.samplers.causal.siblings`.
-"""
+"""SJD-PAC (Kang et al., arXiv 2603.18599): SCD's maximal coupling ("adaptive continuation"), with siblings of the next
+drafts ("proactive drafting", `paradec.samplers.causal.siblings`)."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from paradec.samplers.causal.sjd import SJD
 class SJDPAC(SJD):
     """SCD with siblings in the first slots of each window.
 
-    Lossless. The public code is not: docs/fidelity.md says in which four ways. Not the paper's numbers but a wide,
-    shallow tree is the default, which costs fewer evaluated positions for as many forwards (docs/samplers.md has the
-    measurement). The paper's are siblings=4, branching=3, window=64.
+    Lossless; the public code is not (docs/fidelity.md). The default is a wide, shallow tree, which evaluates fewer
+    positions for as many forwards (docs/samplers.md); the paper's is siblings=4, branching=3, window=64.
 
     Args:
         refresh: the coupling, as in `paradec.samplers.causal.scd.SCD`.

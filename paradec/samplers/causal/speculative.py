@@ -1,10 +1,9 @@
 """Speculative decoding: a smaller model drafts, the model verifies its drafts in one forward.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192; Chen et al., arXiv
-2302.01318. With trees of drafts: SpecInfer, arXiv 2305.09781, and the rules of `paradec.samplers.causal.trees`. With a
-drafter that goes on from the model's own hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858. With
-one that fills a block of masks: DFlash, arXiv 2602.06036. With the model's own heads: MTP, arXiv 2412.19437. Without a
-network: `paradec.samplers.causal.drafts.text`.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees of drafts: SpecInfer, arXiv 2305.09781.
+Drafters that read hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858; that fill a block of masks:
+DFlash, arXiv 2602.06036; the model's own heads: MTP, arXiv 2412.19437. Without a network:
+`paradec.samplers.causal.drafts.text`.
 """
 
 from __future__ import annotations
@@ -24,34 +23,31 @@ from paradec.samplers.causal.window import DraftWindow
 
 @dataclass(frozen=True)
 class Speculative(DraftingSampler):
-    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules verify them. A draft
-    x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
+    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules verify them. A draft x
+    of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these apply to the draft
-    distribution too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
+    Lossless for any drafter, temperature, top-k, top-p, guidance and structure; these apply to the draft distribution
+    too. `nfe` counts the model's forwards, `state.draft_nfe` the drafter's.
 
     Args:
-        drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
-            of transformers as it is, or one of the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of
-            this very model, from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what
-            followed the same tokens earlier in the row; `paradec.samplers.causal.drafts.text.PromptLookup` has its
-            settings.
-            Or "token_recycling" with rule="naive", the likeliest tokens after each token as the model last said them:
-            `paradec.samplers.causal.drafts.text.TokenRecycling`.
-            Or "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
-        window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
-            window by themselves (prompt lookup, DFlash, DSpark, several MTP layers) set their number; leave `window`
-            out with these.
+        drafter: a causal model with the same vocabulary, from `paradec.load`, `paradec.wrap` or transformers, or one of
+            the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of this very model, from
+            `paradec.load_drafter`. Or "prompt_lookup", which copies what followed the same tokens earlier in the row
+            (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with rule="naive", the
+            likeliest tokens after each token as the model last said them
+            (`paradec.samplers.causal.drafts.text.TokenRecycling`). Or "self", which makes a
+            `paradec.samplers.causal.self_speculative.SelfSpeculative`.
+        window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Leave it out with
+            drafters that fill a window by themselves (prompt lookup, DFlash, DSpark, several MTP layers).
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
-            (`paradec.samplers.causal.trees.TREES`: "mc_sim_7b_63" is the one of EAGLE's code), or a
-            `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
+            (`paradec.samplers.causal.trees.TREES`: "mc_sim_7b_63" is EAGLE's), or EAGLE-2's
+            `paradec.samplers.causal.trees.DynamicTree`; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
             EAGLE-2's "naive".
-        stop: ends a chain of drafts before its window is full: a callable that is told q and the drafts so far and
-            says after which draft to stop, or `Unsure` or `Unconfident` (DSpark's confidence) of
-            `paradec.samplers.causal.drafts.stopping`. Whatever it says, the result is exact. A smaller model makes no
-            further forward for a row then; other drafters have made their drafts, and fewer are verified. `to_dict`
-            names a function only.
+        stop: ends a chain of drafts early: a callable of q and the drafts so far that says after which draft to stop,
+            or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The result
+            is exact for every rule. A smaller model then makes no further forward for a row; other drafters have fewer
+            of their drafts verified.
     """
 
     window: int = 5
@@ -107,5 +103,4 @@ class Speculative(DraftingSampler):
         return window.ratio().clamp(max=1)
 
     def node_rule(self, state: CausalState) -> Rule:
-        """See `DraftingSampler.node_rule`."""
         return RULES[self.rule]

@@ -74,12 +74,11 @@ class Drafting:
 @dataclass
 class CausalState(State):
     """What changes while tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
-    tokens of the vocabulary.
+    tokens.
 
-    Slot i of a row's window is position `committed + i`. A draft in the last slot is never verified. Memory:
-    "drafts" [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as `DraftDistributions` has them, of
-    methods that draft; with Gumbel noise "noise" [B, W, V], where position i has place i % W; with inits that look at
-    the likeliest token "best" [B, L].
+    Slot i of a row's window is position `committed + i`; a draft in the last slot is never verified. Memory: "drafts"
+    [B, W], "draft_source" [B, W], "draft_distribution" [B, W, V], as in `DraftDistributions`; with Gumbel noise "noise"
+    [B, W, V], position i at i % W; with "sample_*" inits "best" [B, L].
     """
 
     facts: ModelFacts
@@ -306,7 +305,7 @@ class CausalState(State):
         positions: Tensor,
         node: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What a proposal holds for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
+        """Quantities for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
 
         Args:
             p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.

@@ -1,22 +1,18 @@
-"""Verification where several drafts compete for one place: rules for a node, and the walk down a tree of drafts.
+"""Verification of several drafts for one place: rules for a node, and the walk down a tree of drafts.
 
 A rule draws the children of a node from the draft distribution q and verifies them against the target distribution p.
-The rules of `RULES` are exact: whatever q is, the token that a node puts out has the distribution p; it is one of the
-children where that can be, and the walk goes on below it. They differ in how often. A rule is a stateless value;
-shapes: `R` rows, `K` children in the order in which they are verified, `V` tokens of the vocabulary.
+Those of `RULES` are exact: the token that a node puts out has the distribution p, whatever q is. They differ in how
+often it is one of the children, below which the walk goes on. Shapes: `R` rows, `K` children in the order of
+verification, `V` tokens.
 
-- "recursive": independent children; each is verified against the residual of those before it. SpecInfer, arXiv
-  2305.09781.
-- "without_replacement": the same with distinct children, each verified against the distribution it was drawn from.
-  arXiv 2402.14160.
-- "k_seq": independent children against fixed distributions, p divided by the best rho in [1, K]. SpecTr, arXiv
-  2310.15141.
+- "recursive": independent children, each verified against the residual of those before it (SpecInfer, arXiv
+  2305.09781).
+- "without_replacement": distinct children, each against the distribution it was drawn from (arXiv 2402.14160).
+- "k_seq": independent children against fixed distributions, p over the best rho in [1, K] (SpecTr, arXiv 2310.15141).
 - "naive": the K likeliest tokens; a draw from p is a hit when it is one of them.
-- "greedy": the K - 1 likeliest tokens and one drawn from the rest. Of the rules that draw a child it accepts one most
-  often. arXiv 2502.18779.
+- "greedy": the K - 1 likeliest tokens and one drawn from the rest; it accepts most often (arXiv 2502.18779).
 
-For distributions that are spread out (images) "k_seq" is the best of the independent ones; for peaked ones
-"without_replacement" and "greedy" are.
+"k_seq" suits spread-out distributions (images), "without_replacement" and "greedy" peaked ones.
 """
 
 from __future__ import annotations
@@ -93,7 +89,6 @@ class Sequential:
         raise NotImplementedError
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.verify`."""
         chosen = torch.full_like(drafts[:, 0], -1)
         for i, x in enumerate(drafts.unbind(1)):
             chance, next_p, next_q = self.step(p, q, x.clamp(min=0))
@@ -108,7 +103,6 @@ class Recursive(Sequential):
     """Independent children; each is verified against the residual of those before it."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """See `Rule.children`."""
         return draw(q.unsqueeze(1).expand(-1, count, -1), uniform)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +113,6 @@ class WithoutReplacement(Sequential):
     """Distinct children, each verified against the distribution that it was drawn from."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """See `Rule.children`."""
         nodes = []
         for i in range(count):
             x = draw(q, uniform[:, i])
@@ -140,7 +133,6 @@ class Naive(Sequential):
     distinct = True
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """See `Rule.children`."""
         return q.topk(count, -1).indices
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +147,6 @@ class KSeq:
     children = Recursive.children
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.verify`."""
         real = drafts >= 0
         count = real.sum(1, keepdim=True).to(p.dtype)
         low, high = torch.ones_like(count), count.clamp(min=1)
@@ -180,14 +171,12 @@ class Greedy:
     distinct: ClassVar[bool] = False
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """See `Rule.children`."""
         best = q.topk(count - 1, -1).indices
         rest = without(q, best)
         last = torch.where((rest > 0).any(-1), draw(rest, uniform[:, -1]), -1)
         return torch.cat((best, last.unsqueeze(1)), 1)
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.verify`."""
         # a node's children end where it has no more: columns are as many as the tree's widest node has
         at = (drafts >= 0).sum(1, keepdim=True) - 1
         column = torch.arange(drafts.shape[1], device=drafts.device)
@@ -260,11 +249,8 @@ class Tree:
 
     @classmethod
     def of(cls, tree: Any) -> Tree:
-        """A tree from its paths, from how many children every node of each depth has: (2, 2, 1), or by name.
-
-        Raises:
-            ValueError: none of these.
-        """
+        """Make a tree from its paths, from the number of children per depth, (2, 2, 1), or by name. Raises ValueError
+        otherwise."""
         if isinstance(tree, str):
             if tree not in TREES:
                 raise ValueError(unknown("tree", tree, TREES))
@@ -315,11 +301,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """How the nodes of the rows' trees are connected. Parents come before their children, siblings in the order in
-    which they are verified. `R` rows, or 1 where all have the same tree.
+    """How the nodes of the rows' trees are connected. Parents come before children, siblings in the order of
+    verification.
 
     Args:
-        parents: [R, N] int64, -1 for the root, which is node 0.
+        parents: [R, N] int64, or [1, N] where all rows have the same tree; -1 for the root, node 0.
         depth: of the deepest node that there may be.
         widest: the most children that a node may have.
     """
@@ -357,10 +343,8 @@ class TreeLayout:
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree, another one for every row and step (arXiv 2406.16858, section 4). Level by level the drafter
-    names the `top_k` likeliest tokens below each of the `top_k` likeliest nodes of the level before (below the root at
-    first), all by their path's probability; of everything that it named, the likeliest `nodes - 1` are kept.
-
-    These drafts are taken, not drawn: of the exact rules "naive" alone verifies them.
+    names the `top_k` likeliest tokens below each of the `top_k` likeliest nodes, by their path's probability; the
+    likeliest `nodes - 1` of all are kept. They are taken, not drawn: "naive" alone verifies them exactly.
 
     Args:
         nodes: the root and the drafts that are kept (the paper's 60 for 7B models).
@@ -391,7 +375,6 @@ class DynamicTree:
         return self.nodes
 
     def to_dict(self) -> dict[str, int]:
-        """Its settings as plain data."""
         return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
 
 
@@ -435,12 +418,12 @@ def walk(
 
     Args:
         drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-        p: [R, N, V]: the target distribution of what follows each node; or a function that says those [R, V] of nodes
-            [R], and is asked for the nodes that are reached alone.
-        q: [R, N, V]: the draft distributions of what follows each node.
+        p: [R, N, V]: the target distribution after each node; or a function of nodes [R], called for nodes reached
+            alone.
+        q: [R, N, V]: the draft distributions after each node.
         uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none is accepted.
-        hits: whether a token that was drawn because no child was accepted, and equals a child, leads on to it; exact
-            for every rule of `RULES`.
+        hits: whether a token drawn because no child was accepted, which equals a child, leads on to it; exact for
+            `RULES`.
     """
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
@@ -510,12 +493,12 @@ def tree_query(
     known: int,
     wanted: np.ndarray,
 ) -> CausalQuery:
-    """Evaluate final tokens, which the store takes in, and after them drafts of a tree, which it does not.
+    """Evaluate final tokens, which enter the store, and after them drafts of a tree, which do not.
 
     Args:
         rows: [R]. drafts: [R, N] int64, -1 where a node has none.
-        begin: [branches, R] int64: the first final token to evaluate, by its position in each branch; the last final
-            token is the tree's root.
+        begin: [branches, R] int64: the first final token to evaluate, by its position in each branch; the last is the
+            root.
         known: drafts to evaluate, counted from node 1.
         wanted: [W] int64: nodes whose logits are wanted; the root only where it is evaluated.
     """

@@ -1,12 +1,10 @@
-"""The window of drafts, as functions of the state: what a step proposes for it, and how drafts move and are guessed.
+"""The window of drafts: what a step proposes for it, and how drafts move and are guessed.
 
-After a step of a method that drafts for itself, the slots of the window that were not committed are drafts of the next:
-their tokens are this step's, whose q is this step's p. Slots that are new to the window get a guess, whose q is
-uniform, or one-hot where a neighbour was copied or `guess_distribution` says so.
+The slots of a window that were not committed are drafts of the next: tokens of this step, whose q is this step's p.
+Slots new to the window get a guess, whose q is uniform, or one-hot (copied neighbours, `guess_distribution`).
 
 Beside the window there may be branches (`Branches`): node 0 of the tree is the last final token, nodes 1 to W - 1 are
-the window's drafts, and the branches come after these. A step goes on with one path of the tree, which the branches
-choose; from there on it is a window as any other.
+the window's drafts, then come the branches. They choose one path, which is verified as a window.
 
 `R` rows, `W` slots, `N` nodes, `V` tokens of the vocabulary.
 """
@@ -134,9 +132,9 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
 
 
 def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Numbers [R, W, 3] of a step, for positions [R, W]: for the fresh token, for u, and for the residual. Where slots
-    new to the next window are guessed, also "guesses" [R, 2 W]: that window begins within this one or after it, and few
-    numbers take as long as several times as many."""
+    """Numbers [R, W, 3] of a step at positions [R, W]: for the fresh token, for u, and for the residual. Where slots
+    new to the next window are guessed, also "guesses" [R, 2 W], from the first slot on: few numbers take as long as
+    many."""
     if not (guesses and state.guesses):
         return state.uniform(state.rows, positions, 3, rng.TOKEN_STREAM), {}
     rows, width = state.rows, state.width
@@ -193,8 +191,8 @@ def move_window(
     """Move the window on by `count` [R, 1] tokens; this step's p becomes the q of what was not committed.
 
     Returns:
-        [R, W] bool: slots that hold drafts, in front; and the drafts and which of the distributions theirs is, as
-        `DraftDistributions.source`, [R, W] int64 both.
+        [R, W] bool: slots that hold drafts, in front; the drafts and their `DraftDistributions.source`, [R, W] int64
+            both.
     """
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
@@ -224,8 +222,7 @@ def guess_drafts(
     distribution: str,
     from_text: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Guesses [R, W] for every slot of the next window, and which distributions they have, as
-    `DraftDistributions.source` [R, W].
+    """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 
     Args:
         known: [R, 1]: how many slots, in front, hold drafts [R, W].

@@ -1,7 +1,5 @@
-"""ZipAR: the rows of an image are decoded side by side, each starts some tokens later than the one above it.
-
-He et al., "ZipAR: Accelerating Auto-regressive Image Generation through Spatial Locality", arXiv 2412.04062.
-"""
+"""ZipAR (He et al., arXiv 2412.04062): the rows of an image are decoded side by side, each some tokens behind the one
+above."""
 
 from __future__ import annotations
 
@@ -89,9 +87,9 @@ class ZipARState(CausalState):
 class ZipAR(CausalSampler):
     """A row begins once `window` tokens of the row above are decided; all open rows grow by one token per step.
 
-    Not lossless: tokens do not see undecided tokens to their right in the rows above. If rows have no end token, the
-    first token of a row takes the latest token of the row above for the one before it. With `window` at least the width
-    of the image it is token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
+    Not lossless: tokens do not see undecided tokens to their right in the rows above. If rows have no end token, a
+    row's first token follows the latest token of the row above. With `window` at least the image's width it is
+    token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
 
     Args:
         window: the lead of a row over the next one, in tokens.

@@ -1,9 +1,8 @@
 """Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
 
-Its forward reads what the model's layers made of the final tokens since the last one, which go into its key/value
-store, and the last final token with masks after it, which do not. Each mask's logits are the distribution q of the
-token at its own position; given the text so far, the drafts are drawn independently of each other. A chain of them is
-verified as any other: every draft carries its own q.
+It reads what the model's layers made of the new final tokens, which enter its key/value store, then the last final
+token with masks after it, which do not. Each mask's logits are the q of its own position: the drafts are drawn
+independently of each other and verified as any chain.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class DraftBlock:
     """A window of masks that one forward of the drafter fills."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         drafting = state.drafting
         drafter: Any = drafting.model
         assert features is not None  # such drafters read them
@@ -61,11 +59,12 @@ def in_turn(
     logits: Callable[[int, Tensor], Tensor],
     candidates: Callable[[int], Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Drafts [R, n] at positions [R, n], from left to right, and what they are drawn from [R, n, V].
+    """Draft [R, n] at positions [R, n] from left to right; also return what the drafts are drawn from, [R, n, V].
 
     Args:
-        logits: called with a slot and the tokens before it [R]: its logits [R, V]. candidates: called with a slot: the
-            ids outside of which these are -inf [R, K]; None for the vocabulary.
+        logits: called with a slot and the tokens before it [R]; returns [R, V].
+        candidates: called with a slot; returns the ids [R, K] outside of which these are -inf, or None for the
+            vocabulary.
     """
     drafting, device = state.drafting, positions.device
     last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
@@ -96,13 +95,13 @@ def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor
 def block_query(
     state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
-    """Final tokens that the drafter has not read, right-aligned, then the last final one and masks.
+    """Query of final tokens that the drafter has not read, right-aligned, then the last final token and masks.
 
     Args:
         fed: [R] int64: final tokens that it has read. size: columns of the block.
 
     Returns:
-        The query, and how many columns before the block each row of the call has, [branches * R] int64.
+        The query, and how many columns each row of the call has before the block, [branches * R] int64.
     """
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(fed > 0, fed + shift, 0).reshape(-1)

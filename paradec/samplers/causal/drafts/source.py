@@ -1,7 +1,5 @@
-"""Where the drafts of the next windows come from: the interface, and how a model that drafts is read.
-
-Each source writes drafts [R, W] or [R, N], and the distributions q that they were drawn from, into the state's memory.
-"""
+"""Sources of drafts: the interface, and how a model that drafts is read. A source writes drafts [R, W] or [R, N] and
+their distributions q into the state's memory."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ class DraftSource(Protocol):
     """Fills the next windows, or trees, of rows."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """Draft for rows [R], each of which takes at least one draft.
+        """Draft for rows [R]; each takes at least one draft.
 
         Args:
-            features: [branches * R, F, D]: the model's hidden states of the tokens before those that became final, from
-                the first that the drafter has not read; None for drafters that read none.
+            features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the
+                first that the drafter has not read; None for drafters that read none.
         """
         ...
 
@@ -52,9 +50,9 @@ def that_fit(
     tokens: Tensor,
     nodes: Sequence[int] | np.ndarray,
 ) -> Tensor:
-    """Logits [R, K, V] of drafts after nodes of the rows' trees, without the tokens that may not be drawn (arguments of
-    `CausalConstraint.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
-    others, these are alike likely."""
+    """Exclude the tokens that may not be drawn from logits [R, K, V] after nodes of the rows' trees (arguments as for
+    `CausalConstraint.of_nodes`). Where a drafter, with its own vocabulary or candidates, has none of the others, all of
+    these are equally likely."""
     constraint, allowed = state.constraint, state.allowed
     if constraint is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
@@ -128,11 +126,11 @@ def read_tree(
     features: Tensor | None,
     made: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The drafter's guided logits, and what it made of the wanted nodes [branches * R, W, D] if it reads features.
+    """The drafter's guided logits, and its hidden states at the wanted nodes [branches * R, W, D] if it reads features.
 
     Args:
         known: drafts in the query. fresh: [branches, R]: final tokens in it.
-        features: see `StaticTree.fill`. made: [branches * R, N, D]: what was made of each node's parent.
+        features: see `StaticTree.fill`. made: [branches * R, N, D]: hidden states at each node's parent.
     """
     if features is None or made is None:
         return read(state, [query]), None

@@ -36,7 +36,6 @@ class DraftChain:
     stop: StopRule | None = None
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         drafting = state.drafting
         # what the store holds beyond the final tokens before the last belongs to rejected drafts
         fed = drafting.fed[rows] = np.minimum(drafting.fed[rows], state.committed[rows] - 1)
@@ -72,15 +71,11 @@ class DraftChain:
 
 @dataclass(frozen=True)
 class DraftLayers:
-    """One token of each of several layers (MTP, arXiv 2412.19437).
-
-    The first layer reads the final tokens beside the model's hidden states; the next one reads what that made of the
-    same columns beside the tokens one further to the right, its draft at the end. So a later layer's last columns hold
-    drafts: these columns, as many as there are layers after the first, are read again when the tokens are final.
-    """
+    """One token of each of several layers (MTP, arXiv 2412.19437). The first layer reads final tokens and the model's
+    hidden states; each next one reads the layer's output before it, at tokens shifted right by one, with its draft at
+    the end. The last columns of later layers hold drafts and are read again when the tokens are final."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         drafting, device = state.drafting, state.context.device
         drafter: Any = drafting.model
         assert features is not None  # such drafters read them
@@ -107,12 +102,10 @@ class DraftLayers:
         write_drafts(state, rows, drafts, torch.cat(every_q, 1))
 
     def _beside(self, state: CausalState, query: Any, goes_on: Tensor, features: Tensor) -> Tensor:
-        """[branches * R, Q, D]: the hidden states left of the query's columns, of which those of the last columns are
-        kept for the next time.
+        """[branches * R, Q, D]: the hidden states left of the query's columns; those of the last columns are kept.
 
         Args:
-            goes_on: [branches * R, 1]: the position of the first token that was never read; `features` begin left of
-                it.
+            goes_on: [branches * R, 1]: the first position that was never read; `features` begin left of it.
         """
         drafting, row_index = state.drafting, query.store.rows
         assert drafting.features is not None  # `DraftingSampler.open` has made them
@@ -133,7 +126,6 @@ class StaticTree:
     rule: Rule
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         tree, rule = self.tree, self.rule
         drafting, device = state.drafting, state.context.device
         index = torch.as_tensor(rows, device=device)
@@ -172,7 +164,6 @@ class RecurrentChain:
     """A tree with one child everywhere, whose node i is slot i - 1 of a chain (EAGLE, arXiv 2401.15077)."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         StaticTree(tree_of((1,) * (state.width - 1)), RULES["recursive"]).fill(state, rows, features)
         drafts = state.memory["drafts"]
         state.memory["drafts"] = drafts.roll(-1, 1).clamp(min=0)  # nothing is drafted for the last
@@ -186,7 +177,6 @@ class GrownTree:
     tree: DynamicTree
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """See `DraftSource.fill`."""
         tree, drafting, device = self.tree, state.drafting, state.context.device
         top = min(tree.top_k, state.facts.vocab_size)
         soft = softened(state)

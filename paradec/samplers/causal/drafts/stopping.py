@@ -1,9 +1,5 @@
-"""When a chain of drafts ends before its window is full.
-
-A rule is called after a draft and says whether the window ends with it. That draft is verified in any case, so that
-whether the next one is depends on what was drafted before it, and never on itself: every rule is exact. (To draft a
-token and then leave it out where its probability is low is not: it favours likely tokens.)
-"""
+"""Rules that end a chain of drafts before its window is full. A rule is called after a draft; that draft is verified in
+any case, so whether a draft exists never depends on itself, and every rule is exact."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ answer may depend on that row alone."""
 
 @dataclass(frozen=True)
 class Unsure:
-    """Stop where the drafter was not sure of its draft x: q(x) < threshold, as transformers'
-    `assistant_confidence_threshold` and SWIFT (arXiv 2410.06916) have it. With `product`, where 1 - q(x_1) ... q(x_k) >
-    threshold: SpecDec++'s criterion (arXiv 2405.19715), which has a trained head in the place of q.
+    """Stop where q(x) < threshold, as transformers' `assistant_confidence_threshold` and SWIFT (arXiv 2410.06916). With
+    `product`, where 1 - q(x_1) ... q(x_k) > threshold: SpecDec++'s criterion (arXiv 2405.19715), which has a trained
+    head in the place of q.
 
     Args:
         threshold: from 0 to 1. product: see above. least: drafts before it may stop (SpecDec++ drafts 2 at least).
@@ -45,20 +41,18 @@ class Unsure:
         check_int("least", self.least, low=1)
 
     def __call__(self, q: Tensor, drafts: Tensor) -> Tensor:
-        """See `StopRule`."""
         chance = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
         found = 1 - chance.prod(1) > self.threshold if self.product else chance[:, -1] < self.threshold
         return found & (drafts.shape[1] >= self.least)
 
     def to_dict(self) -> dict[str, Any]:
-        """The rule as plain data."""
         return {"stop": self.name} | asdict(self)
 
 
 @dataclass(frozen=True)
 class Unconfident:
-    """Stop before the first draft whose confidence, as the drafter's own head says it, is below the threshold (DSpark).
-    The head reads the row's state and the token before the draft. The first draft is always verified.
+    """Stop before the first draft whose confidence, by the drafter's head, is below the threshold (DSpark). The first
+    draft is always verified.
 
     Args:
         threshold: from 0 to 1.
@@ -72,7 +66,6 @@ class Unconfident:
         check_number("threshold", self.threshold, low=0, high=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The rule as plain data."""
         return {"stop": self.name} | asdict(self)
 
 
@@ -80,11 +73,8 @@ RULES: dict[str, Any] = {rule.name: rule for rule in (Unsure, Unconfident)}
 
 
 def rule_of(given: Any) -> Any:
-    """What a sampler's setting `stop` means: a name or a rule's data make one, a callable is one.
-
-    Raises:
-        ValueError: anything else, or a setting that a rule does not have.
-    """
+    """Make the rule of a sampler's setting `stop`: a name, a rule's data or a callable. Raises ValueError for anything
+    else."""
     if given is None or isinstance(given, Unconfident) or callable(given):
         return given
     data = {"stop": given} if isinstance(given, str) else given
@@ -100,11 +90,7 @@ def rule_of(given: Any) -> Any:
 
 
 def ends(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
-    """[R] bool on the host: what a rule says.
-
-    Raises:
-        ValueError: it returns something else.
-    """
+    """[R] bool on the host: what a rule says. Raises ValueError where it returns something else."""
     found = rule(q, drafts)
     if not isinstance(found, Tensor) or found.shape != drafts.shape[:1] or found.dtype != torch.bool:
         raise ValueError(f"stop={shown(rule)} returned {shown(found)}; it must return [R] bool, R={len(drafts)}")

@@ -35,11 +35,8 @@ class NamedDrafter:
 
     @classmethod
     def of(cls, given: Any) -> Any:
-        """What a sampler's setting `drafter` means: a name or a drafter's data make one, anything else is given back.
-
-        Raises:
-            ValueError: another name, or a setting that it does not have.
-        """
+        """Make a drafter of a setting `drafter` that is a name or a drafter's data; other values are returned. Raises
+        ValueError for another name or setting."""
         if isinstance(given, str):
             given = {"drafter": given}
         if not isinstance(given, Mapping):
@@ -59,23 +56,20 @@ class NamedDrafter:
 
 @dataclass(frozen=True)
 class PromptLookup(NamedDrafter):
-    """What followed the same tokens earlier in the row's own text: `create("speculative", drafter="prompt_lookup")`, or
+    """What followed the same tokens earlier in the row: `create("speculative", drafter="prompt_lookup")`, or
     `drafter=PromptLookup(...)`.
 
-    Saxena, "Prompt Lookup Decoding" (2023); transformers has it as `prompt_lookup_num_tokens`. It pays where answers
-    repeat their prompts: summaries, edits, code, questions about a document. The last n tokens of the text so far are
-    looked for in it, from `max_matching_ngram_size` down to 1 of them. The first place from the left that something
-    follows is taken, and so are the tokens after it as drafts. A draft x was not drawn, so its q is one-hot: it is
-    accepted with probability p(x), and a rejected one is resampled from p without it, which keeps the model's
-    distribution.
+    Saxena, "Prompt Lookup Decoding" (2023); transformers' `prompt_lookup_num_tokens`. It pays where answers repeat
+    their prompts: summaries, edits, code. The last n tokens are looked for in the text so far, n from
+    `max_matching_ngram_size` down to 1; the first match from the left gives the drafts. q of a draft x is one-hot: x is
+    accepted with probability p(x), and a rejected one is resampled from p without it. Lossless.
 
-    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row by itself: drafts stop before
-    an end token and before one that may not be drawn, and a place with such a token first is passed over where it may
-    not be drawn.
+    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row: drafts stop before an end
+    token and before one that may not be drawn; a match that begins with the latter is passed over.
 
     Args:
         prompt_lookup_num_tokens: drafts at most.
-        max_matching_ngram_size: tokens that must agree at most; shorter matches are tried after longer ones.
+        max_matching_ngram_size: the longest match; shorter ones are tried after it.
     """
 
     prompt_lookup_num_tokens: int = 10
@@ -93,7 +87,6 @@ class PromptLookup(NamedDrafter):
         return self.prompt_lookup_num_tokens + 1
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
-        """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""
         index = torch.as_tensor(rows, device=state.canvas.device)
         tokens = state.canvas[index]
         length = torch.as_tensor(state.committed[rows, None], device=tokens.device)
@@ -111,7 +104,7 @@ class PromptLookup(NamedDrafter):
 def look_up(
     tokens: Tensor, length: Tensor, usable: Tensor, ends: Tensor, size: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """What followed the last tokens of rows where they occurred before.
+    """Find what followed the last tokens of rows where they occurred before.
 
     Args:
         tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
@@ -141,21 +134,20 @@ def look_up(
 
 @dataclass(frozen=True)
 class TokenRecycling(NamedDrafter):
-    """The tokens that the model thought likely after a token, where that token comes again: `create("speculative",
-    drafter="token_recycling", rule="naive")`, or with settings `drafter=TokenRecycling(...)`.
+    """The tokens that the model last thought likely after each token: `create("speculative", drafter="token_recycling",
+    rule="naive")`, or `drafter=TokenRecycling(...)`.
 
     Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
-    arXiv 2408.08696. A matrix holds, for each token of the vocabulary, the `k` likeliest next ones when the model
-    evaluated it last, whether it became final or was rejected. A static tree of drafts is read from it: child j of a
-    node is entry j of its token's row. The drafts are taken, not drawn, so the exact rule for them is "naive".
+    arXiv 2408.08696. A matrix holds the `k` likeliest next tokens of each token, as the model evaluated it last. Child
+    j of a node of a static tree is entry j of its token's row. The drafts are taken, not drawn: the exact rule for them
+    is "naive".
 
-    Differs from the public code (greedy, one row, one matrix for all requests, which begins with zeros): every
-    temperature is exact; each row has a matrix of its own, so that neighbours and earlier requests change nothing; what
-    the matrix does not know is not drafted. As there, the prompt is not read, and of tokens that a step evaluates
-    several times the last one, in the tree's order, is remembered.
+    Differs from the public code (greedy, one row, one matrix for all requests, which begins with zeros): exact at every
+    temperature; a matrix for each row; unknown tokens are not drafted. As there, the prompt is not read, and of tokens
+    evaluated several times in a step the last one, in the tree's order, counts.
 
     Args:
-        k: tokens remembered of each token of the vocabulary: 4 * k bytes of memory a token and row.
+        k: tokens remembered of each token: 4 * k bytes a token and row.
         tree: of drafts, with at most k children a node: "2.2.2", the paper's of 80 drafts, or as `Speculative` takes
             them.
 
@@ -179,7 +171,6 @@ class TokenRecycling(NamedDrafter):
         return {"recycled": MemorySpec(("vocab", self.k), torch.int32, -1, reset="sequence")}
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
-        """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""
         matrix, tree = state.memory["recycled"], tree_of(self.tree)
         index = torch.as_tensor(rows, device=matrix.device)
         last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
@@ -196,7 +187,6 @@ class TokenRecycling(NamedDrafter):
         state.memory.write("drafts", rows, tokens)
 
     def observe(self, state: CausalState, proposal: Proposal) -> None:
-        """See `NamedDrafter.observe`."""
         matrix, logits, rows = state.memory["recycled"], proposal.quantities["node_logits"], proposal.rows
         index = torch.as_tensor(rows, device=matrix.device)
         tokens, root = proposal.quantities["nodes"].clone(), state.committed[rows] - state.last_accepted[rows] - 1
