@@ -1,10 +1,9 @@
 """Base classes of image models: which samplers decode with one, how a request becomes rows, and how a state becomes
 pictures. `paradec.generate_images` reads no more than `PictureModel`; adapters name samplers as text.
 
-Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, those that the model's output
-can name. Prompts may hold ids from there on, which only the model's own embedding understands: a class label, a place
-in a caption, the text of a model whose image tokens have a vocabulary of their own. What a model knows of one request's
-rows it holds in a copy of the adapter, made by `request`.
+Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, the model's outputs. Prompts
+may hold ids from there on, which the model's embedding alone understands: a class label, a place in a caption, text
+with another vocabulary. What belongs to a request's rows is in a copy of the adapter, made by `request`.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Reading:
 
 class PictureModel:
     """Base of all image models. A kind of model states its samplers and conditions, and implements `grid` and `read`,
-    `request` where prompts are not class labels, and `begin`, `latent` and `_pixels` where they differ; where tokens
-    are codes in a canvas, `tokens_of` reads them."""
+    and `request`, `begin`, `latent` and `_pixels` where they differ."""
 
     makes: ClassVar[str] = ""
     """What it is, one of `paradec.core.checks.MODELS`."""
@@ -98,23 +96,18 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of so many pixels; by default the model's own size.
-
-        Raises:
-            ValueError: a size that this model cannot make; the message says which it can.
-        """
+        """The raster of a picture of so many pixels; by default the model's own size. Raises ValueError for a size that
+        this model cannot make."""
         raise NotImplementedError
 
     def square_grid(
         self, side: int, codes: int, height: int | None, width: int | None, scale: int | None = None
     ) -> Grid:
-        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids.
+        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids. Raises ValueError for
+        another size.
 
         Args:
             scale: pixels along one side of a token; None asks the decoder, and is 16 without one.
-
-        Raises:
-            ValueError: another size in pixels than the model's.
         """
         if scale is None:
             scale = 16 if self.decoder is None else self.decoder.config.scale
@@ -128,8 +121,8 @@ class PictureModel:
         return Grid(side, side, range(codes))
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` rows for every prompt or label, copies side by side. Here prompts are class
-        labels (`given`: an int or several) of the `facts.classes`.
+        """Lay out one request: `num_images` rows for every prompt or label, copies side by side; here for class labels
+        (`given`: an int or several) of the `facts.classes`.
 
         Raises:
             ValueError, TypeError: conditions that the model does not take; the message names them.
@@ -180,12 +173,10 @@ class PictureModel:
 
 
 class ImageModel(PictureModel, Decoder):
-    """Base of autoregressive image models. A family says how ids become embeddings (`_embed`), runs its backbone
-    (`_backbone`) and its output matrix (`_head`), lays out requests (`request`) and grids (`grid`), and decodes codes
-    (`_pixels`).
+    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `_head`, `request`, `grid` and
+    `_pixels`.
 
     Args:
-        module: the network.
         facts: topology "causal", prediction "shifted".
     """
 
@@ -277,11 +268,7 @@ def tokens_of(state: Any, grid: Grid) -> Tensor:
 
 
 def labels_of(given: Any, classes: int) -> list[int]:
-    """Class labels as a list.
-
-    Raises:
-        ValueError: none, or one out of its range. TypeError: no integers.
-    """
+    """List class labels. Raises ValueError for none, or one out of its range; TypeError for other than integers."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     labels = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
@@ -298,11 +285,8 @@ def exact_prompts(rows: list[list[int]]) -> Prompts:
 
 
 def merge_defaults(published: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Defaults of requests: the published ones, but for those that are given.
-
-    Raises:
-        ValueError: an unknown field.
-    """
+    """Defaults of requests: the published ones, with those that are given in their place. Raises ValueError for an
+    unknown field."""
     for name in given or ():
         if name not in published:
             raise ValueError(unknown("default of requests", name, published))

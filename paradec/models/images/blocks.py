@@ -10,11 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(nn.Module):
-    """Self-attention of all heads, with one matrix for queries, keys and values.
-
-    Args:
-        layer: what a store calls the block. bias: whether the matrix has one.
-    """
+    """Self-attention of all heads, with one matrix for queries, keys and values. layer: its number in a store."""
 
     def __init__(self, width: int, heads: int, layer: int, bias: bool = True):
         super().__init__()
@@ -37,11 +33,7 @@ def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool 
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block.
-
-    Args:
-        layer, bias: those of `Attention`. inner: width of the feed-forward; by default 4 `width`.
-    """
+    """A pre-norm transformer block. inner: width of the feed-forward; by default 4 `width`."""
 
     def __init__(
         self, width: int, heads: int, layer: int, eps: float = 1e-5, inner: int | None = None, bias: bool = True

@@ -1,10 +1,8 @@
-"""Chameleon's kin that draw, on transformers' own class: Anole and Lumina-mGPT.
+"""Anole (Chern et al., arXiv 2407.06135) and Lumina-mGPT (Liu et al., arXiv 2408.02657), Chameleon's kin (arXiv
+2405.09818) that draw, on transformers' class.
 
-Chern et al., "Anole", arXiv 2407.06135; Liu et al., "Lumina-mGPT", arXiv 2408.02657; Chameleon is arXiv 2405.09818.
-
-The class suppresses image tokens in its own forward, since Chameleon was released for text. The adapter runs its parts
-instead, and nothing is suppressed. Its VQ has no decoder either: `paradec.models.images.vq` has one, which reads
-Chameleon's `vqgan.ckpt`.
+The class suppresses image tokens in its forward; the adapter runs its parts instead. Its VQ has no decoder:
+`paradec.models.images.vq` reads Chameleon's `vqgan.ckpt`.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ class ChameleonLayout:
     """How a family writes pictures.
 
     Args:
-        start, end: ids around a picture.
+        start, end: ids around a picture. row_end: id after every row, or None.
         side: image tokens along one side by default.
-        row_end: id after every row, or None.
-        turn_end: id between a caption and its picture, or None.
-        end_of_text: id after the end of the picture, or None.
+        turn_end: id between a caption and its picture, or None. end_of_text: id after the end of the picture, or None.
         first_size: the ids `first_size + pixels / 32` name a height and a width after `start`; None writes no sizes,
-            and then the default square is the only one.
+            and the default square is the only one.
         guidance_scale, top_k: what the authors sample with.
         instruction: the text before a caption; `{width}` and `{height}` are pixels.
     """
@@ -64,15 +60,13 @@ PIXELS_PER_SIZE = 32
 
 
 class ChameleonModel(TextToImageModel):
-    """The adapter of transformers' `ChameleonForConditionalGeneration`.
-
-    The prompt ends with the picture's start (and its sizes); the guidance branch's begins there.
+    """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start (and
+    its sizes); the guidance branch's begins there.
 
     Args:
-        module: the model.
-        layout: `ANOLE`, `LUMINA_MGPT`, or one's own.
+        layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
         vq: the VQ autoencoder with its decoder; None gives tokens alone.
-        tokenizer: its tokenizer; None takes prompts as ids alone.
+        tokenizer: None takes prompts as ids alone.
 
     Raises:
         ValueError: a codebook of another size than the model's, or a vocabulary that lacks a code.
@@ -158,12 +152,11 @@ def load_chameleon(
     """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format.
 
     Args:
-        layout: "anole", "lumina-mgpt" or one's own; None goes by the name of the source.
+        layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
         vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`.
 
     Raises:
-        CheckpointError: no checkpoint of this kind.
-        ValueError: an unknown layout.
+        CheckpointError: no checkpoint of this kind. ValueError: an unknown layout.
     """
     from paradec.core.registry import unknown
 

@@ -1,7 +1,5 @@
-"""Continuous tokens: what a sampler asks of a MAR and what comes back, and the network that draws tokens from noise.
-
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838, section 3.
-"""
+"""Continuous tokens (MAR; Li et al., arXiv 2406.11838, section 3): query and answer, and the network that draws tokens
+from noise."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ class Kept:
 @dataclass
 class ContinuousQuery:
     """One evaluation of encoder, decoder and head (`paradec.models.images.mar`). `B` rows; positions count row by row.
-
-    Under guidance (`branches == 2`) the model evaluates every row a second time, without its class.
-    """
+    With `branches == 2` the model evaluates every row a second time, without its class."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -95,11 +91,8 @@ TRAINED_STEPS = 1000
 
 
 class DiffusionHead(nn.Module):
-    """Draws a token from noise, given what the decoder says of its position.
-
-    A DDPM with a cosine schedule of 1000 steps, of which `steps` are taken, and a learned variance between its bounds
-    (Nichol and Dhariwal, arXiv 2102.09672).
-    """
+    """Draws a token from noise, given the decoder's state at its position: a DDPM with a cosine schedule of 1000 steps,
+    of which `steps` are taken, and a learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
 
     def __init__(self, channels: int, condition: int, width: int, depth: int):
         super().__init__()
@@ -120,13 +113,12 @@ class DiffusionHead(nn.Module):
         guidance: float | None = None,
         sections: tuple[int, ...] | None = None,
     ) -> TokenDistribution:
-        """Draw tokens, and say what they are the mean of.
+        """Draw tokens; also return what they are the mean of.
 
         Args:
             condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
-            noise: [n, steps + 1, channels] standard normal numbers: the start, then one row per step (the last of them
-                is not used: the last step adds none). Its type is that of the draws, float32 at least: the network
-                alone is evaluated in a narrower one.
+            noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used).
+                Draws have its type, float32 at least; the network alone may be narrower.
             temperature: scales the noise that steps add, not the start's.
             guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
             sections: as `ContinuousQuery.sections`; they sum up to `steps`.

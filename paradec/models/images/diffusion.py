@@ -14,10 +14,7 @@ from paradec.models.images.base import labels_of
 
 
 class DiffusionModel(Adapter):
-    """A diffusers `DiTTransformer2DModel` that samplers of the forecast family can query.
-
-    Args:
-        module: the transformer, in evaluation mode.
+    """A diffusers `DiTTransformer2DModel`, in evaluation mode, for samplers of the forecast family.
 
     Raises:
         TypeError: another kind of module. ValueError: a module in training mode.
@@ -45,15 +42,12 @@ class DiffusionModel(Adapter):
         return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
 
     def conditions(self, latent: Tensor, given: Mapping[str, Any], branches: int) -> dict[str, Tensor]:
-        """Check a request's latent and conditions, and lay the latter out for calls of `branches` times the batch.
+        """Check a request's latent and conditions, and lay the latter out: "class_labels" [branches * B] int64.
 
         Args:
             latent: [B, C, H, W].
             given: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
             branches: 1, or 2 to append the unconditional rows.
-
-        Returns:
-            "class_labels" [branches * B] int64.
 
         Raises:
             ValueError: another condition, or one out of its range; a latent of another shape.
@@ -71,11 +65,7 @@ class DiffusionModel(Adapter):
         return {"class_labels": torch.tensor(labels, device=self.device)}
 
     def __call__(self, query: LatentQuery) -> Tensor:
-        """Evaluate one query.
-
-        Returns:
-            [R, C, H, W]: the output in the latent's channels, in the module's dtype; a learned variance is left out.
-        """
+        """Evaluate one query: [R, C, H, W] in the module's dtype, without a learned variance."""
         with self.evaluating():
             output = self.module(
                 query.latent.to(self.module.dtype),

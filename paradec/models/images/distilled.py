@@ -1,4 +1,4 @@
-"""Distilled Decoding: what its sampler asks of a student and what comes back, and the adapter that students share.
+"""Distilled Decoding: query and answer of a student, and the adapter that students share.
 
 Liu et al., "Distilled Decoding 1: One-step Sampling of Image Auto-regressive Models with Flow Matching", arXiv
 2412.17153. A student maps one noise vector per token to the picture that its teacher would have drawn, in one call or
@@ -24,11 +24,8 @@ from paradec.models.images.grid import Grid
 
 @dataclass(frozen=True)
 class Stages:
-    """How a picture's tokens are counted, and what its student was trained for.
-
-    Raises:
-        ValueError: a stage out of its range.
-    """
+    """How a picture's tokens are counted, and what its student was trained for. Raises ValueError for a stage out of
+    its range."""
 
     kept: tuple[int, ...]
     """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""
@@ -101,13 +98,11 @@ class ContinuousHead(nn.Module):
 
 
 class DistilledModel(PictureModel, Adapter):
-    """Base of the students' adapters. A kind of them says what its codes are (`codes`), and how vectors
-    become pictures (`grid`, `latent`, `_pixels`).
+    """Base of the students' adapters. A kind implements `codes`, `grid`, `latent` and `_pixels`.
 
     Args:
-        module: the network: from labels [B], tokens [B, N, C] and the number of those that are data, vectors [B, N, C]
-            and logits [B, N, V]. It is put into evaluation mode.
-        facts: what samplers read of it.
+        module: from labels [B], tokens [B, N, C] and the number of those that are data, vectors [B, N, C] and logits
+            [B, N, V]. It is put into evaluation mode.
         defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
 
     Raises:

@@ -1,7 +1,6 @@
-"""Distilled Decoding of LlamaGen: the student of a class-conditional LlamaGen, which reads vectors in place of ids.
-
-Liu et al., arXiv 2412.17153; parameter names are those of the published checkpoints (`llamagen-B.pt`, `llamagen-L.pt`).
-"""
+"""Distilled Decoding (Liu et al., arXiv 2412.17153) of LlamaGen: the student of a class-conditional LlamaGen, which
+reads vectors in place of ids. Parameter names are those of the published checkpoints (`llamagen-B.pt`,
+`llamagen-L.pt`)."""
 
 from __future__ import annotations
 
@@ -67,11 +66,7 @@ class DistilledLlamaGenConfig(LlamaGenConfig):
 
 
 class DistilledLlamaGen(nn.Module):
-    """The network, without the codebook.
-
-    Args:
-        config: its sizes.
-    """
+    """The network, without the codebook."""
 
     def __init__(self, config: DistilledLlamaGenConfig):
         super().__init__()
@@ -85,14 +80,11 @@ class DistilledLlamaGen(nn.Module):
         self.final_layer_conti = ContinuousHead(config.dim, config.codebook_dim)
 
     def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        """Both heads.
+        """Vectors [B, N, codebook_dim] and logits [B, N, vocab_size] of both heads.
 
         Args:
             labels: [B] int64. tokens: [B, N, codebook_dim], row by row: normalised code vectors, then noise.
             kept: how many are code vectors.
-
-        Returns:
-            Vectors [B, N, codebook_dim] and logits [B, N, vocab_size].
         """
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
@@ -109,9 +101,7 @@ class DistilledLlamaGenModel(DistilledModel):
     """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t.
 
     Args:
-        module: the network.
-        vq: LlamaGen's VQ autoencoder: a student reads its codes at every second call, so that it needs one always.
-        name: what messages call it.
+        vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
         defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
 
     Raises:
@@ -189,13 +179,12 @@ def load_distilled_llamagen(
             folder, as in `paradec.models.images.llamagen.load_llamagen`.
         vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
         dtype: of the network's parameters; the codes and what is decoded stay float32 at least.
-        grid: codes along one side, 16 by default.
-        n_head: known from the width for the published sizes.
+        grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
         second, split: see `DistilledLlamaGenConfig`.
 
     Raises:
-        CheckpointError: a file that is missing, corrupt, of another format, or no VQ autoencoder.
-        ValueError: a codebook of another size, a stage out of its range.
+        CheckpointError: a file that is missing, corrupt, of another format, or no VQ autoencoder. ValueError: a
+            codebook of another size, a stage out of its range.
     """
     module, book, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
     if book is None:

@@ -1,7 +1,5 @@
-"""Distilled Decoding of VAR: the student of a VAR, which reads vectors of all scales at once.
-
-Liu et al., arXiv 2412.17153; parameter names are those of the published checkpoints (`VAR-DD/var-d16.pth` to `d24`).
-"""
+"""Distilled Decoding (Liu et al., arXiv 2412.17153) of VAR: the student of a VAR, which reads vectors of all scales at
+once. Parameter names are those of the published checkpoints (`VAR-DD/var-d16.pth` to `d24`)."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.
 
 
 class DistilledVAR(VAR):
-    """The network: a VAR whose inputs are the tokens' own vectors, and whose class is a level before all scales.
-
-    Args:
-        scales, sizes: those of `paradec.models.images.var.VAR`.
-    """
+    """A VAR whose inputs are the tokens' vectors, and whose class is a level before all scales. scales, sizes: as in
+    `VAR`."""
 
     def __init__(self, scales: Sequence[int] = PUBLISHED_SCALES[256], **sizes: Any):
         super().__init__(scales, **sizes)
@@ -41,14 +36,11 @@ class DistilledVAR(VAR):
         self.final_layer_conti = ContinuousHead(self.width, self.code_dim)
 
     def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Both heads.
+        """Vectors [B, L, code_dim] and logits [B, L, V] of both heads.
 
         Args:
             labels: [B] int64. tokens: [B, L, code_dim], scale by scale: code vectors, then noise.
             kept: how many are code vectors.
-
-        Returns:
-            Vectors [B, L, code_dim] and logits [B, L, V].
         """
         condition = self.class_emb(labels)
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
@@ -69,9 +61,7 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     """The adapter of a `DistilledVAR`. Its stages are scales: K(t) counts the tokens of the first t.
 
     Args:
-        module: the network.
         vq: the multi-scale VQ autoencoder of its teacher.
-        name: what messages call it.
         defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
             `top_k`, `top_p`, `temperature`.
         second, split: see `paradec.models.images.distilled.Stages`; by default the published students' for their sizes,
@@ -135,15 +125,15 @@ def load_distilled_var(
 
     Args:
         source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file
-            with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and if there
-            are such `second`, `split`, `vq`, the file of the autoencoder beside it, and `defaults` of requests.
+            with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and
+            optionally `second`, `split`, `vq` (the autoencoder's file) and `defaults` of requests.
         vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
         scales, heads, dtype, device: as in `paradec.models.images.var.load_var`.
         second, split: see `DistilledVARModel`.
 
     Raises:
-        CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
-        ValueError: a size or stage out of its range.
+        CheckpointError: no such file, other weights, scales that do not fit them, or no autoencoder. ValueError: a size
+            or stage out of its range.
     """
     nested = ("trainer.ema_parameters", *NESTED)
     found = read_network(

@@ -1,7 +1,5 @@
-"""Emu3 on transformers' own class: text and picture in one vocabulary, every row of the picture closed by a token.
-
-Wang et al., "Emu3: Next-Token Prediction is All You Need", arXiv 2409.18869. Checkpoints: BAAI/Emu3-Gen-hf.
-"""
+"""Emu3 (Wang et al., arXiv 2409.18869) on transformers' class: text and picture in one vocabulary, every row of the
+picture closed by a token. Checkpoints: BAAI/Emu3-Gen-hf."""
 
 from __future__ import annotations
 
@@ -16,15 +14,12 @@ DEFAULT_SIDE = 90
 
 
 class Emu3Model(TextToImageModel):
-    """The adapter of transformers' `Emu3ForConditionalGeneration`.
-
-    The prompt ends with the picture's size in tokens, as the model's processor writes it; the guidance branch reads the
-    negative prompt, by default an empty one, in the same form. After the last row come end of frame, end of image and
-    end of text.
+    """The adapter of transformers' `Emu3ForConditionalGeneration`. The prompt ends with the picture's size in tokens,
+    as the model's processor writes it; the guidance branch reads the negative prompt, by default an empty one, in the
+    same form. After the last row come end of frame, end of image and end of text.
 
     Args:
-        module: the model.
-        tokenizer: its tokenizer; None takes prompts as ids alone.
+        tokenizer: None takes prompts as ids alone.
 
     Raises:
         ValueError: a vocabulary that lacks a token which pictures need.
@@ -79,10 +74,6 @@ class Emu3Model(TextToImageModel):
 def load_emu3(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> Emu3Model:
-    """Read an Emu3 from a folder or hub repository.
-
-    Raises:
-        CheckpointError: no checkpoint of this kind.
-    """
+    """Read an Emu3 from a folder or hub repository. Raises CheckpointError where there is none."""
     module, tokenizer = pretrained(source, "Emu3ForConditionalGeneration", dtype, revision)
     return Emu3Model(module if device is None else module.to(device), tokenizer)

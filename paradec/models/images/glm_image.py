@@ -1,7 +1,5 @@
-"""GLM-Image's prior on transformers' own class: a small raster of codes, then the large one, which a DiT draws.
-
-Checkpoint: zai-org/GLM-Image, whose folder `vision_language_encoder` it is.
-"""
+"""GLM-Image's prior (zai-org/GLM-Image, folder `vision_language_encoder`) on transformers' class: a small raster of
+codes, then the large one, which a DiT draws."""
 
 from __future__ import annotations
 
@@ -30,9 +28,8 @@ PREVIEW = 16
 
 @dataclass(frozen=True)
 class PreviewGrid(Grid):
-    """A small raster of `preview` rows and columns, then the large one of `height` and `width`, with nothing between.
-
-    `codes` and `steps` are the large one's.
+    """A small raster of `preview` rows and columns, then the large one of `height` and `width`. `codes` and `steps` are
+    the large one's.
 
     Args:
         preview: rows and columns of the small raster; (0, 0) has none.
@@ -86,8 +83,8 @@ class PreviewGrid(Grid):
 def places(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, grid: Grid) -> Tensor:
     """[len(row) + grid.length, 3] int64: time, row and column of every token of a prompt and its answer.
 
-    A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at
-    row i and column j, and what follows it begins at p + max(rows, columns).
+    A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at row
+    i and column j; what follows begins at p + max(rows, columns).
 
     Args:
         row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`.
@@ -116,12 +113,11 @@ def _raster(base: int, height: int, width: int) -> Tensor:
 class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`.
 
-    Its pictures are codes alone (`output_type="latent"`); `out.prior_token_ids` is what GlmImagePipeline takes for
-    them. Codes alone are drawn, before any filter, and never an end token. There is no guidance. The module keeps a
-    table of positions between its own calls; this adapter gives positions and leaves that table alone.
+    Its pictures are codes alone (`output_type="latent"`); `out.prior_token_ids` is what GlmImagePipeline takes. Only
+    codes are drawn, never an end token. There is no guidance. The adapter gives positions, and leaves the module's
+    table alone.
 
     Args:
-        module: the model.
         tokenizer: the checkpoint's processor (`GlmImageProcessor`); None takes prompts as ids alone.
 
     Raises:
@@ -201,8 +197,8 @@ class GlmImageModel(TextToImageModel):
 
         Args:
             grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-            counts: [B] int64: how many of them each row has; None for one row.
-            pixels: of the sources, as the processor gives them, or None.
+            counts: [B] int64: how many of them each row has; None for one row. pixels: of the sources, from the
+                processor, or None.
         """
         if pixels is None:
             return ids
@@ -216,11 +212,8 @@ class GlmImageModel(TextToImageModel):
     def grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """The grid that all rows make, and the sizes of each row's source pictures. Arguments as in `codes_in`.
-
-        Raises:
-            ValueError: rows of unlike targets.
-        """
+        """The grid of all rows, and the sizes of each row's source pictures. Arguments as in `codes_in`. Raises
+        ValueError for rows of unlike targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
         found, sources, at = set(), [], 0
@@ -263,12 +256,8 @@ class GlmImageModel(TextToImageModel):
 def load_glm_image(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> GlmImageModel:
-    """Read GLM-Image's prior from a folder or hub repository, or from the folder `vision_language_encoder` of the
-    pipeline's. Its processor is read from that folder, or from `processor` beside it; without one prompts are ids.
-
-    Raises:
-        CheckpointError: no checkpoint of this kind.
-    """
+    """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`. Its
+    processor is read from there, or from `processor` beside it; without one prompts are ids. Raises CheckpointError."""
     module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
     processor, here = None, os.fspath(source)
     for place in (here, os.path.join(here, os.pardir, "processor")):

@@ -15,11 +15,9 @@ from paradec.core.checks import check_int, shown
 
 @dataclass(frozen=True)
 class Grid:
-    """The layout of everything that follows the prompt: `head`, then `height` rows of `width` image tokens, each row
-    closed by `row_end` where the family has such a token, then `tail`.
-
-    Offsets count from the end of the prompt. Tokens of `head`, row ends and `tail` are no choice of the model's:
-    samplers write them as they are.
+    """The layout of everything that follows the prompt: `head`, then `height` rows of `width` image tokens, each closed
+    by `row_end` if given, then `tail`. Offsets count from the end of the prompt. Samplers write `head`, row ends and
+    `tail` as they are.
 
     Args:
         height, width: rows and columns of image tokens.
@@ -83,11 +81,7 @@ class Grid:
         return (self.layout < 0).nonzero().squeeze(1)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[V] bool: ids that may be in the image.
-
-        Raises:
-            ValueError: ids outside the vocabulary.
-        """
+        """[V] bool: ids that may be in the image. Raises ValueError for ids outside the vocabulary."""
         ids = [*self.cells, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
         if max(ids) >= vocab_size:
             raise ValueError(f"the grid holds id {max(ids)}, outside the vocabulary (0 to {vocab_size - 1})")
@@ -96,11 +90,8 @@ class Grid:
         return mask
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Codebook indices [B, height, width] int64 of sequences [B, length] (what follows the prompt).
-
-        Raises:
-            ValueError: a token in the image that is none of `cells`.
-        """
+        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for an image token not
+        in `cells`."""
         cells = torch.tensor(self.cells, device=tokens.device)
         order = cells.argsort()
         found = tokens[:, self.cell_offsets.to(tokens.device)]
@@ -111,11 +102,7 @@ class Grid:
 
 
 def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
-    """Codes along one side.
-
-    Raises:
-        ValueError: pixels that are no multiple of the code's size.
-    """
+    """Codes along one side. Raises ValueError for pixels that are no multiple of the code's size."""
     check_int(name, pixels, low=1, none=True)
     if pixels is not None and pixels % scale:
         raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")

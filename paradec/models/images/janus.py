@@ -1,8 +1,5 @@
-"""Janus and Janus-Pro on transformers' own class: image tokens have embeddings, an output matrix and ids of their own.
-
-Chen et al., "Janus-Pro", arXiv 2501.17811; Wu et al., "Janus", arXiv 2410.13848. Checkpoints:
-deepseek-community/Janus-Pro-1B and -7B.
-"""
+"""Janus (Wu et al., arXiv 2410.13848) and Janus-Pro (Chen et al., arXiv 2501.17811) on transformers' class: image
+tokens have their own embeddings, output matrix and ids. Checkpoints: deepseek-community/Janus-Pro-1B and -7B."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
 
 class JanusModel(TextToImageModel):
-    """The adapter of transformers' `JanusForConditionalGeneration`.
-
-    Samplers see image ids 0 to V - 1 as they are and text id t as V + t, which only prompts hold. The guidance branch
-    reads the prompt with padding tokens for all but its beginning of text and of image: of the same length.
+    """The adapter of transformers' `JanusForConditionalGeneration`. Samplers see image ids 0 to V - 1 unchanged and
+    text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding tokens for all but its
+    beginning of text and of image.
 
     Args:
-        module: the model.
-        tokenizer: its tokenizer; None takes prompts as ids alone.
+        tokenizer: None takes prompts as ids alone.
         boi_token_id: the token before a picture; by default as generation_config says.
 
     Raises:
@@ -85,10 +80,6 @@ class JanusModel(TextToImageModel):
 def load_janus(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> JanusModel:
-    """Read a Janus or Janus-Pro from a folder or hub repository.
-
-    Raises:
-        CheckpointError: no checkpoint of this kind.
-    """
+    """Read a Janus or Janus-Pro from a folder or hub repository. Raises CheckpointError where there is none."""
     module, tokenizer = pretrained(source, "JanusForConditionalGeneration", dtype, revision)
     return JanusModel(module if device is None else module.to(device), tokenizer)

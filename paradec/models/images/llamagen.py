@@ -184,11 +184,7 @@ class CaptionEmbedding(nn.Module):
 
 
 class LlamaGen(nn.Module):
-    """The network, without the codebook.
-
-    Args:
-        config: its sizes.
-    """
+    """The network, without the codebook."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -202,16 +198,13 @@ class LlamaGen(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Hidden states before the output matrix.
+        """Hidden states [R, Q, dim] before the output matrix.
 
         Args:
             embeddings: [R, Q, dim].
             cells: [R, Q] int64: the raster index of each token's cell; negative for condition tokens.
             mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
-            cache: what `update(keys, values, layer)` gives keys and values [R, kv_heads, K, head_dim] to attend over.
-
-        Returns:
-            [R, Q, dim].
+            cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend over.
         """
         rotation = angles(cells, self.config)
         x = embeddings
@@ -257,11 +250,10 @@ class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
     Args:
-        module: the network.
         vq: its VQ autoencoder; None gives tokens alone.
-        text_encoder: for t2i: (tokenizer, transformers' T5 encoder), or None; then captions are given as features.
-        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests that name none, where they differ from
-            the published models'.
+        text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None takes captions as features.
+        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where they differ from the published
+            ones.
 
     Raises:
         ValueError: a codebook of another size than the network's vocabulary.
@@ -422,8 +414,8 @@ def load_llamagen(
 
     Args:
         source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
-            (`LlamaGenConfig`'s fields; "vq", where the VQ is another file; "defaults" of requests), `model.safetensors`
-            and, if it decodes, `vq.safetensors`.
+            (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
+            decodes, `vq.safetensors`.
         vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
         text_encoder: for t2i: a folder or hub id of the T5 encoder (flan-t5-xl) with safetensors, or (tokenizer,
             encoder).
@@ -432,7 +424,7 @@ def load_llamagen(
 
     Raises:
         CheckpointError: a file that is missing, corrupt, of another format, or does not say what is asked for here.
-        ValueError: a codebook of another size than the vocabulary.
+            ValueError: a codebook of another size than the vocabulary.
     """
     return LlamaGenModel(*read_network(LLAMAGEN, source, vq, text_encoder, dtype, device, grid, n_head))
 

@@ -54,17 +54,12 @@ def packaged_image(name: str) -> str:
 
 
 def find_files(source: str | os.PathLike[str], decoder: str, given: Any) -> tuple[str, Path, dict[str, Any], Any]:
-    """Where a network's weights are that a file or a folder holds.
+    """Find a network's files. Returns the name of the model, the file of its weights, the fields of config.json, and
+    the decoder or its file. Raises CheckpointError for a folder without a config.json.
 
     Args:
-        decoder: the field of config.json that names the file of the decoder, "vq" or "vae". given: the decoder, or its
-            file, that the caller named; None takes the folder's if there is one.
-
-    Returns:
-        The name of the model, the file of its weights, what config.json says, and the decoder or its file.
-
-    Raises:
-        CheckpointError: a folder without a config.json.
+        decoder: the field of config.json that names the file of the decoder, "vq" or "vae".
+        given: the decoder, or its file, that the caller named; None takes the folder's if there is one.
     """
     from paradec.models.checkpoint import read_json
 
@@ -113,11 +108,11 @@ def image_adapter(model_type: str) -> type[PictureModel]:
 
 
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
-    """Load one.
+    """Load an image model.
 
     Args:
         options: what the user gave beyond the arguments of every model.
-        common: dtype, device, revision; those that are None, or that the family does not know, are left out.
+        common: dtype, device, revision; None, or what the family does not know, is left out.
 
     Raises:
         ValueError: an option that this family does not take; the message lists those it does.

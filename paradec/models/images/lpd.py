@@ -1,9 +1,8 @@
 """LPD: a transformer that writes the codes of a picture in any order, group by group.
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957.
-Neither transformers nor diffusers has it; parameter names are those of the published checkpoints. A row of its input is
-a token (or the class) or a mask that asks for one, with its position; what it sees is the caller's
-decision.
+Parameter names are those of the published checkpoints. Inputs are tokens (or the class), and masks that ask for one,
+with positions; the caller decides what each sees.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from paradec.models.weights import read_weights
 
 @dataclass(frozen=True)
 class LPDConfig:
-    """Sizes of an LPD.
+    """Sizes of an LPD. Raises ValueError for one out of its range.
 
     Args:
         dim, n_layer, n_head: width, layers, heads.
@@ -47,9 +46,6 @@ class LPDConfig:
         num_classes: classes; the label `num_classes` is none of them (guidance).
         inner: width of the feed-forward; by default 4 dim.
         norm_eps: of all norms.
-
-    Raises:
-        ValueError: a size out of its range.
     """
 
     dim: int
@@ -91,11 +87,7 @@ REPULSION = {(1536, 256, 20): 3.0}
 
 
 class LPD(nn.Module):
-    """The network, without the codebook.
-
-    Args:
-        config: its sizes.
-    """
+    """The network, without the codebook."""
 
     def __init__(self, config: LPDConfig):
         super().__init__()
@@ -113,14 +105,11 @@ class LPD(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def embed(self, ids: Tensor, positions: Tensor | None) -> Tensor:
-        """What the blocks read.
+        """Inputs [R, Q, dim] of the blocks.
 
         Args:
             ids: [R, Q] int64: a code; `vocab_size` for a mask; from there on 1 + a label.
             positions: [R, Q] int64: 0 for the class, 1 + the cell for codes and masks; None leaves them out.
-
-        Returns:
-            [R, Q, dim].
         """
         codes, classes = self.config.vocab_size, self.config.num_classes
         label = (ids - codes - 1).unsqueeze(-1)
@@ -134,21 +123,19 @@ class LPD(nn.Module):
 
         Args:
             x: [R, Q, dim], from `embed`. mask: [R or 1, 1, Q, K] bool, True where visible; None shows everything.
-            cache: what `update(keys, values, layer)` gives keys and values [R, heads, K, head width] to attend over.
+            cache: `update(keys, values, layer)` returns keys and values [R, heads, K, head width] to attend over.
         """
         for block in self.blocks:
             x = block(x, mask, cache)
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All groups at once, as in training: what a decoding that draws these codes computes.
+        """All groups at once, as in training: logits [B, S, V], float32 or wider; in place r those of cell `order[:,
+        r]`.
 
         Args:
-            codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is no class. order: [B, S] int64: the
-                cells from the first to the last. sizes: of the groups, together S.
-
-        Returns:
-            Logits [B, S, V], float32 or wider: in place r those that predict the token of cell `order[:, r]`.
+            codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is no class.
+            order: [B, S] int64: the cells from the first to the last. sizes: of the groups, together S.
         """
         size, device = order.shape[1], order.device
         ends = torch.tensor(sizes, device=device).cumsum(0)
@@ -177,15 +164,12 @@ class LPD(nn.Module):
 
 
 class LPDModel(ImageModel):
-    """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there
-    on 1 + a label is a class, which is all of a prompt.
+    """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there on 1
+    + a label is a class, which is all of a prompt.
 
     Args:
-        module: the network.
         vq: its VQ autoencoder (LlamaGen's); None gives codes alone.
-        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`, `temperature`, `top_k`,
-            `top_p`.
-        name: what messages call it.
+        defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
 
     Raises:
         TypeError: another kind of module. ValueError: another codebook than the network's, or an unknown default.
@@ -327,18 +311,17 @@ def load_lpd(
 
     Args:
         source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or
-            a folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the file of the VQ beside
-            it; "defaults" of requests) and `model.safetensors`.
+            a folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the VQ's file; "defaults" of
+            requests) and `model.safetensors`.
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
-        grid: codes along one side, where these are to be others than the file's: its positions are resized, that of the
-            class apart.
+        grid: codes along one side, if other than the file's: its positions are resized, but the class's.
         n_head: heads, which the weights do not tell; known from the width for the published models.
         dtype: of the network's parameters; float32 by default, whatever the file's.
 
     Raises:
-        CheckpointError: a file that is missing, corrupt, of another format or another size, or does not say how many
-            heads there are. ValueError: an argument out of its range, or a codebook of another size.
+        CheckpointError: a file that is missing, corrupt, of another format or size, or does not tell the heads.
+            ValueError: an argument out of its range, or a codebook of another size.
     """
     if preset is not None:
         check_choice("preset", preset, PRESETS)
@@ -402,14 +385,14 @@ def _config(
 
 
 def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
-    """Logits [N, W', V + 1] of the wanted positions, guided, each given the tokens of lower rank; -inf for the mask,
-    and 0 where nothing is asked. W' is as many as the query's rows have slots.
+    """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask, 0
+    where nothing is asked. W' is the most slots of the query's rows.
 
-    A token sees the tokens of its own rank and below, a query those below and itself. Keys and values of tokens are
-    written at their ranks.
+    A token sees the tokens of its own rank and below, a query those below and itself. Keys and values are written at
+    ranks.
 
     Args:
-        module: with `embed`, `backbone` and `logits`, as `paradec.models.images.lpd.LPD` has them, and its `config`.
+        module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`.
     """
     assert query.wanted is not None and query.store is not None and query.store.index is not None
     blank, rows = module.config.vocab_size, query.store.index

@@ -1,8 +1,8 @@
 """MAR: a masked autoencoder over continuous image tokens, with a diffusion head that draws each token.
 
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Neither transformers nor
-diffusers has it; parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the
-positions, with keys and values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
+Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Parameter names are those of
+the published checkpoints. Encoder and decoder run over any subset of the positions, with keys and values of the rest
+from an earlier evaluation (ReCAP, arXiv 2505.19089).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PUBLISHED_WIDTHS = {
 
 
 class MAR(nn.Module):
-    """Encoder, decoder and diffusion head.
+    """Encoder, decoder and diffusion head. Raises ValueError for a size out of its range.
 
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
@@ -60,9 +60,6 @@ class MAR(nn.Module):
         head_depth, head_width: residual blocks of the diffusion head, and their width.
         eps: of the blocks' norms; the published models have 1e-6.
         decoder_depth: of the decoder, where that is not the encoder's `depth`.
-
-    Raises:
-        ValueError: a size out of its range.
     """
 
     def __init__(
@@ -109,15 +106,12 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, at: Tensor, labels: Tensor, kept: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode known tokens.
+        """Encode known tokens: [R, (buffer +) N, width], and their keys and values.
 
         Args:
             tokens: [R, N, channels]. at: [R, N] int64, their positions in the image, row by row. labels: [R] int64.
             kept: keys and values of others, which are attended to as well.
             buffer: whether the class tokens are evaluated, before the others.
-
-        Returns:
-            [R, (buffer +) N, width], and the keys and values of these.
         """
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + at]
@@ -131,15 +125,13 @@ class MAR(nn.Module):
     def decode(
         self, encoded: Tensor, columns: Tensor, at: Tensor, kept: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """What the diffusion head is conditioned on at any positions.
+        """Condition of the diffusion head at any positions: [R, M, width], and keys and values, those of class tokens
+        first.
 
         Args:
             encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, where in `at` the encoded are.
             at: [R, M] int64, positions in the image; those that are not encoded are masks.
             kept, buffer: as `encode`.
-
-        Returns:
-            [R, M, width], and the keys and values of the columns evaluated, those of class tokens first.
         """
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
@@ -189,13 +181,11 @@ class MARFacts:
 
 
 class MARModel(PictureModel, Adapter):
-    """The adapter of a `MAR`.
+    """The adapter of a `MAR`, which is put into evaluation mode.
 
     Args:
-        module: the network; it is put into evaluation mode.
         vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
-        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`.
-        name: what messages call it.
+        defaults: of requests: `steps`, `guidance_scale`.
 
     Raises:
         TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
@@ -320,8 +310,8 @@ def load_mar(
     "model_ema", where it has them).
 
     Args:
-        source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; where there are such, "eps",
-            "vae", the file of the VAE beside it, and "defaults" of requests).
+        source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
+            VAE's file, and "defaults" of requests).
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
         heads: of encoder and decoder, which the weights do not tell; known from the width for the published models.
@@ -361,11 +351,7 @@ def load_mar(
 
 
 def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sizes of `MAR` that its weights tell: all but `heads` and `eps`.
-
-    Raises:
-        KeyError: a tensor that every MAR has is missing.
-    """
+    """The sizes of `MAR` that its weights tell: all but `heads` and `eps`. Raises KeyError: a tensor is missing."""
     positions, width = weights["diffusion_pos_embed_learned"].shape[1:]
     return {
         "side": math.isqrt(positions),

@@ -1,8 +1,5 @@
-"""The multi-scale VQ autoencoder: a picture as a pyramid of code maps, each of which adds what the coarser ones left.
-
-Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905,
-section 3.2 (algorithms 1 and 2), and its public code. One autoencoder serves any list of scales.
-"""
+"""The multi-scale VQ autoencoder (VAR; Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture as a
+pyramid of code maps, each of which adds what the coarser ones left. One autoencoder serves any list of scales."""
 
 from __future__ import annotations
 
@@ -114,11 +111,8 @@ class MultiScaleVQ(nn.Module):
         return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, channels, H, W] in [-1, 1] -> the features [B, C, s, s] that scales are taken from.
-
-        Raises:
-            ValueError: this autoencoder was made without an encoder.
-        """
+        """Images [B, channels, H, W] in [-1, 1] -> the features [B, C, s, s] that scales are taken from. Raises
+        ValueError without an encoder."""
         if not self.config.encoder:
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quant_conv(self.encoder(images))
@@ -191,10 +185,8 @@ def load_multi_scale_vq(
     """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names.
 
     Args:
-        source: the file.
         config: sizes; None takes those that the weights tell.
-        norm_groups: of the group norms, which the weights do not tell; None is what a safetensors file's metadata
-            says, or else 32.
+        norm_groups: of the group norms, which the weights do not tell; None is the safetensors metadata's, or 32.
 
     Raises:
         CheckpointError: no such file, or weights that do not fit.
@@ -230,11 +222,8 @@ def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def sizes_of(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
-    """The sizes that weights (in the names of `MultiScaleVQ`) tell.
-
-    Raises:
-        KeyError: a tensor that every autoencoder has is missing. ValueError: sizes out of their range.
-    """
+    """The sizes that weights (in the names of `MultiScaleVQ`) tell. Raises KeyError where a tensor is missing,
+    ValueError for sizes out of their range."""
     size, dim = state["quantize.embedding.weight"].shape
     return MultiScaleVQConfig(
         codebook_size=size,

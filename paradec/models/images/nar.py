@@ -1,9 +1,6 @@
-"""NAR: LlamaGen with one layer and one head more, which writes a picture diagonal by diagonal.
-
-He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696; parameter names are
-those of the published checkpoints. The head of LlamaGen predicts the right neighbour of a cell, the other (`medusa_*`)
-the one below it.
-"""
+"""NAR (He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696): LlamaGen
+with one layer and one head more, which writes a picture diagonal by diagonal. LlamaGen's head predicts the right
+neighbour of a cell, the other (`medusa_*`) the lower one. Parameter names are the published checkpoints'."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ class NARConfig(LlamaGenConfig):
 
 
 class NAR(LlamaGen):
-    """The network, without the codebook.
-
-    Args:
-        config: its sizes.
-    """
+    """The network, without the codebook."""
 
     config: NARConfig
 
@@ -148,8 +141,8 @@ def load_nar(
 ) -> NARModel:
     """Read a NAR: LlamaGen's file formats with one layer more and the weights of the second head (`medusa_*`).
 
-    The public code loads without them too, and then draws from a head of random weights; here such a file is refused
-    (the link to the 256-pixel text model that its authors give is LlamaGen's own file).
+    The public code loads without them, and then draws from a random head; here such a file is refused (the authors'
+    link to the 256-pixel text model is LlamaGen's own file).
 
     Args:
         source, vq, text_encoder, dtype, device, grid, n_head: as in `paradec.models.images.llamagen.load_llamagen`.

@@ -1,8 +1,5 @@
-"""A diffusers pipeline for class-conditional DiTs that paint pixels: no VAE, any number of classes.
-
-diffusers' own `DiTPipeline` needs a VAE and takes class 1000 for none, since it is made for ImageNet's latents.
-Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
-"""
+"""A diffusers pipeline for class-conditional DiTs (Peebles and Xie, arXiv 2212.09748) that paint pixels, with any
+number of classes. diffusers' `DiTPipeline` needs a VAE and takes class 1000 for none."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ OUTPUT_TYPES = ("pil", "np", "pt")
 
 
 class PixelDiTPipeline(DiffusionPipeline):
-    """Pictures from class labels. Load it as every pipeline, `PixelDiTPipeline.from_pretrained(folder)`.
+    """Pictures from class labels: `PixelDiTPipeline.from_pretrained(folder)`.
 
     Args:
-        transformer: a `DiTTransformer2DModel` over images in [-1, 1]. A second half of its output channels, the learned
-            variance, is left out.
+        transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is left out.
         scheduler: a diffusers scheduler.
     """
 
@@ -53,7 +49,7 @@ class PixelDiTPipeline(DiffusionPipeline):
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Denoise one picture per label.
+        """Denoise one picture per label. Raises ValueError for an argument out of its range, before any work is done.
 
         Args:
             class_labels: an int or several.
@@ -62,9 +58,6 @@ class PixelDiTPipeline(DiffusionPipeline):
             generator: of the first noise, and of the scheduler's where it draws some; one, or one per picture.
             latents: the first noise [B, C, H, W] instead.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1].
-
-        Raises:
-            ValueError: an argument out of its range, before any work is done.
         """
         config = self.transformer.config
         labels = labels_of(class_labels, config.num_embeds_ada_norm)

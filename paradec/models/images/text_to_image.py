@@ -26,8 +26,7 @@ class TextToImageModel(ImageModel):
     branch reads instead (`_unconditional`), and where its parts are (`_language_model`, `_head`).
 
     Args:
-        module: transformers' `...ForConditionalGeneration`.
-        vocab_size: ids that the output names.
+        module: transformers' `...ForConditionalGeneration`. vocab_size: ids that the output names.
         tokenizer: of the checkpoint; None takes prompts as ids alone.
     """
 
@@ -102,11 +101,7 @@ class TextToImageModel(ImageModel):
         return ImageRequest(self, *map(exact_prompts, both))
 
     def _fitting(self, grid: Grid, scale: int) -> Grid:
-        """The grid, of tokens that are `scale` pixels long.
-
-        Raises:
-            ValueError: it is longer than the model takes.
-        """
+        """The grid of tokens that are `scale` pixels long. Raises ValueError where the model takes fewer tokens."""
         most = self.facts.max_length
         if most is not None and grid.length >= most:
             raise ValueError(
@@ -161,11 +156,7 @@ class TextToImageModel(ImageModel):
 
 
 def in_order(codes: dict[int, int], size: int, what: str) -> tuple[int, ...]:
-    """Ids in the order of the codebook, from {code: id}.
-
-    Raises:
-        ValueError: a code without an id.
-    """
+    """Ids in the order of the codebook, from {code: id}. Raises ValueError for a code without an id."""
     missing = [code for code in range(size) if code not in codes]
     if missing:
         raise ValueError(f"{what} names no token for code {missing[0]} of {size}")
@@ -175,7 +166,7 @@ def in_order(codes: dict[int, int], size: int, what: str) -> tuple[int, ...]:
 def pretrained(
     source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unread: str | None = None
 ) -> tuple[Any, Any]:
-    """(module, tokenizer) of a folder or hub repository by transformers' own class; safetensors alone are read.
+    """(module, tokenizer) of a folder or hub repository by transformers' class; safetensors alone are read.
 
     Args:
         unread: a pattern of the weights that may be missing, since nothing reads them.

@@ -1,9 +1,8 @@
-"""The masked image transformer of the MaskGIT-r checkpoints that AutoNAT and ReCAP publish: a U-ViT (transformer blocks
-with long skips) over a class token and the tokens of an image. diffusers' `UVit2DModel`, Amused's, is another network;
-parameter names are the files'.
+"""The U-ViT of the MaskGIT-r checkpoints (AutoNAT, ReCAP): transformer blocks with long skips over a class token and
+the tokens of an image. Parameter names are the files'; diffusers' `UVit2DModel` is another network.
 
-Such a model decodes by everything that decodes masked text (Chang et al., "MaskGIT: Masked Generative Image
-Transformer", arXiv 2202.04200). `MaskedImageModel` is the adapter for `paradec.generate_images`: classes to pictures.
+Every sampler of masked text decodes it (Chang et al., "MaskGIT", arXiv 2202.04200). `MaskedImageModel` is the adapter
+for `paradec.generate_images`.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": N
 class UViT(nn.Module):
     """Class token at position 0, image tokens at positions 1 to size ** 2.
 
-    Ids: 0 ... codebook_size - 1 are image tokens, codebook_size is the mask, and codebook_size + 1 + c is class c. At
-    position 0 the mask represents the null class, the last one: guidance, which masks the prompt, gets what it needs.
+    Ids below codebook_size are image tokens, codebook_size is the mask, codebook_size + 1 + c is class c. At position 0
+    the mask is the null class, the last one: guidance masks the prompt.
 
     Args:
-        size: tokens per side. codebook_size: image tokens.
-        classes: classes, the null class included. width, depth, heads: of the transformer; depth counts the blocks
-            before and after the middle one, half of each.
+        size: tokens per side. codebook_size: image tokens. classes: the null class included.
+        width, depth, heads: of the transformer; depth counts the blocks before and after the middle one, half of each.
     """
 
     def __init__(
@@ -202,11 +200,7 @@ class UViTModel(Decoder):
         return self.module.head(hidden)
 
     def class_token(self, label: int) -> int:
-        """The id that asks for a class.
-
-        Raises:
-            ValueError: no such class.
-        """
+        """The id that asks for a class. Raises ValueError where there is no such class."""
         check_int("label", label, low=0, high=self.module.classes - 1)
         return self.module.codebook_size + 1 + label
 
@@ -240,9 +234,7 @@ class MaskedImageModel(PictureModel, UViTModel):
     Args:
         module: the network. Its last class is none of the others.
         vq: its VQ autoencoder; None gives codes alone.
-        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`, `temperature`, `top_k`,
-            `top_p`.
-        name: what messages call it.
+        defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
 
     Raises:
         ValueError: another codebook than the network's, or an unknown default.
@@ -266,11 +258,8 @@ class MaskedImageModel(PictureModel, UViTModel):
         self.vq, self.defaults = vq, merge_defaults(DEFAULTS, defaults)
 
     def prompts(self, class_labels: Any, num_images: int = 1) -> list[list[int]]:
-        """Input ids: `num_images` rows of one class token for every label, copies side by side.
-
-        Raises:
-            ValueError: no such class. TypeError: no integers.
-        """
+        """Input ids: `num_images` rows of one class token for every label, copies side by side. Raises ValueError for
+        no such class, TypeError for other than integers."""
         labels = labels_of(class_labels, self.module.classes - 1)
         return [[self.class_token(label)] for label in labels for _ in range(num_images)]
 
@@ -317,9 +306,8 @@ def load_masked_image(
     """Read a folder.
 
     Args:
-        source: holds `config.json` ("heads"; if there are such, "vq", the file of the VQ beside it, and "defaults" of
-            requests) and `model.safetensors`, with the names of MaskGIT-r's checkpoints. Those are single files, which
-            `paradec.models.images.uvit.load_uvit` reads.
+        source: holds `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
+            `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
         vq: the VQ autoencoder, or its file, where the folder names none.
         dtype: of the network's parameters; float32 by default, whatever the file's.
 

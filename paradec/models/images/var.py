@@ -1,8 +1,7 @@
 """VAR: a transformer that predicts a picture scale by scale, all tokens of a scale at once.
 
 Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
-Neither transformers nor diffusers has it; parameter names are those of the published checkpoints (`var_d16.pth` to
-`var_d36.pth`).
+Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`).
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ def ends_of(scales: Sequence[int]) -> list[int]:
 
 
 class ScaleStore:
-    """Keys and values of the scales that are evaluated, one after the other; what follows them is not read.
-
-    Its memory is 2 * layers * rows * heads * length * head_dim numbers, taken at the first call. The last scale's are
-    never read, so that `length` leaves them out.
-    """
+    """Keys and values of the evaluated scales, in order; what follows them is not read. It takes 2 * layers * rows *
+    heads * length * head_dim numbers at the first call; `length` leaves out the last scale, which is never read."""
 
     def __init__(
         self, layers: int, rows: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -127,7 +123,7 @@ class ScaleAnswer:
 
 
 class VAR(nn.Module):
-    """The network.
+    """The network. Raises ValueError for a size out of its range.
 
     Args:
         scales: sides of the code maps, ascending.
@@ -138,9 +134,6 @@ class VAR(nn.Module):
         shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
         l2_norm: whether queries and keys are normalised (all published models).
         eps: of the norms.
-
-    Raises:
-        ValueError: a size out of its range.
     """
 
     def __init__(
@@ -219,7 +212,7 @@ class VAR(nn.Module):
         wanted: int | None = None,
         masked: bool = True,
     ) -> Tensor:
-        """Evaluate scales `first` to `last`.
+        """Evaluate scales `first` to `last`: logits [R, n, V]; with `wanted` [wanted, side * side, V].
 
         Args:
             labels: [R] int64; `classes` is no class.
@@ -228,9 +221,6 @@ class VAR(nn.Module):
             store: holds the scales before `first`; what is evaluated is written down.
             wanted: logits of the last scale alone, for so many rows; None gives all.
             masked: whether scales do not see finer ones of the call, as in training.
-
-        Returns:
-            Logits [R, n, V]; with `wanted` [wanted, side * side, V].
         """
         last = len(self.scales) - 1 if last is None else last
         condition = self.class_emb(labels)
@@ -367,13 +357,11 @@ class ScalePictures(PictureModel):
 
 
 class VARModel(ScalePictures, Adapter):
-    """The adapter of a `VAR`.
+    """The adapter of a `VAR`, which is put into evaluation mode.
 
     Args:
-        module: the network; it is put into evaluation mode.
         vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
-        defaults: what requests are given that do not say otherwise: `guidance_scale`, `temperature`, `top_k`, `top_p`.
-        name: what messages call it.
+        defaults: of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
 
     Raises:
         TypeError: another kind of module. ValueError: another codebook than the network's, an unknown default.
@@ -427,10 +415,8 @@ class VARModel(ScalePictures, Adapter):
         return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """An empty store for so many rows of a call (both branches' under guidance) and the first scales.
-
-        Under autocast keys come in its type, and are rounded to the parameters' when they are written down.
-        """
+        """An empty store for so many rows of a call (both branches' under guidance) and the first scales. Under
+        autocast keys are rounded to the parameters' type when written."""
         module = self.module
         length = module.begin(scales)
         return ScaleStore(
@@ -459,11 +445,8 @@ class VARModel(ScalePictures, Adapter):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales.
-
-        Raises:
-            ValueError: pictures of another size, or no encoder.
-        """
+        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales. Raises ValueError for another
+        size, or without an encoder."""
         side = self.module.scales[-1] * self.vq.config.scale
         if images.ndim != 4 or images.shape[-2:] != (side, side):
             raise ValueError(f"images have shape {tuple(images.shape)}; expected [batch, channels, {side}, {side}]")
@@ -483,16 +466,16 @@ def load_var(
     """Read a published checkpoint (`var_d16.pth` and its kin), or a folder.
 
     Args:
-        source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, if there is such
-            `vq`, the file of the autoencoder beside it, and `defaults` of requests.
+        source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally
+            `vq`, the autoencoder's file, and `defaults` of requests.
         vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
         scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
         heads: which the weights do not tell without normalised queries; by default one for 64 numbers.
         dtype: of the network's parameters; float32 by default.
 
     Raises:
-        CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
-        ValueError: a size out of its range.
+        CheckpointError: no such file, other weights, scales that do not fit them, or no autoencoder. ValueError: a size
+            out of its range.
     """
     module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
@@ -511,15 +494,12 @@ def read_network(
     nested: Sequence[str] = NESTED,
     sized: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> tuple[Any, MultiScaleVQ, str, dict[str, Any], bool]:
-    """What the adapter of a VAR or of its student is made of: the network, the VQ, its name, the fields of config.json,
-    and whether the scales are those of published models.
+    """Read the parts of the adapter of a VAR or its student: the network, the VQ, its name, the fields of config.json,
+    and whether the scales are those of published models. Raises as `load_var`.
 
     Args:
         kind: what messages call it. extra: weights that no VAR has and this kind must have. nested: as for
             `read_weights`. sized: from the weights those that `sizes_of` reads.
-
-    Raises:
-        CheckpointError, ValueError: as `load_var`.
     """
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
@@ -549,11 +529,8 @@ def read_network(
 def sizes_of(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
-    """The sizes of `VAR` that its weights tell, with scales and heads where they do not.
-
-    Raises:
-        KeyError: a tensor that every VAR has is missing. ValueError: scales that do not fit.
-    """
+    """The sizes of `VAR` that its weights tell, with scales and heads where they do not. Raises KeyError where a tensor
+    is missing, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:
         scales = next((known for known in PUBLISHED_SCALES.values() if ends_of(known)[-1] == length), None)

@@ -1,12 +1,11 @@
 """Convolutional VQ autoencoders: code ids to images, and back.
 
-Esser et al., "Taming Transformers for High-Resolution Image Synthesis", arXiv 2012.09841; with the normalised codebook
-of Yu et al., "Vector-quantized Image Modeling with Improved VQGAN", arXiv 2110.04627, as LlamaGen (2406.06525) has
-it. Modules carry the parameter names of LlamaGen's checkpoints; those of taming-transformers (Chameleon's `vqgan.ckpt`)
-differ in the names of a few levels, which `from_taming` renames.
+Esser et al., "Taming Transformers for High-Resolution Image Synthesis", arXiv 2012.09841, with the normalised codebook
+of Yu et al., arXiv 2110.04627, as in LlamaGen (2406.06525), whose parameter names are used; `from_taming` renames those
+of taming-transformers (Chameleon's `vqgan.ckpt`).
 
-`KLDecoder` is the decoding half of latent diffusion's KL autoencoders (Rombach et al., "High-Resolution Image Synthesis
-with Latent Diffusion Models", arXiv 2112.10752; MAR's `kl16.ckpt`): the same layers without a codebook.
+`KLDecoder` is the decoding half of latent diffusion's KL autoencoders (Rombach et al., arXiv 2112.10752; MAR's
+`kl16.ckpt`): the same layers without a codebook.
 """
 
 from __future__ import annotations
@@ -83,11 +82,7 @@ class VQConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> VQConfig:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: a field that there is not, or one out of its range.
-        """
+        """Inverse of `to_dict`. Raises ValueError for an unknown field, or one out of its range."""
         for name in data:
             if name not in cls.__dataclass_fields__:
                 raise ValueError(unknown("field of a VQ configuration", name, cls.__dataclass_fields__))
@@ -247,11 +242,7 @@ class Codebook(nn.Module):
 
 
 class VQModel(nn.Module):
-    """A VQ autoencoder, or its decoding half (`config.encoder=False`).
-
-    Args:
-        config: its sizes.
-    """
+    """A VQ autoencoder, or its decoding half (`config.encoder=False`)."""
 
     def __init__(self, config: VQConfig):
         super().__init__()
@@ -264,11 +255,8 @@ class VQModel(nn.Module):
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1].
-
-        Raises:
-            ValueError: another shape, or ids that the codebook does not have.
-        """
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for another
+        shape, or ids that the codebook does not have."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
@@ -279,11 +267,7 @@ class VQModel(nn.Module):
         return self.decoder(self.post_quant_conv(rearrange(self.quantize.codes[codes], "b h w c -> b c h w")))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64.
-
-        Raises:
-            ValueError: this autoencoder was made without an encoder.
-        """
+        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64. ValueError without an encoder."""
         if not self.config.encoder:
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quantize.nearest(self.latents(images))
@@ -305,11 +289,9 @@ class VQModel(nn.Module):
 
 
 def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in taming-transformers' names in those of `VQModel`; one in ours already is returned as it is.
-
-    There, `decoder.up.0` is the level of full resolution (here `conv_blocks` begin at the lowest), blocks are called
-    `block`, and the middle's three have names of their own.
-    """
+    """Rename a state dict in taming-transformers' names to those of `VQModel`; one that has these is returned. There,
+    `decoder.up.0` is full resolution (here `conv_blocks` begin at the lowest), and blocks and the middle's three have
+    other names."""
     levels = 1 + max((int(m[1]) for m in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if m), default=-1)
     middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
     renamed = {}
@@ -322,12 +304,8 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of `VQConfig` that a decoder's weights, in the names of `VQModel`, tell: all but those of the codebook
-    and `norm_groups`.
-
-    Raises:
-        KeyError: a tensor that every decoder has is missing.
-    """
+    """The fields of `VQConfig` that a decoder's weights tell: all but the codebook's and `norm_groups`. Raises KeyError
+    where a tensor is missing."""
     numbers = (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state)
     levels = 1 + max((int(number[1]) for number in numbers if number), default=0)
     lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
@@ -356,8 +334,8 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
         config: sizes, or a name of `PUBLISHED`; None takes those in a safetensors file's metadata, or else "vq_ds16".
 
     Raises:
-        CheckpointError: no such file, one that holds anything but tensors, or weights that do not fit.
-        ValueError: an unknown name.
+        CheckpointError: no such file, one that holds other than tensors, or weights that do not fit. ValueError: an
+            unknown name.
     """
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
@@ -435,8 +413,7 @@ def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
     """Read a decoder from a file with latent diffusion's names; its sizes are those of the tensors.
 
     Args:
-        source: `.safetensors`, or a `.ckpt` of which tensors alone are read.
-        norm_groups: of its group norms, which no tensor tells.
+        source: `.safetensors`, or a `.ckpt` of which tensors alone are read. norm_groups: which no tensor tells.
 
     Raises:
         CheckpointError: no such file, or one that does not hold such a decoder.
