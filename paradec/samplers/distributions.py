@@ -31,15 +31,15 @@ FEW = 2**8
 
 
 def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
-    """uncond + s (cond - uncond) of a call's logits [2N, W, V], whose first half is conditional: [N, W, V].
+    """uncond + s (cond - uncond) of a call's logits [2N, W, V], conditional half first: [N, W, V], float32 at least.
 
-    It is float32 at least, for scaled logits can leave the range of float16. scale: s, a number or [N, 1, 1].
+    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), its
+    limit is taken: what both exclude stays excluded; so does what the conditional branch alone excludes, at s > 0; what
+    the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and above 1 it and
+    its like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf.
 
-    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), that
-    distribution's limit is taken: what both exclude stays excluded; so does what the conditional branch alone excludes,
-    at s > 0; what the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and
-    above 1 it and its like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or
-    +inf.
+    Args:
+        scale: s, a number or [N, 1, 1].
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
     mixed = conditional - unconditional
@@ -60,8 +60,7 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Logits [..., V] less the largest of their row, over a temperature (a number, or broadcastable): no finite row
-    overflows, however low the temperature. Softmax is that of logits / temperature. Rows of -inf alone are NaN, and so
-    is what is +inf or NaN."""
+    overflows. Softmax is that of logits / temperature. Rows of -inf alone, +inf and NaN are NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
@@ -106,9 +105,9 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
 def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, *, sorted_ties: bool = True) -> Tensor:
     """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
 
-    Dream's order; the token that crosses `top_p` stays in, and so does the best one always. Tokens as good as the
-    `top_k`-th stay. Which of equal tokens the nucleus ends with is left to `torch.sort`, as in public codes. Without
-    `sorted_ties` the first of them stay in large vocabularies on the CPU, which takes no sort.
+    Dream's order. The token that crosses `top_p` and tokens as good as the `top_k`-th stay. Which of equal tokens the
+    nucleus ends with is left to `torch.sort`; without `sorted_ties` the first of them stay in large vocabularies on the
+    CPU, which takes no sort.
     """
     nucleus = top_p is not None and top_p < 1
     if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
@@ -189,9 +188,9 @@ def _is_out(row: Tensor, least: float, last: int) -> Tensor:
 def draw_filtered(
     logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
 ) -> Tensor | None:
-    """Draw tokens [...] from what `filter_logits(sorted_ties=False)` leaves of logits / temperature [..., V], with the
-    numbers uniform [...], without writing it. None where this saves nothing: in small vocabularies, on other devices,
-    other dtypes."""
+    """Draw tokens [...] with numbers uniform [...] from what `filter_logits(sorted_ties=False)` leaves of logits /
+    temperature [..., V], without writing it. None where this saves nothing: small vocabularies, other devices or
+    dtypes."""
     size = logits.shape[-1]
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
@@ -224,15 +223,14 @@ def shares_of(row: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
-    """The least of logits `row` [V] that is kept, and the last token with just that logit that is kept: V - 1 where all
-    of them are. All tokens are kept where a logit is NaN or +inf, or none is finite.
+    """The least of logits `row` [V] that is kept, and the last token with just that logit that is kept (V - 1: all of
+    them). All tokens are kept where a logit is NaN or +inf, or none is finite.
 
     A nucleus holds a token if the shares [V] of all better ones add up to at most `top_p`, in float64. Of the nucleus,
     `top_k` keeps the best tokens and those that equal the last of them.
 
     Args:
-        shares: `shares_of` the row; not read without `top_p`.
-        top_p: below 1; None keeps all. top_k: None keeps all.
+        shares: `shares_of` the row; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all.
     """
     least, last = -math.inf, len(row) - 1
     if top_p is not None and shares is not None:
@@ -274,11 +272,8 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
 
 
 def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
-    """What a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
-
-    At temperature 0 it is one-hot on the best token. `allowed` [V] bool: the others get nothing. Rows without a finite
-    logit that is allowed are NaN.
-    """
+    """Distribution that a token is drawn from: logits [..., V] -> [..., V], float32 or wider; one-hot at temperature 0.
+    NaN in rows without a finite allowed logit. allowed: [V] bool; the others get nothing."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         logits = torch.where(allowed, logits, -torch.inf)
@@ -295,12 +290,9 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot on the best at temperature 0.
-    NaN where no logit is finite.
-
-    The order of LlamaGen's public code and its kin: the temperature, then top-k, then top-p of what is left. The token
-    that crosses `top_p` stays.
-    """
+    """Distribution that a token is drawn from, in the order of LlamaGen's public code: temperature, top-k, then top-p
+    of what is left. logits [..., V] -> [..., V], float32 at least; one-hot at temperature 0; NaN where no logit is
+    finite."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)

@@ -22,14 +22,11 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """The `count` highest scores of each row; equal scores go to the lower index.
+    """[R, W] bool: the `count` highest scores of each row, never an ineligible entry; equal scores go to the lower
+    index.
 
     Args:
-        scores: [R, W], -inf where not eligible.
-        count: [R] int64, on the host or the device.
-
-    Returns:
-        [R, W] bool; never an ineligible entry.
+        scores: [R, W], -inf where not eligible. count: [R] int64, on the host or the device.
     """
     if isinstance(count, np.ndarray):
         if set(count.tolist()) == {1}:  # one token a step needs no sort

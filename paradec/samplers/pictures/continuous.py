@@ -1,8 +1,5 @@
-"""MAR's sampler: continuous tokens in random order, many at a time; with ReCAP's groups of full and local steps.
-
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838, and its public code; ReCAP,
-arXiv 2505.19089, and its public code for MAR.
-"""
+"""MAR's sampler (Li et al., arXiv 2406.11838, and its public code): continuous tokens in random order, many at a time;
+with ReCAP's groups of full and local steps (arXiv 2505.19089, and its public code for MAR)."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ class ContinuousSampler(Sampler):
     unsupported = unsupported_for_pictures("steps")  # `temperature` is a setting
 
     def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
-        """The state of a request.
+        """Make the state of a request.
 
         Args:
             left: [T + 1] int64, of `left_after`. fields: of `ContinuousState`, all but `left`.
@@ -95,9 +92,9 @@ class ContinuousSampler(Sampler):
         Args:
             model: a `paradec.models.images.mar.MARModel`.
             prompt: the class labels, one per image.
-            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count: `steps` is T,
-                1 to S, 64 by default as in the paper's fast setting (256 in its best one); `guidance_scale` of the
-                published models is 2.9, 3.0 and 3.2; in a trace a token is its numbers, None where undecided.
+            request: a `paradec.Request`; or its fields by name. `steps` is T, 1 to S, 64 by default (the paper's fast
+                setting; 256 is its best); `guidance_scale` of the published models is 2.9, 3.0 and 3.2. In a trace a
+                token is its numbers.
             order: [B, S] int64, the random order to use, last position first; None draws it.
 
         Raises:
@@ -169,27 +166,27 @@ class MARProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class MAR(ContinuousSampler):
-    """Per step, decide the next positions of a random order that is drawn per image. After step t of T,
-    floor(S cos(pi / 2 * (t + 1) / T)) of S positions are left, at least one fewer than before.
+    """Per step, decide the next positions of a random order that is drawn per image. After step t of T, floor(S cos(pi
+    / 2 * (t + 1) / T)) of S positions are left, at least one fewer than before.
 
     With `local_steps` > 0 steps come in groups, as in ReCAP: the first of a group evaluates everything, keeps keys and
-    values of encoder and decoder, and decides the first of the group's positions; the others evaluate only the
-    group's positions, with what was kept and fewer steps of the diffusion head.
+    values of encoder and decoder, and decides the first of the group's positions; the others evaluate only the group's
+    positions, with fewer steps of the diffusion head.
+
+    Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
 
     Args:
         local_steps: l; 0 is MAR, 1 ReCAP's scripts.
-        full_groups: how many groups at the start have no local steps; None is half the steps, as in the scripts.
+        full_groups: groups at the start without local steps; None is half the steps, as in the scripts.
         head_steps: steps of the diffusion head, 1 to 1000.
         fast_ratio: share of them that local steps take, in (0, 1], rounded down (at least 1).
         temperature: scales the noise that the head's steps add.
-        guidance_schedule: "linear" grows from 1 to the request's scale with the number of decided positions, as in the
-            paper; "constant" does not grow.
-        chunk_order: which of a group's positions each of its steps decides: "raster" takes them row by row, a quirk of
-            ReCAP's code; "order" goes on in the random order.
-        keep_buffer: whether local steps read the class tokens' keys and values; otherwise they evaluate these again (as
-            in the scripts).
-
-    Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
+        guidance_schedule: "linear" grows from 1 to the request's scale with the decided positions (the paper); or
+            "constant".
+        chunk_order: which of a group's positions each step decides: "raster" goes row by row, a quirk of ReCAP's code;
+            "order" goes on in the random order.
+        keep_buffer: whether local steps read the class tokens' keys and values; else they evaluate these again (the
+            scripts).
 
     Raises:
         ValueError: a setting out of its range.
@@ -308,11 +305,8 @@ class MAR(ContinuousSampler):
         )
 
     def commit(self, state: MARState, proposal: MARProposal) -> Commit:
-        """Write the chunk.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite numbers. Nothing is written then.
-        """
+        """Write the chunk. Raises FloatingPointError for NaN or infinite numbers of the model; nothing is written
+        then."""
         state.check_current(proposal)
         sound = proposal.values.flatten(1).isfinite().all(1)
         message = f"the model returned NaN or infinite tokens at step {state.index} for row {{row}}"

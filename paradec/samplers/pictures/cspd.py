@@ -1,8 +1,5 @@
-"""Continuous speculative decoding (CSpD): a smaller MAR drafts tokens of several steps, the model judges them at once.
-
-Wang et al., "Continuous Speculative Decoding for Autoregressive Image Generation", arXiv 2411.11925, as in its public
-code for MAR. The rule itself is `verified`.
-"""
+"""Continuous speculative decoding (CSpD; Wang et al., arXiv 2411.11925, and its public code for MAR): a smaller MAR
+drafts tokens of several steps, the model judges them at once. The rule is `verified`."""
 
 from __future__ import annotations
 
@@ -62,8 +59,8 @@ def verified(
 ) -> Verdict:
     """Accept drafts, or draw other tokens in their place.
 
-    With q = N(mq, sq^2) of the draft model, p = N(mp, sp^2) of the target, L their half log-variances and
-    Sigma = exp(sum over channels of Lp - Lq), a draft x is accepted where
+    With q = N(mq, sq^2) of the draft model, p = N(mp, sp^2) of the target, L their half log-variances and Sigma =
+    exp(sum over channels of Lp - Lq), a draft x is accepted where
 
         Sigma prod(sq / sp) exp(-|(x - mp) / sp|^2 / (2 T^2)) / exp(-|(x - mq) / sq|^2 / (2 T^2)) > u.
 
@@ -71,12 +68,9 @@ def verified(
     for the next round. With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
 
     Args:
-        x: [n, channels]. draft, target: distributions, each [n, channels].
-        uniform: [n], of acceptance.
+        x: [n, channels]. draft, target: distributions, each [n, channels]. uniform: [n], of acceptance.
         redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
-        inner_temperature: T.
-        max_rounds: of redrawing.
-        mended: see `CSpD`.
+        inner_temperature: T. max_rounds: of redrawing. mended: see `CSpD`.
     """
     x, mq, sq, mp, sp = (each.double() for each in (x, draft.mean, draft.std, target.mean, target.std))
     log_sigma = (target.half_log_variance.double() - draft.half_log_variance.double()).sum(-1)
@@ -181,25 +175,25 @@ class CSpDProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class CSpD(ContinuousSampler):
-    """A smaller MAR draws the tokens of up to `num_draft` steps one step after the other; the model then evaluates all
-    their positions in one call, and accepts or replaces each token on its own. Both heads use the same noise at a
-    position, so that their tokens are close.
+    """A smaller MAR draws the tokens of up to `num_draft` steps; the model then evaluates all their positions in one
+    call, and accepts or replaces each token on its own. Both heads use the same noise at a position, so that their
+    tokens are close.
 
-    Lossy, for two reasons. The model judges all tokens of a call from the context before them. And the heads' last step
-    adds no noise, so that the compared distributions are points, which only `inner_temperature` makes comparable: at
-    its default most drafts of a close model are accepted, and the result is close to that model's distribution. The
-    model alone, given the positions of a verification as one step, makes as many calls and needs no draft model. `nfe`
-    of the output counts the model's calls, `draft_nfe` the draft model's. Compare with `ratio=1` at `steps=nfe`, the
-    model alone under the same noise.
+    Lossy: the model judges all tokens of a call from the context before them, and the heads' last step adds no noise,
+    so that the compared distributions are points, which `inner_temperature` makes comparable. `nfe` counts the model's
+    calls, `draft_nfe` the draft model's. The model alone, with `ratio=1` at `steps=nfe`, makes as many calls under the
+    same noise: compare with it.
 
     Of T steps the first 1 + floor(ratio T) are the model's own. A verification follows step s if `num_draft` divides s,
     and after the last step.
 
-    `mended` (the default) changes three things in the rule of the public code (`mended=False`). An accepted token is
-    not drawn again; the code draws for all tokens of all rows until each was accepted once. A token that no round
-    accepts is the value that the model's own chain ended with; the code writes zeros. And so a row does not depend on
-    its neighbours; in the code it does, because rounds continue until all rows are accepted.
-    Redrawn tokens have the noise of the last step in both, without which their distribution would have no density.
+    `mended` (the default) changes three things in the public code's rule. An accepted token is not drawn again (the
+    code draws for all tokens until each was accepted once). A token that no round accepts is the value of the model's
+    own chain (the code writes zeros). So a row does not depend on its neighbours, as it does in the code. Redrawn
+    tokens have the noise of the last step in both, without which their distribution would have no density.
+
+    Random numbers are counter-based: an image depends only on its seed and class, except with `mended=False`. The
+    preset "demo" is the code's demonstration, with 256 steps and a guidance scale of 4.
 
     Args:
         draft: the smaller `paradec.models.images.mar.MARModel`, with the same positions, channels, classes and latents;
@@ -211,15 +205,11 @@ class CSpD(ContinuousSampler):
         max_rounds: how often rejected tokens are drawn again, at most.
         head_steps: steps of both diffusion heads: 1 to 1000; or section counts, (10, 1) or "10,1": so many steps,
             evenly spaced, in each of as many equal parts of the training steps.
-        temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the distributions are
-            points: no draft is accepted, and all tokens are the values that the model's own chains end with.
-        guidance_schedule: "linear" grows from 1 towards the request's scale; with m undecided
-            positions of S the scale is 1 + (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code.
-            "constant" does not grow. A verification takes the scale of its last step.
-
-    The preset "demo" is that of the code's demonstration, which takes 256 steps and a guidance scale of 4.
-
-    Random numbers are counter-based: an image depends only on its seed and class, except with `mended=False`.
+        temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, no draft is accepted, and
+            all tokens are the values of the model's own chains.
+        guidance_schedule: "linear" grows from 1 towards the request's scale; with m undecided positions of S it is 1 +
+            (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code; or "constant". A verification takes
+            the scale of its last step.
 
     Raises:
         ValueError: a setting out of its range. TypeError: a draft model of another kind.
@@ -272,14 +262,10 @@ class CSpD(ContinuousSampler):
         draws: CounterDraws | None = None,
         **arguments: Any,
     ) -> CSpDState:
-        """As `ContinuousSampler.start`.
+        """As `ContinuousSampler.start`. ValueError also without a draft model, or for one that does not fit.
 
         Args:
-            draws: where random numbers come from, in the place of those that belong to the seeds.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range, no draft model, or one that
-                does not fit; the message names it.
+            draws: source of random numbers in the place of those that belong to the seeds.
         """
         self.check_model(model)
         if self.draft is not None:
@@ -402,11 +388,8 @@ class CSpD(ContinuousSampler):
         )
 
     def commit(self, state: CSpDState, proposal: CSpDProposal) -> Commit:
-        """Write the tokens.
-
-        Raises:
-            FloatingPointError: one of the models returned NaN or infinite numbers. Nothing is written then.
-        """
+        """Write the tokens. Raises FloatingPointError for NaN or infinite numbers of a model; nothing is written
+        then."""
         state.check_current(proposal)
         for who, found in (("model", proposal.target), ("draft model", proposal.draft)):
             if found is not None:
@@ -429,11 +412,8 @@ class CSpD(ContinuousSampler):
 
 
 def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
-    """How many steps of a diffusion head lie in each of as many equal parts of its training steps.
-
-    Raises:
-        ValueError: neither an integer nor several, or more steps than there are.
-    """
+    """Steps of a diffusion head in each of as many equal parts of its training steps. Raises ValueError for neither an
+    integer nor several, or more steps than there are."""
     if isinstance(head_steps, str):
         parts = [part.strip() for part in head_steps.split(",")]
         counts: tuple[Any, ...] = tuple(int(part) if part.isdecimal() else 0 for part in parts)

@@ -78,9 +78,8 @@ class CellTeaching:
 
 
 class ScaleTeaching(CellTeaching):
-    """A VAR, which draws a scale at a time over a store of keys and values; it reads all scales before its first in one
-    call. The public code has no mask there, so that coarse scales see finer ones; `masked` puts that of the training
-    in."""
+    """A VAR, which draws a scale at a time over a store and reads all scales before its first in one call. The public
+    code has no mask there, so that coarse scales see finer ones; `masked` adds the mask of the training."""
 
     def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
         self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
@@ -201,23 +200,22 @@ class DistilledProposal(LatentProposal):
 @dataclass(frozen=True)
 class Distilled(Sampler):
     """Each stage t of `t_list` is one call of the student. Tokens after the first K(t) become the initial noise again,
-    and the student predicts code and vector of all of them at once. The first K(split) become codes; the others stay
-    vectors and are decoded as vectors. K(t) is t tokens for a student of LlamaGen, t scales for one of VAR.
+    and the student predicts code and vector of all of them. The first K(split) become codes; the others are decoded as
+    vectors. K(t) is t tokens for a student of LlamaGen, t scales for one of VAR.
 
     A student has no guidance, and only its noise is random. A `teacher` draws the tokens from stage `teacher_start` up
-    to the second stage, over the codes nearest to the first call's vectors (a teacher that starts at 0 replaces the
-    first call). `guidance_scale`, `temperature`, `top_k` and `top_p` of the request apply to the teacher.
+    to the second stage, over the codes nearest to the first call's vectors (at 0 it replaces the first call).
+    `guidance_scale`, `temperature`, `top_k` and `top_p` of the request apply to the teacher.
+
+    Random numbers are counter-based: a picture depends on its seed and class, not on its neighbours.
 
     Args:
-        t_list: the stages, ascending from 0; None is (0,) or (0, t) for a request of one or two `steps`, with the
-            student's own t.
+        t_list: the stages, ascending from 0; None is (0,) or (0, t) for one or two `steps`, with the student's own t.
         split: None is the student's own.
         teacher: the model that the student was distilled from; `to_dict` names it only.
         teacher_start: its first stage.
         masked_prefix: whether a teacher of scales (VAR) reads its prefix as in its training, where no scale sees finer
             ones; the public code has no such mask. No effect without a prefix, and on LlamaGen.
-
-    Random numbers are counter-based: a picture depends on its seed and class, not on its neighbours.
 
     Raises:
         ValueError, TypeError: a setting out of its range.
@@ -288,8 +286,8 @@ class Distilled(Sampler):
         Args:
             model: a student, of `paradec.models.images.distilled`.
             prompt: the class labels, one per picture.
-            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count: `steps` is
-                1 or 2 (the default); what shapes the teacher's distribution is refused without one.
+            request: a `paradec.Request`; or its fields by name. `steps` is 1 or 2 (the default); what shapes the
+                teacher's distribution is refused without one.
             noise: [B, N, C] standard normal numbers to make the pictures from; None draws them.
 
         Raises:
@@ -422,11 +420,7 @@ class Distilled(Sampler):
         )
 
     def commit(self, state: DistilledState, proposal: DistilledProposal) -> Commit:
-        """Write what a call gave.
-
-        Raises:
-            FloatingPointError: the student or the teacher returned NaN or infinite numbers. Nothing is written then.
-        """
+        """Write what a call gave. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
         state.check_current(proposal)
         kind, at = state.plan[state.index]
         assert proposal.logits is not None

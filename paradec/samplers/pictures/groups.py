@@ -1,15 +1,13 @@
 """LPD's decoding: each call reads the last group's tokens, and asks for the next group by masks at its positions.
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
-its public code. A step commits one group of an order (`paradec.core.orders`), every token of it drawn on its own. Keys
-and values are stored by rank, so that a column sees what was decided up to some group, wherever it lies in the picture.
+its public code. A step commits one group of an order (`paradec.core.orders`), each token drawn on its own. Keys and
+values are stored by rank, so that a column sees what was decided up to some group.
 
-`Groups(lossless=True)` asks for each of several positions given the tokens before it in a row's order: a call holds
-tokens in the order's ranks, and queries, of which each sees the tokens of lower rank and itself. So the model is one of
-any order, and the loop is that of `paradec.samplers.causal.any_order`. The result is that of groups of one position:
-in LPD's larger groups queries see each other, which is another distribution. Keys and values of tokens are kept at
-their ranks. A call writes those of the last final token and of the drafts, which are written again until they are
-final; those of a query are not kept.
+`Groups(lossless=True)` asks for each of several positions given the tokens before it in a row's order: a query sees the
+tokens of lower rank and itself. So the model is one of any order, with the loop of `paradec.samplers.causal.any_order`.
+The result is that of groups of one position; in LPD's larger groups queries see each other. A call writes keys and
+values of the last final token and of the drafts at their ranks, again until they are final, and none of queries.
 """
 
 from __future__ import annotations
@@ -144,11 +142,7 @@ class GroupWriter(Sampler):
         return filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
 
     def commit(self, state: WrittenState, proposal: Proposal) -> Commit:
-        """Write the group.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-        """
+        """Write the group. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
         state.check_current(proposal)
         sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
         message = f"the model returned NaN or infinite logits for row {{row}} at its step {state.index}"
@@ -167,11 +161,8 @@ class GroupWriter(Sampler):
 def checked_rows(
     model: Any, prompt: Any, request: Request, negative_prompt: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The rows of a request, and those of its unconditional branch, of which there are none without guidance.
-
-    Raises:
-        ValueError: rows that the model does not take, or that do not fit each other or the guidance.
-    """
+    """Check the rows of a request, and those of its unconditional branch (none without guidance). Raises ValueError for
+    rows that do not fit the model, each other or the guidance."""
     rows = _rows("prompt", prompt)
     model.check_prompts("prompt", rows)
     if request.guidance_scale == 1:
@@ -240,21 +231,21 @@ class Groups(GroupWriter):
     """Per call, evaluate the tokens of the last group (at first the class) and a mask at every position of the next
     one; draw that group's tokens independently.
 
-    Keys and values are written at ranks of the order. The next call overwrites those of masks by those of the tokens at
-    the same positions. Tokens see all ranks up to their own group's end; masks also see each other.
+    Keys and values are written at ranks of the order; the next call overwrites those of masks by those of the tokens
+    there. Tokens see all ranks up to their own group's end; masks also see each other.
 
     Args:
         order: which positions are decided together: a name of `paradec.core.orders.names()`, one made by
-            `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). If it
-            has no sizes, the request's `steps` is the number of groups. Without `steps`, LPD's order has its
-            published sizes, and other orders have groups of one position.
-        guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; "constant"
-            does not grow.
-        lossless: decide what groups of one position decide in this order, in fewer calls: each call asks for all
-            undecided positions, given drafts for them, and those drafts become final that the order bears out
-            (see the module). The order's sizes shape the order alone.
-        verify: how. "jacobi": the noise of a position is kept, and the tokens are those of one position a call with
-            the same noise. "sjd", "scd": drafts are accepted by their probabilities; the same distribution.
+            `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Without
+            sizes, the request's `steps` is the number of groups; without `steps` too, LPD's order has its published
+            sizes, and others groups of one position.
+        guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; or
+            "constant".
+        lossless: decide what groups of one position decide in this order, in fewer calls: each asks for all undecided
+            positions, given drafts for them; the drafts that the order confirms become final (see the module). The
+            order's sizes shape the order alone.
+        verify: how. "jacobi": the noise of a position is kept; the tokens are those of one position a call with this
+            noise. "sjd", "scd": drafts are accepted by their probabilities; the same distribution.
         window: with `lossless`, how many positions a call may decide; None is all, 1 one a call.
 
     Raises:
@@ -308,8 +299,8 @@ class Groups(GroupWriter):
         Args:
             model: an image model that is fed groups.
             prompt: rows of ids, all of one length, as `model.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count; `steps` is
-                the number of groups, for orders that say none; temperature is 1 by default.
+            request: a `paradec.Request`; or its fields by name. `steps` is the number of groups, for orders that say
+                none; temperature is 1 by default.
             grid: the raster; the model's own by default.
             negative_prompt: the unconditional branch's prompts under guidance.
 

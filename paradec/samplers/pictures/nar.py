@@ -1,7 +1,5 @@
-"""NAR's sampler: a picture diagonal by diagonal, each token from the mean of two heads.
-
-He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696, and its public code.
-"""
+"""NAR's sampler (He et al., arXiv 2503.10696, and its public code): a picture diagonal by diagonal, each token from the
+mean of two heads."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ class NARState(WrittenState):
 class NAR(GroupWriter):
     """Per step, decide a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
     those from the right head of its left neighbour and the lower head of its upper neighbour. Cells of the first row
-    and column have only one of these; the first cell takes both heads of the condition. Tokens of a diagonal are drawn
-    independently of each other; keys and values are kept.
+    and column have one of these; the first cell takes both heads of the condition. Tokens of a diagonal are drawn
+    independently.
 
     Guidance u + s (c - u) is applied to the means; as in the public code it is off for any s up to 1. The filters are
     applied in the order temperature, top-k, top-p.
@@ -105,7 +103,7 @@ class NAR(GroupWriter):
         Args:
             model: a `paradec.models.images.nar.NARModel`, or the copy of it that its `request` gives for captions.
             prompt: rows of ids, as `NARModel.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count.
+            request: a `paradec.Request`; or its fields by name.
             grid: of the picture; by default the model's own.
             negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance above 1.
 

@@ -1,9 +1,5 @@
-"""Samplers that commit a whole scale of a picture at a step: VAR, and CoDe, which makes scales with two models.
-
-Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905;
-Chen et al., "Collaborative Decoding Makes Visual Auto-Regressive Modeling Efficient", arXiv 2411.17787; and their
-public codes. Rows are in step by construction and independent of each other.
-"""
+"""Samplers that commit a whole scale of a picture at a step: VAR (Tian et al., arXiv 2404.02905), and CoDe (Chen et
+al., arXiv 2411.17787), which makes scales with two models; and their public codes. Rows are in step and independent."""
 
 from __future__ import annotations
 
@@ -118,20 +114,18 @@ class VAR(Sampler):
     """Per step, evaluate the next scale with the keys and values of earlier scales, and draw each of its tokens
     independently from the guided, filtered distribution.
 
-    The authors' figures: guidance_scale=2.5, top_k=900, top_p=0.96; their demo: 5, 900 and 0.95. Without guidance the
-    unconditional half is not evaluated (the public code evaluates it always).
-
     Guidance grows with the scale: that of scale i of n is 1 + (s - 1) i / (n - 1) for the request's `guidance_scale` s
     (the public code's cfg is s - 1). Then come `top_k` (of equal logits all stay), `top_p` of what is left, and the
-    temperature, which divides what the filters left, as CoDe's public code has it; every token is drawn on its own.
+    temperature, which divides what the filters left, as in CoDe's public code. The authors' figures:
+    guidance_scale=2.5, top_k=900, top_p=0.96; their demo: 5, 900 and 0.95. Without guidance the unconditional half is
+    not evaluated (in the public code always).
 
     Args:
         guidance_schedule: "linear", the paper's, or "constant".
         top_ks: one for each scale, 0 is all; None takes the request's `top_k` at all scales.
         temperatures: one for each scale, which multiply the request's; None is 1.
-        smooth: codes are blended by the distribution with fresh noise, the sharper the finer the scale, in place of the
-            drawn tokens' (the public code's `more_smooth`: for looks, never for measures). Tokens are drawn all the
-            same.
+        smooth: inputs are codes blended by the distribution with fresh noise, the sharper the finer the scale (the
+            public code's `more_smooth`: for looks, never for measures). Tokens are drawn all the same.
     """
 
     guidance_schedule: str = "linear"
@@ -182,7 +176,7 @@ class VAR(Sampler):
         Args:
             model: a `paradec.models.images.var.VARModel`.
             prompt: class labels, one per picture; the number of classes itself is no class.
-            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count.
+            request: a `paradec.Request`; or its fields by name.
 
         Raises:
             TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
@@ -314,11 +308,7 @@ class VAR(Sampler):
         return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
 
     def commit(self, state: ScaleState, proposal: ScaleProposal) -> Commit:
-        """Write the scale.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-        """
+        """Write the scale. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
         state.check_current(proposal)
         assert proposal.features is not None and proposal.last is not None
         sound = proposal.scores.isfinite().all(1) & proposal.features.flatten(1).isfinite().all(1)
@@ -360,11 +350,13 @@ SPLIT_SHARE = 0.8
 
 @dataclass(frozen=True)
 class CoDe(VAR):
-    """`drafter`, the large model, makes the first `split` scales with its own store. The small model gets the features
-    and inputs of these scales. It rebuilds its context in one call, which also gives the logits of scale `split`, and
-    makes the other scales. Nothing is verified.
+    """`drafter`, the large model, makes the first `split` scales with its own store. The small model rebuilds its
+    context from their features and inputs in one call, which also gives the logits of scale `split`, and makes the
+    other scales. Nothing is verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
 
-    `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
+    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and discards
+    them; that is left out. With one seed for both models the small one repeats the large one's random numbers there;
+    here each scale has its own.
 
     Args:
         drafter: a model of scales with the same scales, classes and codes, the larger one. `to_dict` names it only.
@@ -372,10 +364,6 @@ class CoDe(VAR):
             9.
         temperatures: as for `var`; None is 1.1 at the first 7 of 10 scales and 1 at the others, as published.
         guidance_schedule, top_ks, smooth: as for `var`. The public code has top_k=600 at all scales.
-
-    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and discards
-    them; that is left out. With one seed for both models the small one repeats the large one's random numbers in the
-    public code; here each scale has its own.
     """
 
     drafter: Any = None
@@ -400,11 +388,8 @@ class CoDe(VAR):
 
     @torch.inference_mode(False)
     def start(self, model: Any, prompt: Any, request: Request | None = None, /, **arguments: Any) -> ScaleState:
-        """As for `var`.
-
-        Raises:
-            ValueError: no drafter, one with other scales, classes or codes, or a split that is out of range.
-        """
+        """As for `var`. ValueError also without a drafter, for one with other scales, classes or codes, or a split out
+        of range."""
         self.check_model(model)
         self.check_pair(model)
         state = super().start(model, prompt, request, **arguments)

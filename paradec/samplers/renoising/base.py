@@ -1,9 +1,8 @@
 """The renoising family: a block starts as random tokens, and every step decides all of it anew.
 
-A step reads each open canvas, keeps the positions that a rule is confident of, and replaces all others by noise; what
-an earlier step kept counts for nothing. When its best tokens no longer change, or at its last step, a canvas closes as
-a whole, with its best tokens. Then it is encoded, and the next one opens. Rows are independent: a row that has closed a
-canvas goes on with the next one while others are still at theirs.
+A step reads each open canvas, keeps the positions that a rule is confident of, and replaces all others by noise;
+earlier steps count for nothing. When its best tokens no longer change, or at its last step, a canvas closes with its
+best tokens, is encoded, and the next one opens. Rows are independent.
 
 The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which
 says here what is kept.
@@ -43,11 +42,8 @@ PIECE = 2**22
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family. Shapes: `R` rows whose canvas was denoised, `C` positions, `V` tokens.
-
-    `values` are the best tokens, which is what closing now would write; positions that the user gave hold what he gave,
-    and are not `available`.
-    """
+    """A proposal of this family: `values` are the best tokens, which closing now would write; given positions hold what
+    was given, and are not `available`. `R` rows whose canvas was denoised, `C` positions, `V` tokens."""
 
     logits: Tensor
     """[R, C, V]: the model's, before the temperature. Held until the commit, which draws from them and softens them."""
@@ -62,8 +58,8 @@ class CanvasSampler(Sampler):
     """Base of the family. A subclass says which rule keeps tokens (`rule_for`).
 
     Args:
-        max_denoising_steps: N, steps that close a canvas at the latest. A request's `steps`, which are those of all
-            canvases of a row together, goes before it.
+        max_denoising_steps: N, steps that close a canvas at the latest. A request's `steps`, for all canvases of a row
+            together, goes before it.
         t_min, t_max: the temperature falls from t_max, in N equal parts, towards t_min, which it does not reach.
         stability_threshold: steps whose best tokens must equal this one's for a canvas to close before its N-th.
         confidence_threshold: what the mean entropy of the canvas, in nats, must be below for that.
@@ -71,8 +67,7 @@ class CanvasSampler(Sampler):
         encode_wait: steps that a row which has closed a canvas may wait for others to be encoded with, in one call. It
             changes no row's result. 0 evaluates fewest positions, more makes fewer calls.
 
-    What is None follows the model's generation_config.json, and transformers' defaults where that says nothing: 48,
-    0.4, 0.8, 1, 0.005.
+    None follows the model's generation_config.json, or transformers' defaults: 48, 0.4, 0.8, 1, 0.005.
     """
 
     max_denoising_steps: int | None = None
@@ -120,8 +115,7 @@ class CanvasSampler(Sampler):
         """Make the state of one request.
 
         Args:
-            prompt, attention_mask: as in `paradec.generate`.
-            request: a `paradec.Request`; or its fields by name instead.
+            prompt, attention_mask: as in `paradec.generate`. request: a `paradec.Request`; or its fields by name.
 
         Raises:
             ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
@@ -228,11 +222,8 @@ class CanvasSampler(Sampler):
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: DenoisingState, proposal: CanvasProposal) -> Commit:
-        """Keep, replace by noise, soften; close canvases that have settled or are at their last step.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-        """
+        """Keep, replace by noise, soften; close canvases that are stable or at their last step. Raises
+        FloatingPointError for NaN or infinite logits; nothing is written then."""
         state.check_current(proposal)
         rows, free = proposal.rows, proposal.available
         before = state.read(state.canvas, rows, proposal.positions)

@@ -20,10 +20,8 @@ class Canvas(CanvasSampler):
     Args:
         rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
             selected tokens are drawn from it. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
-            positions at the k-th of N steps, and renews the others.
-
-    Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases uses a
-    masked sampler in this way wherever one is named.
+            positions at the k-th of N steps, and renews the others. Rules that remember, draft, revise or cut blocks
+            are refused. A model with canvases uses a masked sampler in this way wherever one is named.
 
     Raises:
         ValueError: a rule that cannot say what a canvas keeps.

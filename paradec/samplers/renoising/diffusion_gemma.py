@@ -1,8 +1,6 @@
-"""DiffusionGemma's own sampler: what is kept of a canvas is bounded by its entropies.
-
-The loop is that of transformers' `DiffusionGemmaGenerationMixin.generate`, the rule the EB-Sampler's: Ben-Hamu et al.,
-"Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857.
-"""
+"""DiffusionGemma's sampler: the loop is that of transformers' `DiffusionGemmaGenerationMixin.generate`, the rule the
+EB-Sampler's (Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv
+2505.24857)."""
 
 from __future__ import annotations
 
@@ -19,15 +17,14 @@ from paradec.samplers.renoising.base import CanvasSampler
 class DiffusionGemma(CanvasSampler):
     """Keep the positions of lowest entropy, as long as their sum without the largest is within the bound.
 
+    With `rng="reference"` rows advance in lock step, and draw from one generator as transformers' `generate` does after
+    `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded, the
+    answer is cut to `max_new_tokens`, and a row that has ended is not evaluated.
+
     Args:
         entropy_bound: in nats; None takes that of the model's generation_config.json, or 0.1 if it has none.
         max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
-            `CanvasSampler`. In transformers, None as an argument of `generate` turns early stops off; here
-            early_stop=False does.
-
-    With `rng="reference"` rows advance in lock step, and draw from one generator what transformers' `generate` draws
-    after `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded
-    (positions count from 0), the answer is cut to `max_new_tokens`, and a row that has ended is not evaluated.
+            `CanvasSampler`. early_stop=False turns early stops off, as None in transformers' `generate`.
     """
 
     entropy_bound: float | None = None

@@ -61,9 +61,8 @@ def checked(rule: MaskedSampler, user: str) -> MaskedSampler:
 
 
 def quota(rule: MaskedSampler, free: Tensor, step: np.ndarray, steps: int) -> Any:
-    """What `view.quota` is: how many positions the step keeps in all, for rules with a schedule. Nothing that was kept
-    before counts, so that the numbers add up: ceil(free * step / steps). free: [R]; step: [R], from 1; [R] int64 on the
-    host, or a tuple of its like."""
+    """`view.quota`: how many positions the step keeps in all, for rules with a schedule: ceil(free * step / steps).
+    free: [R]; step: [R], from 1. [R] int64 on the host, or a tuple of its like."""
     if isinstance(rule, Combination):
         return tuple(quota(member, free, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:

@@ -42,8 +42,8 @@ REFUSED = {
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check what takes the model, then lay out the rows: each prompt from position 0, canvases after it, or over the
-    holes in it.
+    """Check all arguments, then lay out the rows: each prompt from position 0, canvases after it, or over the holes in
+    it.
 
     Raises:
         ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
@@ -181,11 +181,7 @@ def _reuse(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. The encoder
-    is causal, so that any number of them is as exact as none.
-
-    Raises:
-        ValueError: a prefix that is none of this model, or one to keep or to take over where the prompt has images.
-    """
+    is causal: any number is exact. Raises ValueError for a prefix of another model, or one with images."""
     prefix, pictured = request.prefix, any(part is not None for part in images)
     if request.keep_prefix and pictured:
         raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")

@@ -25,9 +25,9 @@ from paradec.samplers.masked.state import Window
 class DenoisingState(State):
     """`B` rows of up to `L` positions; row r has canvases of `C` positions from `starts[r]` on, one of them open.
 
-    Memory, all of the open canvas: "noisy" [B, C], the ids that the model is shown; "soft" [B, C, D], the embeddings
-    that the last step expected, zeros before the first and at pinned positions; "unchanged" [B], how many steps in a
-    row had the best tokens of the step before.
+    Memory, of the open canvas: "noisy" [B, C], the ids that the model is shown; "soft" [B, C, D], the embeddings that
+    the last step expected, zeros before the first and at pinned positions; "unchanged" [B], steps in a row with
+    unchanged best tokens.
     """
 
     facts: ModelFacts
@@ -321,14 +321,13 @@ def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int
 
 @dataclass(frozen=True)
 class Settled:
-    """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a
-    bound (transformers' `StableAndConfidentStoppingCriteria`).
+    """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a bound
+    (transformers' `StableAndConfidentStoppingCriteria`).
 
     Args:
-        stability: steps of the canvas, before this one, whose best tokens equal this step's; 0 asks for the entropy
-            alone.
-        entropy: the bound in nats, on the mean over the canvas of the distributions that tokens are drawn from. These
-            are tempered: the same model settles earlier at a lower t_min.
+        stability: earlier steps of the canvas whose best tokens equal this step's; 0 asks for the entropy alone.
+        entropy: the bound in nats, on the mean over the canvas, of the tempered distributions that tokens are drawn
+            from.
     """
 
     stability: int = 1
