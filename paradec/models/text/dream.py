@@ -1,9 +1,6 @@
-"""Dream and Fast-dLLM v2 checkpoints, both on transformers' Qwen2.
-
-Dream (Dream-org/Dream-v0-7B, Dream-Coder, apple/DiffuCoder-7B and kin):
-same blocks and names as Qwen2.5, without a causal mask; logits row i - 1 predicts token i. Ye et al., "Dream 7B",
-arXiv 2508.15487.
-"""
+"""Dream (Dream-org/Dream-v0-7B, Dream-Coder, apple/DiffuCoder-7B and kin) and Fast-dLLM v2 checkpoints on transformers'
+Qwen2. Dream has Qwen2.5's blocks and names, without a causal mask; logits row i - 1 predicts token i. Ye et al., "Dream
+7B", arXiv 2508.15487."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ FAST_DLLM_V2 = Family(
     mask_token="|<MASK>|",
     qwen2_tokenizer=True,
 )
-"""Fast-dLLM v2 checkpoints (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B) on transformers' Qwen2.
+"""Fast-dLLM v2 (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B; Wu et al., arXiv 2509.26328) on transformers' Qwen2.
 
-Same blocks and names as Qwen2.5, adapted from an autoregressive model: logits row i - 1 predicts token i. Attention is
-block-causal over blocks of 32 counted from position 0, so the logits of a block's first token are in the block before
-it, which is complete. The public `generate` writes that token unasked, as the argmax; here it is a candidate like the
-others of its block, with the same logits. Its inner blocks of 8 are `block_length=8`. Wu et al., "Fast-dLLM v2",
-arXiv 2509.26328.
+Qwen2.5's blocks and names; logits row i - 1 predicts token i. Attention is block-causal over blocks of 32 counted from
+position 0, so the logits of a block's first token are in the complete block before it. The public `generate` writes
+that token as the argmax; here it is a candidate like the others of its block. Its inner blocks of 8 are
+`block_length=8`.
 """

@@ -63,11 +63,8 @@ REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
-    """The `LlamaConfig` that computes what a LLaDA `config.json` says.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that Llama does not have.
-    """
+    """The `LlamaConfig` of a LLaDA `config.json`. Raises CheckpointError for a field that is missing, inconsistent, or
+    beyond Llama's maths."""
     from transformers import LlamaConfig
 
     require(config, REQUIRED)

@@ -83,11 +83,8 @@ REQUIRED = (
 
 
 def glm4_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Glm4MoeConfig` that computes what a LLaDA2 `config.json` says.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that the published code does not have.
-    """
+    """The `Glm4MoeConfig` of a LLaDA2 `config.json`. Raises CheckpointError for a field that is missing, inconsistent,
+    or beyond the published code's maths."""
     from transformers import Glm4MoeConfig
 
     if not config.get("num_key_value_heads"):

@@ -1,8 +1,7 @@
 """LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers choose for blocks.
 
-Imported when such a checkpoint is loaded, since it imports the model's code. `register_checkpoint_conversion_mapping`
-goes by the name of a class, so there is one of our own while the files are read; the module is of transformers' class
-afterwards. (On that class itself, it would be registered for the owner's other models as well.)
+Imported with such a checkpoint, since it imports the model's code. `register_checkpoint_conversion_mapping` goes by the
+name of a class: a class of ours stands in while the files are read, so that the owner's other models are left alone.
 
 LLaDA2.2: each expert of a layer has the largest score that any position of a block gives it, and every position takes
 its experts from the `capacity` best.
@@ -56,11 +55,8 @@ class SplitRows(ConversionOps):
 
 
 class LLaDA2MoeReader(Glm4MoeForCausalLM):
-    """Glm4Moe under a name of its own, with routers of the dtype that is loaded.
-
-    transformers 5.24 reads routers as float32 whatever the others are: the numbers of a float64 file would be rounded,
-    and a saved bfloat16 file would not be the published one.
-    """
+    """Glm4Moe under another name, with routers of the dtype that is loaded: transformers 5.24 reads routers as float32,
+    which would round a float64 file, and change a saved bfloat16 file."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

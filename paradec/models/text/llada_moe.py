@@ -56,11 +56,8 @@ def is_llada_moe(config: Mapping[str, Any]) -> bool:
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3MoeConfig` that computes what a LLaDA-MoE `config.json` says.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that the published code does not have.
-    """
+    """The `Qwen3MoeConfig` of a LLaDA-MoE `config.json`. Raises CheckpointError for a field that is missing,
+    inconsistent, or beyond the published code's maths."""
     from transformers import Qwen3MoeConfig
 
     fields = shared_fields(config, REQUIRED, ONLY)

@@ -45,11 +45,8 @@ ADAPTER = "linear_spec_lora"
 
 
 def ministral3_config(config: Mapping[str, Any]) -> Any:
-    """The `Ministral3Config` that computes what a config.json says.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
-    """
+    """The `Ministral3Config` of a config.json. Raises CheckpointError for a field that is missing, inconsistent, or
+    unsupported."""
     from transformers import Ministral3Config
 
     fields = shared_fields(config, REQUIRED, ONLY)

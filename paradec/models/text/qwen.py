@@ -36,11 +36,8 @@ REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen2Config` that computes what a config.json of Qwen2's field names says, without a causal mask.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
-    """
+    """The `Qwen2Config` of a config.json of Qwen2's field names, without a causal mask. Raises CheckpointError for a
+    field that is missing, inconsistent, or unsupported."""
     from transformers import Qwen2Config
 
     fields = _fields(config, REQUIRED, ONLY)
@@ -50,22 +47,14 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Any:
-    """The same for `Qwen3Config`: a stated head width, norms on queries and keys, no biases.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
-    """
+    """As `qwen2_config`, a `Qwen3Config`: a stated head width, norms on queries and keys, no biases."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), ONLY | ONLY_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The same for `Qwen3MoeConfig`: layers of experts, of which a few are chosen for each token.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
-    """
+    """As `qwen2_config`, a `Qwen3MoeConfig`: layers of experts, of which a few are chosen for each token."""
     from transformers import Qwen3MoeConfig
 
     fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), ONLY | ONLY_QWEN3)
@@ -89,11 +78,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them are chosen for each token.
-
-    Raises:
-        CheckpointError: no positive integers, or more chosen than there are.
-    """
+    """How many experts a layer has, and how many of them are chosen for each token. Raises CheckpointError for numbers
+    that do not fit."""
     experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(f"config.json: num_experts_per_tok={chosen} is larger than num_experts={experts}")

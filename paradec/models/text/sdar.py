@@ -1,11 +1,10 @@
-"""SDAR and TraDo checkpoints (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3, and
-SDAR's mixtures of experts (JetLM/SDAR-30B-A3B-Chat and kin) on its Qwen3Moe.
+"""SDAR and TraDo (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3, and SDAR's mixtures
+of experts (JetLM/SDAR-30B-A3B-Chat and kin) on Qwen3Moe.
 
-Same blocks and names as Qwen3; logits row i predicts token i. Attention is block-causal: a position sees its own block
-and all blocks before it, blocks being counted from position 0, so that a prompt's last block may hold the first
-undecided positions; the last block is decoded whole and cut to the answer length that was asked for. Cheng et al.,
-"SDAR", arXiv 2510.06303; Wang et al., "Revolutionizing reinforcement learning framework for diffusion large language
-models" (TraDo), arXiv 2509.06949.
+Logits row i predicts token i. Attention is block-causal over blocks counted from position 0, so that a prompt's last
+block may hold the first undecided positions; the last block is decoded whole and cut. Cheng et al., "SDAR", arXiv
+2510.06303; Wang et al., "Revolutionizing reinforcement learning framework for diffusion large language models" (TraDo),
+arXiv 2509.06949.
 """
 
 from __future__ import annotations

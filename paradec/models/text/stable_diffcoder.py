@@ -31,11 +31,8 @@ def is_stable_diffcoder(config: Mapping[str, Any]) -> bool:
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
-    """The `LlamaConfig` of a Stable-DiffCoder `config.json`.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
-    """
+    """The `LlamaConfig` of a Stable-DiffCoder `config.json`. Raises CheckpointError for a field that is missing,
+    inconsistent, or unsupported."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
