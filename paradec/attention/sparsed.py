@@ -1,9 +1,9 @@
 """SparseD: full attention in the first steps, then only over the blocks of keys that each head attended to most.
 
-Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Which blocks of keys a head
-attends to hardly changes from step to step, but differs from head to head, and the first steps suffer most from leaving
-keys out. So every layer finds the lists of each head once, in the last dense step, and reads nothing else after that.
-The kernels are in `paradec.kernels.block_sparse`; here is what a request decides: which rows do what at which step.
+Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
+blocks from step to step, heads differ, and the first steps suffer most from missing keys: so every layer makes the
+lists of each head once, in the last dense step. `paradec.kernels.block_sparse` has the kernels; this file decides which
+rows do what at which step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ class SparseD:
     """Settings of SparseD; the defaults are the paper's for long prompts, preset "short" has those for short ones.
 
     The paper's code counts T steps of a fixed schedule and is dense for int(T * skip) + 2 of them, the last of which
-    finds the lists. Here T is `steps`, or the number of masks, for samplers with a schedule; the others have no T, and
-    rows are dense until int(masks * skip) + 1 tokens are decided: for one token a step, the same. Rows count each for
-    themselves.
+    makes the lists. Here T is `steps`, or the number of masks, for samplers with a schedule; with others rows are dense
+    until int(masks * skip) + 1 tokens are decided: for one token a step, the same. Rows count each for themselves.
 
-    Over a cache, lists are found when a step evaluates the whole row; steps that evaluate a part of it use the lists of
-    that part's blocks. A row that its sampler cuts off finds new lists.
+    Over a cache, lists are made when a step evaluates the whole row; steps that evaluate a part use the lists of its
+    blocks. A row that its sampler cuts off makes new lists.
 
     Args:
         select: the share of key blocks that every block of queries keeps, of the prompt's and of the answer's alike, in
@@ -43,13 +42,12 @@ class SparseD:
         skip: the share of the steps that are dense.
         block_size: positions per block, from 1 to 4096.
         dense_steps: how many steps are dense, whatever `skip` says.
-        refresh_pattern_every: find the lists anew, in a dense step, once so many steps have passed; None never does.
-        selection: "isolated" ranks the prompt's key blocks among themselves and the answer's among themselves (the
-            paper); "reference" ranks the prompt's among all, so that fewer may be kept (the public code).
+        refresh_pattern_every: make new lists, in a dense step, once so many steps have passed; None never does.
+        selection: "isolated" ranks the prompt's key blocks and the answer's apart (the paper); "reference" ranks the
+            prompt's among all, so that fewer may be kept (the public code).
         backend: "triton" or "torch" for the kernels; "auto" takes Triton on NVIDIA GPUs. "flex" attends with PyTorch's
-            flex_attention (and finds the lists as "auto" does): on GPUs, where it may be the faster one, it is compiled
-            for every shape, and takes blocks of multiples of 128; on a CPU it makes all scores, which is for comparison
-            alone.
+            flex_attention (lists as "auto"): on GPUs it is compiled for every shape, and takes blocks of multiples of
+            128; on a CPU it makes all scores, for comparison alone.
 
     Raises:
         ValueError: a setting out of its range.
@@ -228,10 +226,8 @@ class AttentionCost:
 
 
 class SparsePlan:
-    """What the attention of one model call does, given to it as `WindowQuery.attention`; the same for every layer.
-
-    Shapes: `N` rows, `R` rows of the call (branches * N).
-    """
+    """The attention of one model call, given to it as `WindowQuery.attention`; the same for every layer. `N` rows, `R`
+    rows of the call (branches * N)."""
 
     def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
         self.owner, self.branches = owner, state.branches
@@ -264,16 +260,13 @@ class SparsePlan:
         mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """The attention of one layer.
+        """The attention of one layer: [R, Q, H, D].
 
         Args:
             dense: (query, key, value, mask) -> [R, Q, H, D], full attention.
             query: [R, H, Q, D]. key, value: [R, G, K, D], of the positions from 0 on.
             mask: [R, 1, 1, K] bool, True where a key is real; None where all are.
             scale: of the scores; None is D ** -0.5.
-
-        Returns:
-            [R, Q, H, D].
         """
         self.attended = True
         query, key = query.to(value.dtype), key.to(value.dtype)

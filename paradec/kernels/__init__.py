@@ -1,9 +1,6 @@
 """Kernels for NVIDIA GPUs in Triton, a folder each: `api.py` is what callers use, `reference.py` the plain computation
-that every path is held to, `portable.py` the PyTorch path of other machines, `triton.py` the kernels.
-
-They import where triton is not installed, and serve by the portable path then. Where it is, it is imported when a call
-first asks whether it is there: `import paradec` does not.
-"""
+that every path is held to, `portable.py` the PyTorch path, `triton.py` the kernels. triton is imported at the first
+call that asks for it; without it the portable path serves."""
 
 from __future__ import annotations
 

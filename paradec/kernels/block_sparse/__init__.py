@@ -1,17 +1,15 @@
-"""Block-sparse attention over lists of key blocks, one list per head and block of queries, and how the lists are found.
+"""Block-sparse attention over lists of key blocks, one list per head and block of queries.
 
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Attention is bidirectional; a
 block is `block_size` neighbouring positions, the last one of a row may be shorter. Three steps:
 
-1. `block_means`: how much each block of queries attends to each block of keys, the mean of the probabilities in that
-   tile. Softmax rows are never kept: one pass over the keys finds their log-sum-exp (a dense step that returns it saves
-   that pass), a second one sums probabilities tile by tile.
+1. `block_means`: the mean attention probability of each tile of a block of queries and a block of keys. One pass over
+the keys finds their log-sum-exp (unless a dense step returned it), a second one sums probabilities tile by tile.
 2. `select_blocks`: which key blocks each query block keeps, as a `BlockIndex` (`lists.py`).
 3. `sparse_attention`: softmax attention over those alone.
 
-The first and the last have a Triton kernel for NVIDIA GPUs (`triton.py`) and a path of plain PyTorch operations for
-all else (`portable.py`); the last can be had from PyTorch's flex_attention as well (`flex.py`). All are held to
-`reference.py`; but for that, nothing here holds a tensor of queries x keys for more than a few blocks of queries.
+The first and the last have a Triton kernel (`triton.py`) and a PyTorch path (`portable.py`); the last also PyTorch's
+flex_attention (`flex.py`). All are held to `reference.py`, which alone holds whole tensors of queries x keys.
 
 Shapes: `B` rows, `H` heads, `G` key/value heads (H a multiple of it), `Q` queries, `K` keys, `D` head dimension, `n`
 blocks. A key's index is its position. Products are accumulated in float32 (float64 for float64 inputs).

@@ -34,21 +34,20 @@ def block_means(
     """The mean attention probability of every tile.
 
     Args:
-        query: [B, H, L, D], after the rotary embedding.
-        key: [B, G, L, D].
+        query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D].
         lengths: [B] real positions of each row, on the host; None is L.
-        first: [B] on the host: key blocks from here on share a softmax of their own, over themselves alone; those
-            before are taken from the softmax over all keys. None takes all from that.
+        first: [B] on the host: key blocks from here on have a softmax over themselves alone; those before have the
+            softmax over all keys. None takes all from that.
         logsumexp: [B, H, L] natural log of the sum of exp(score) over all keys, where the caller has it.
         scale: of the scores; None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
         backend: one of `BACKENDS`; "flex" has no means, and takes what "auto" does.
 
     Returns:
         [B, H, n, n] float32 (float64 for float64 inputs): [b, h, i, j] is the mean over the real queries of block i and
-        the real keys of block j; 0 beyond a row's end.
+            the real keys of block j; 0 beyond a row's end.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that is not there.
+        ValueError: shapes that do not fit, or a missing backend.
     """
     check_int("block_size", block_size, low=1)
     _check_heads(query, key)
@@ -78,8 +77,7 @@ def sparse_attention(
     """Softmax attention of each query over the key blocks that its block lists.
 
     Args:
-        query: [B, H, Q, D]; columns of a call, see `tiles`.
-        key, value: [B, G, K, D] of the positions from 0 on.
+        query: [B, H, Q, D]; columns of a call, see `tiles`. key, value: [B, G, K, D] of the positions from 0 on.
         index: the lists; None attends to all keys (and so yields their log-sum-exp), in blocks of `block_size`.
         tiles: where the query blocks are in the call; None: the queries are positions 0 to Q.
         lengths: [B] keys of each row, on the host; None is K. Keys beyond are not seen.
@@ -90,10 +88,10 @@ def sparse_attention(
 
     Returns:
         [B, H, Q, D] in the dtype of `value`; 0 where a list is empty or holds no real key. With `return_logsumexp`,
-        also [B, H, Q] float32 (float64 for float64 inputs) over the keys that were read, -inf where there are none.
+            also [B, H, Q] float32 (float64 for float64 inputs) over the keys that were read, -inf where there are none.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that is not there.
+        ValueError: shapes that do not fit, or a missing backend.
     """
     size = block_size if index is None else index.block_size
     check_int("block_size", size, low=1)

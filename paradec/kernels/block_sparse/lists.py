@@ -46,10 +46,8 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Where the queries of each block are among the columns of a call, which may hold any ascending positions.
-
-    Shapes: `T` tiles per row, at most one per block.
-    """
+    """Where the queries of each block are among the columns of a call, which may hold any ascending positions. `T`
+    tiles per row, at most one per block."""
 
     block: Tensor
     """[B, T] int32: the block of queries."""
@@ -108,10 +106,8 @@ class QueryTiles:
 
 
 def generation_block(lengths: np.ndarray, new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: the first block that is wholly in the last `new` [B] of `lengths` [B] positions, else the last one.
-
-    A block that holds both prompt and answer counts as prompt.
-    """
+    """[B] int64: the first block that is wholly in the last `new` [B] of `lengths` [B] positions, else the last one: a
+    block that holds both prompt and answer counts as prompt."""
     return np.clip(-(-(lengths - new) // block_size), 0, blocks_in(lengths, block_size) - 1)
 
 
@@ -124,7 +120,7 @@ def select_blocks(
     first: np.ndarray | Sequence[int],
     joint: Tensor | None = None,
 ) -> BlockIndex:
-    """The key blocks that each block of queries keeps.
+    """The key blocks that each block of queries keeps; a tie goes to the lower block.
 
     Of the n_p blocks before `first` and the n_g from there on, each query block keeps the min(n, max(1, int(n * select)
     + 1)) with the highest mean, ranked apart ("isolated selection"), so that neither part crowds out the other.
@@ -133,11 +129,8 @@ def select_blocks(
         means: [B, H, n, n] from `block_means` with the same `first`.
         select: the share kept, in (0, 1].
         lengths: [B] real positions. first: [B] from `generation_block`. Both on the host.
-        joint: means [B, H, n, n] of one softmax over all keys. When given, blocks before `first` are kept as the
-            public code does ("reference"): those among the highest max(1, int(n * select) + 1) of all n blocks.
-
-    Returns:
-        Lists in which a tie goes to the lower block.
+        joint: means [B, H, n, n] of one softmax over all keys. When given, blocks before `first` are kept as the public
+            code does ("reference"): those among the highest max(1, int(n * select) + 1) of all n blocks.
     """
     check_number("select", select, low=0, high=1, open_low=True)
     lengths, first = np.asarray(lengths, np.int64), np.asarray(first, np.int64)

@@ -1,7 +1,5 @@
-"""Tile means, selection and attention by their definitions, in float64; tensors of queries x keys are written out.
-
-Both paths and flex_attention are held to these.
-"""
+"""Tile means, selection and attention by their definitions, in float64, with whole tensors of queries x keys: the
+oracle of both paths and flex_attention."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ def reference_means(
 def reference_selection(
     means: Tensor, select: float, size: int, lengths: Sequence[int], new: Sequence[int], joint: Tensor | None = None
 ) -> Tensor:
-    """What `select_blocks` chooses with `first` of `generation_block`, as a mask [B, H, n, n].
-
-    Of the n blocks of each part min(n, max(1, int(n * select) + 1)) are kept, the highest of `means`; with `joint`,
-    those of the prompt that are among so many of all blocks."""
+    """The choice of `select_blocks` with `first` of `generation_block`, as a mask [B, H, n, n]: of the n blocks
+    of each part the highest min(n, max(1, int(n * select) + 1)); with `joint`, those of the prompt among so many
+    of all blocks."""
     chosen = torch.zeros_like(means, dtype=torch.bool)
     for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
         blocks = math.ceil(length / size)

@@ -1,6 +1,5 @@
-"""The "triton" backend: the kernels and what launches them. Imports triton, and so is itself imported where this
-backend is first taken.
-"""
+"""The "triton" backend: the kernels and their launchers. It imports triton, and is imported at the backend's
+first use."""
 
 from __future__ import annotations
 

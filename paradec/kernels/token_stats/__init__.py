@@ -4,19 +4,17 @@ Three paths compute the same numbers; `path_for` chooses one:
 
 - "float64": float64 throughout, for float64 logits and small vocabularies;
 - "chunked": PyTorch in float32, in blocks of a few rows that stay in the processor's cache. The CPU path;
-- "triton": one kernel that reads every logit once, and a small one that merges the parts of a row where the vocabulary
-  was split over programs (online softmax: Milakov and Gimelshein, arXiv 1805.02867).
+- "triton": one kernel that reads every logit once, and a small one that merges the parts of a row (online softmax:
+  Milakov and Gimelshein, arXiv 1805.02867).
 
-Trained models are so confident of many positions that float32 probabilities tie at 1, and a rule that ranks them would
-then go by position. So the float32 paths never add the best token's weight to the others': with m the largest logit,
-they sum `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over all other tokens, and the probability
-1 / (1 + rest), the entropy ln(1 + rest) - weight / (1 + rest) and the other fields follow in float64. The entropy keeps
-float32's relative precision as far down as float32 has numbers (1e-36), and 1 - p as far down as float64 goes.
+Trained models are so confident that float32 probabilities tie at 1, and a rule would then rank by position. So the
+float32 paths never add the best token's weight to the others': with m the largest logit, they sum `rest` = sum exp(z -
+m) and `weight` = sum exp(z - m) (z - m) over all other tokens; the probability 1 / (1 + rest), the entropy ln(1 + rest)
+- weight / (1 + rest) and the other fields follow in float64. A temperature divides only differences between logits,
+which never overflow.
 
-A temperature divides only differences between logits: these never overflow.
-
-`reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path and is "float64"
-itself, `portable.py` is "chunked", `triton.py` the kernels; `api.py` validates arguments.
+`reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path and is "float64",
+`portable.py` is "chunked", `triton.py` the kernels; `api.py` validates arguments.
 """
 
 from paradec.kernels import interpreting

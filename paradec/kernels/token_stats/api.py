@@ -28,17 +28,16 @@ def token_stats(
     """Statistics of each row's distribution softmax(logits / temperature).
 
     Args:
-        logits: [..., V] of any float dtype, rows strided as they like; -inf excludes a token.
+        logits: [..., V] of any float dtype and strides; -inf excludes a token.
         fields: which of `FIELDS` are wanted; None is all. `token` and `prob` always come.
         temperature: divides the logits before everything but `gap` (Dream); LLaDA's statistics have 1.
-        ids: [...] or [..., K] int64: tokens whose probabilities are wanted, each from 0 to V - 1 (not checked on
-            accelerators, which would have to be waited for).
+        ids: [...] or [..., K] int64: tokens whose probabilities are wanted, from 0 to V - 1 (unchecked on
+            accelerators).
         draws: asks for a sample.
         path: one of `PATHS`; None asks `path_for`.
 
     Raises:
-        TypeError: logits that are no float tensor. ValueError: any other argument out of its range, or a path that
-            this machine does not have.
+        TypeError: logits that are no float tensor. ValueError: any other argument out of its range, or a missing path.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")

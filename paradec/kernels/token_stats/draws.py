@@ -1,10 +1,9 @@
-"""Draws of tokens: one uniform number a draw, by the inverse of the cumulative sums, over a sum per stretch of tokens.
+"""Draws of tokens by the inverse of the cumulative sums, with one uniform number u a draw: the least k with w_0 + ... +
+w_k > u sum(w).
 
-A draw is the least token k with w_0 + ... + w_k > u sum(w). The sums of stretches say which stretch that is in, and the
-weights of that stretch alone which token: the vocabulary is read once, and no number is made for each token of it. How
-long stretches are changes nothing but rounding, so that all paths draw the same tokens, unless u is as near to a
-boundary between two tokens as their weights are rounded. Where u is within `ROUNDED` of a boundary on the CPU, the
-weights are computed again in float64.
+Sums of stretches of tokens say which stretch k is in, the weights of that stretch alone which token: the vocabulary is
+read once. All paths draw the same tokens unless u is as near to a boundary as weights are rounded; on the CPU, within
+`ROUNDED` of a boundary, the weights are computed again in float64.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ a boundary where all tokens are almost equally likely, few otherwise."""
 
 @dataclass(frozen=True)
 class TokenDraws:
-    """Where the numbers of draws come from: a position takes one number of `rng.uniform`, so that a draw depends
-    neither on the batch nor on how the vocabulary is split.
+    """Numbers of draws: a position takes one number of `rng.uniform`, whatever the batch and the path.
 
     Args:
         keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`).
@@ -54,11 +52,9 @@ class TokenDraws:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64.
-
-    The smallest k with w_0 + ... + w_k > u sum(w); a token without weight is never drawn. Segments of tokens are summed
-    in the weights' own type, their sums and the tokens of the segment that is hit in float64.
-    """
+    """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64. A token without
+    weight is never drawn. Segments are summed in the weights' type, their sums and the tokens of the chosen one in
+    float64."""
     size = weights.shape[-1]
     if size <= 4 * SEGMENT:
         total = weights.cumsum(-1, dtype=torch.float64)
@@ -83,9 +79,9 @@ def locate(
     weights: Callable[[Tensor], Tensor],
     again: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`draw` from `size` tokens of which the sums of segments [..., S] are known. `weights` gives those of tokens
-    [..., SEGMENT] int64, not normalised either. `again` makes the draws [N] of the rows [...] bool whose number is
-    within `ROUNDED` of a boundary of its token's share, on the CPU."""
+    """`draw` from `size` tokens, given the sums of segments [..., S]. weights: of tokens [..., SEGMENT] int64, not
+    normalised. again: makes the draws [N] of rows [...] bool whose number is within `ROUNDED` of a boundary, on the
+    CPU."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]

@@ -23,9 +23,9 @@ MAX_LOG_WEIGHT = 700.0
 
 
 class _RowSums(NamedTuple):
-    """Sums over each of n rows. The weight of a token is exp((logit - second) / temperature): relative to the second
-    largest logit, no other token is too improbable for float32, however probable the best one is. Float64, [n] but for
-    `segments`."""
+    """Sums over each of n rows, float64 [n] but for `segments`. The weight of a token is exp((logit - second) /
+    temperature), relative to the second largest logit: no other token underflows float32, however probable the best one
+    is."""
 
     token: Tensor
     """Int64: the best token."""
@@ -89,11 +89,8 @@ def argmax(values: Tensor) -> Tensor:
 def _sum_rows(
     rows: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None, apart: Tensor, weights: Tensor
 ) -> _RowSums:
-    """Sums over rows [n, V]. sharpness: the temperature of the draws. apart, weights: memory [n, padded V].
-
-    The softmax of one row does not depend on other rows or the number of threads, is as exact as float32's exponential,
-    and its unit cancels out. The best token takes the place of a second one at 0: its weight there is that unit.
-    """
+    """Sums over rows [n, V]. The best token takes the place of a second one at 0, where its weight is the softmax's
+    unit, which cancels out. sharpness: the temperature of the draws. apart, weights: memory [n, padded V]."""
     vocab = rows.shape[1]
 
     def load() -> None:

@@ -47,11 +47,11 @@ def token_statistics(
         temperature: above 0; divides all logits, those of "logit_gap" too.
 
     Returns:
-        The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
-        p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is
-        more confident), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are
-        NaN where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
-        Dream's form: less by 1e-10 a token at most, where its second logarithm would cost more than all else.
+        The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin" p(1st) -
+            p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is more
+            confident), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are
+            NaN where a logit is NaN or +inf. Large vocabularies, read in float32, have sum p ln p in place of Dream's
+            form: less by 1e-10 a token at most.
     """
     exact = "negative_entropy" not in reads or path_for(logits) == "float64"
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS

@@ -1,7 +1,4 @@
-"""What the statistics are: `TokenStats` and each field by its definition, in float64 and with nothing spared.
-
-Every path is held to `reference_stats`.
-"""
+"""`TokenStats` and the definition of each field, in float64. Every path is held to `reference_stats`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The "triton" path: one kernel that reads every logit once, and a small one that joins the parts of a row where the
-vocabulary was split over programs. Imports triton, and so is itself imported where this path is first taken.
-"""
+"""The "triton" path: one kernel that reads every logit once, and one that joins the parts of a row. It imports triton,
+and is imported at the path's first use."""
 
 from __future__ import annotations
 
