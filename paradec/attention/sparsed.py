@@ -128,8 +128,8 @@ class SparseDState:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def modes(self, state: Any, rows: np.ndarray, whole: bool) -> np.ndarray:
-        """[N] int64: DENSE, ESTIMATE or SPARSE for the state's `rows` [N] in a call that evaluates all of them or, with
-        `whole` False, a part."""
+        """[N] int64: DENSE, ESTIMATE or SPARSE for `rows` [N] in a call that evaluates all of them or (`whole` False) a
+        part."""
         step, every = state.row_step[rows], self.settings.refresh_pattern_every
         has = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
         due = ~has & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])

@@ -28,8 +28,7 @@ def attend(
     size: int,
     return_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's flex_attention over the same lists. Blocks that are wholly within a row need no mask there; its last
-    one, if it is short, does."""
+    """PyTorch's flex_attention over the same lists. Only the short last block of a row needs a mask."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
     keys, device = key.shape[2], query.device

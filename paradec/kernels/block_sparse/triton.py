@@ -1,5 +1,4 @@
-"""The "triton" backend: the kernels and their launchers. It imports triton, and is imported at the backend's
-first use."""
+"""The "triton" backend: kernels and launchers. It imports triton, and is imported at the backend's first use."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class _RowSums(NamedTuple):
 def chunked_stats(
     logits: Tensor, wanted: frozenset[str], temperature: float, draws: TokenDraws | None = None
 ) -> TokenStats:
-    """Statistics of logits [..., V], and samples if there are `draws`; no probabilities of given tokens. Arguments as
-    in `token_stats`, unchecked."""
+    """Statistics of logits [..., V], and samples for `draws`. Arguments as in `token_stats`, unchecked; no `ids`."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     blocks = list(row_blocks(logits, CPU_BLOCK))
     width = -(-vocab // SEGMENT) * SEGMENT
@@ -62,8 +61,8 @@ def chunked_stats(
 
 
 def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
-    """[..., V] as views [n, V] in order, of `on_cpu` numbers on the CPU and `BLOCK` elsewhere, or of one row; at least
-    one view."""
+    """[..., V] as views [n, V] in order, of `on_cpu` numbers on the CPU, `BLOCK` elsewhere, or one row; at least
+    one."""
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
         rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
         yield from logits.reshape(-1, logits.shape[-1]).split(rows)
@@ -81,8 +80,8 @@ def concatenate(parts: list[Any], lead: torch.Size) -> list[Any]:
 
 
 def argmax(values: Tensor) -> Tensor:
-    """Index of the largest of values [..., N], [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
-    search takes a tenth of torch's time."""
+    """[...] int64: index of the largest of values [..., N], the first on ties. On the CPU by numpy, ten times as
+    fast."""
     return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 

@@ -116,8 +116,7 @@ def read_stats(
 
 
 def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
-    """Name of the path that serves these logits; depends on dtype, vocabulary and device, never on the number of
-    rows."""
+    """Name of the path that serves these logits, by dtype, vocabulary and device, never by the number of rows."""
     if logits.dtype == torch.float64 or logits.shape[-1] <= SMALL_VOCABULARY:
         return "float64"
     return "triton" if logits.is_cuda and fields <= IN_ONE_READ and has_triton() else "chunked"

@@ -30,8 +30,8 @@ def triton_stats(
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
-    """`token_stats`, unchecked. block: tokens per tile, a power of two. splits: parts of the vocabulary; None fits the
-    device."""
+    """`token_stats`, unchecked. block: tokens per tile, a power of two. splits: parts of the vocabulary; None
+    fits all."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     grid = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
     if grid.stride(2) != 1:

@@ -34,8 +34,7 @@ class ImageRequest:
     prompts: Any
     """What `start` takes for the rows."""
     unconditional: Any = None
-    """Prompts of the guidance branch, one per row, for models that are guided by other prompts; their lengths may be
-    others."""
+    """Prompts of the guidance branch, one per row, of any length, for models that are guided by other prompts."""
 
 
 @dataclass
@@ -96,8 +95,8 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of so many pixels; by default the model's own size. Raises ValueError for a size that
-        this model cannot make."""
+        """The raster of a picture in pixels; by default the model's own size. Raises ValueError for an impossible
+        size."""
         raise NotImplementedError
 
     def square_grid(
@@ -285,8 +284,7 @@ def exact_prompts(rows: list[list[int]]) -> Prompts:
 
 
 def merge_defaults(published: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Defaults of requests: the published ones, with those that are given in their place. Raises ValueError for an
-    unknown field."""
+    """Defaults of requests: those `given` over the published ones. Raises ValueError for an unknown field."""
     for name in given or ():
         if name not in published:
             raise ValueError(unknown("default of requests", name, published))

@@ -1,5 +1,4 @@
-"""Continuous tokens (MAR; Li et al., arXiv 2406.11838, section 3): query and answer, and the network that draws tokens
-from noise."""
+"""Continuous tokens (MAR, arXiv 2406.11838, section 3): query, answer, and the network that draws tokens from noise."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from paradec.models.images.grid import Grid
 
 @dataclass(frozen=True)
 class Stages:
-    """How a picture's tokens are counted, and what its student was trained for. Raises ValueError for a stage out of
-    its range."""
+    """How tokens are counted, and what a student was trained for. Raises ValueError for a stage out of range."""
 
     kept: tuple[int, ...]
     """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""

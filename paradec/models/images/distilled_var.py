@@ -24,8 +24,7 @@ MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.
 
 
 class DistilledVAR(VAR):
-    """A VAR whose inputs are the tokens' vectors, and whose class is a level before all scales. scales, sizes: as in
-    `VAR`."""
+    """A VAR that reads the tokens' vectors, with the class as a level before all scales. scales, sizes: as in `VAR`."""
 
     def __init__(self, scales: Sequence[int] = PUBLISHED_SCALES[256], **sizes: Any):
         super().__init__(scales, **sizes)

@@ -75,8 +75,8 @@ class PreviewGrid(Grid):
         return torch.arange(self.before, self.length)
 
     def prior_token_ids(self, tokens: Tensor) -> Tensor:
-        """What GlmImagePipeline takes for sequences [B, length]: [B, 4 height width] int64, every code twice along
-        both sides."""
+        """GlmImagePipeline's ids of sequences [B, length]: [B, 4 height width] int64, every code twice along both
+        sides."""
         return self.codes(tokens).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
@@ -212,8 +212,8 @@ class GlmImageModel(TextToImageModel):
     def grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """The grid of all rows, and the sizes of each row's source pictures. Arguments as in `codes_in`. Raises
-        ValueError for rows of unlike targets."""
+        """The grid of all rows, and each row's source pictures, as in `codes_in`. Raises ValueError for unlike
+        targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
         found, sources, at = set(), [], 0

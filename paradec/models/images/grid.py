@@ -90,8 +90,8 @@ class Grid:
         return mask
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for an image token not
-        in `cells`."""
+        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for tokens not in
+        `cells`."""
         cells = torch.tensor(self.cells, device=tokens.device)
         order = cells.argsort()
         found = tokens[:, self.cell_offsets.to(tokens.device)]

@@ -458,8 +458,7 @@ def read_network(
     grid: int | None = None,
     n_head: int | None = None,
 ) -> tuple[Any, VQModel | None, Any, str, Mapping[str, Any] | None]:
-    """What an adapter is made of: network, VQ autoencoder, text encoder, name, and defaults of requests. See
-    `load_llamagen`."""
+    """Read the parts of an adapter: network, VQ, text encoder, name, and defaults of requests. See `load_llamagen`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     try:
         weights = read_weights(path, UNUSED.pattern, format.nested)[0]

@@ -111,8 +111,7 @@ class MultiScaleVQ(nn.Module):
         return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, channels, H, W] in [-1, 1] -> the features [B, C, s, s] that scales are taken from. Raises
-        ValueError without an encoder."""
+        """Images [B, channels, H, W] in [-1, 1] -> features [B, C, s, s]. Raises ValueError without an encoder."""
         if not self.config.encoder:
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quant_conv(self.encoder(images))

@@ -43,8 +43,8 @@ class NAR(LlamaGen):
         self.medusa_output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Hidden states before both output matrices: [R, Q, 2, dim], that of the right neighbour first. Arguments are
-        those of `LlamaGen.backbone`."""
+        """Hidden states [R, Q, 2, dim] before both output matrices, the right neighbour's first. See
+        `LlamaGen.backbone`."""
         rotation = angles(cells, self.config)
         x = embeddings
         for layer in self.layers[:-1]:
@@ -110,8 +110,7 @@ class NARModel(LlamaGenModel):
         return seen.unsqueeze(1) if mask is None else seen.unsqueeze(1) & mask
 
     def _rank(self, query: Query, positions: Tensor) -> Tensor:
-        """[R, K] int64: the diagonals of positions [R, K]; of the condition's negative numbers that ascend, since it is
-        causal."""
+        """[R, K] int64: the diagonals of positions [R, K]; ascending negative numbers for the condition's."""
         cells = positions - (query.positions - self.cells(query))[:, :1]
         side = self.module.config.grid
         return torch.where(cells < 0, cells, cells // side + cells % side)

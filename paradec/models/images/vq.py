@@ -365,8 +365,7 @@ def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> 
 
 
 def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
-    """Raise ValueError where a codebook, if there is one, has not as many entries as the model called `name` writes
-    codes, or entries of another size than `dim`."""
+    """Raise ValueError unless a codebook, if there is one, has the entries (and `dim`) of the model called `name`."""
     if vq is None:
         return
     if vq.config.codebook_size != size:
@@ -399,8 +398,7 @@ class KLDecoder(nn.Module):
 
 
 def same_latents(one: KLDecoder, other: KLDecoder) -> bool:
-    """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter, which is told
-    apart in any type."""
+    """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter."""
     if one is other:
         return True
     if (one.config, one.latent_scale) != (other.config, other.latent_scale):

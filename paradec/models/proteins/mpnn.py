@@ -406,8 +406,7 @@ def load_protein_mpnn(
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The weights of a file; how many neighbours a residue has ("num_edges"), and for LigandMPNN atoms around it
-    ("atom_context_num")."""
+    """The weights of a file, neighbours of a residue ("num_edges"), and LigandMPNN's atoms ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
     try:

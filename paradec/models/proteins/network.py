@@ -286,8 +286,7 @@ def _messages(
 
 
 def parts(residues: Tensor) -> list[slice]:
-    """Residues [L, ...] whose messages, the most that there is, are made together: on the CPU as many as its cache
-    holds."""
+    """Residues [L, ...] whose messages are made together: on the CPU as many as its cache holds."""
     size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
     return [slice(first, first + size) for first in range(0, len(residues), size)]
 

@@ -88,8 +88,8 @@ class DiffusionGemmaModel(Model):
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
-        """An empty store of `rows` rows and `length` final positions. Raises ValueError where it exceeds `max_memory`
-        bytes or the device."""
+        """An empty store of `rows` rows and `length` final positions. Raises ValueError beyond `max_memory` or the
+        device."""
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
         config = self.text_config

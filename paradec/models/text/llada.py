@@ -63,8 +63,7 @@ REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
-    """The `LlamaConfig` of a LLaDA `config.json`. Raises CheckpointError for a field that is missing, inconsistent, or
-    beyond Llama's maths."""
+    """The `LlamaConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported fields."""
     from transformers import LlamaConfig
 
     require(config, REQUIRED)

@@ -83,8 +83,8 @@ REQUIRED = (
 
 
 def glm4_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Glm4MoeConfig` of a LLaDA2 `config.json`. Raises CheckpointError for a field that is missing, inconsistent,
-    or beyond the published code's maths."""
+    """The `Glm4MoeConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported
+    fields."""
     from transformers import Glm4MoeConfig
 
     if not config.get("num_key_value_heads"):

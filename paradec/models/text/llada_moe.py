@@ -56,8 +56,8 @@ def is_llada_moe(config: Mapping[str, Any]) -> bool:
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3MoeConfig` of a LLaDA-MoE `config.json`. Raises CheckpointError for a field that is missing,
-    inconsistent, or beyond the published code's maths."""
+    """The `Qwen3MoeConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported
+    fields."""
     from transformers import Qwen3MoeConfig
 
     fields = shared_fields(config, REQUIRED, ONLY)

@@ -45,8 +45,8 @@ ADAPTER = "linear_spec_lora"
 
 
 def ministral3_config(config: Mapping[str, Any]) -> Any:
-    """The `Ministral3Config` of a config.json. Raises CheckpointError for a field that is missing, inconsistent, or
-    unsupported."""
+    """The `Ministral3Config` of a config.json. Raises CheckpointError for missing, inconsistent or unsupported
+    fields."""
     from transformers import Ministral3Config
 
     fields = shared_fields(config, REQUIRED, ONLY)

@@ -36,8 +36,8 @@ REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen2Config` of a config.json of Qwen2's field names, without a causal mask. Raises CheckpointError for a
-    field that is missing, inconsistent, or unsupported."""
+    """The `Qwen2Config` of a config.json of Qwen2's fields, not causal. Raises CheckpointError for unsupported
+    fields."""
     from transformers import Qwen2Config
 
     fields = _fields(config, REQUIRED, ONLY)
@@ -78,8 +78,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them are chosen for each token. Raises CheckpointError for numbers
-    that do not fit."""
+    """The experts of a layer, and how many are chosen for each token. Raises CheckpointError for unfit numbers."""
     experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(f"config.json: num_experts_per_tok={chosen} is larger than num_experts={experts}")

@@ -31,8 +31,7 @@ def is_stable_diffcoder(config: Mapping[str, Any]) -> bool:
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
-    """The `LlamaConfig` of a Stable-DiffCoder `config.json`. Raises CheckpointError for a field that is missing,
-    inconsistent, or unsupported."""
+    """The `LlamaConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported fields."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

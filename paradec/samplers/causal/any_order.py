@@ -151,8 +151,8 @@ def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass
 class OrderedState(CausalState):
-    """A `CausalState` whose `committed` counts by rank. `prompt_length` is the position of the first mask, `end` the
-    position after a row's last token."""
+    """A `CausalState` that counts `committed` by rank. `prompt_length` is the first mask, `end` the end of a row's
+    tokens."""
 
     order: np.ndarray = field(init=False, metadata=ROWS)
     """[B, W] int64 on the host: the position of each rank; after a row's end its own number."""

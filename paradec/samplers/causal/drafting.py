@@ -110,8 +110,8 @@ class DraftingSampler(CausalSampler):
         self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
-        """Raise ValueError for a drafter that fills a window by itself, where that is not taken or another setting says
-        how much is drafted."""
+        """Raise ValueError for a drafter that fills a window by itself, where that or another setting does not allow
+        it."""
         name = self.drafter.name if self.is_named else self.drafter.facts.name
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
@@ -224,8 +224,7 @@ class DraftingSampler(CausalSampler):
         self.draft_next(state, proposal.rows, proposal.quantities.get("features"))
 
     def draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
-        before those that became final, from the first that it has not read."""
+        """Draft for rows. features: as in `DraftSource.fill`."""
         going = np.flatnonzero(drafts_left(state, rows) > 0)
         if not len(going) or state.width == 1:
             return
@@ -353,8 +352,7 @@ def _wrapped(module: nn.Module) -> Any:
 
 
 def check_vocabulary(model: Any, drafter: Any) -> None:
-    """Raise ValueError where the two have vocabularies of other sizes, or tokenizers with other tokens for some of
-    `PROBED` ids."""
+    """Raise ValueError for vocabularies of other sizes, or tokenizers with other tokens for some of `PROBED` ids."""
     size, other = model.facts.vocab_size, drafter.facts.vocab_size
     if other != size:
         raise ValueError(

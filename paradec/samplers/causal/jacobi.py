@@ -204,8 +204,7 @@ class NGramPool:
         return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """That of the branch that the model's draws follow longest. Quantities besides: "ngrams" [R, G, n], the
-        step's."""
+        """The branch that the model's draws follow longest. Quantities: "ngrams" [R, G, n], the step's."""
         rows, width, device = state.rows, state.width, p.device
         tokens = draw_fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = longest_path(tree, nodes, tokens)

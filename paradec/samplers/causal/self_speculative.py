@@ -82,8 +82,8 @@ class SelfSpeculative(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """Raise TypeError for a model of another kind, ValueError for one that does not fill blocks of masks, or has no
-        adapter that was asked for."""
+        """Raise TypeError for a model of another kind, ValueError for one without blocks of masks or the asked
+        adapter."""
         Sampler.check_model(self, model)
         facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
         why = None

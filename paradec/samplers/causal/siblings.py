@@ -226,7 +226,7 @@ def followed(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor
 
 
 def nearest(q: Tensor, noise: Tensor, count: int) -> Tensor:
-    """The tokens of largest log q + g: [R, B, count] int64 of q and noise [R, B, V], fewer where V is; -1 where q has
-    no further token."""
+    """[R, B, count] int64: the tokens of largest log q + g of q and noise [R, B, V]; -1 where q has no further
+    token."""
     best = (log_of(q) + noise).topk(min(count, q.shape[-1]), -1)
     return best.indices.masked_fill(best.values.isinf(), -1)

@@ -1,5 +1,5 @@
-"""The state of a request over a causal model: what is final, what is drafted after it, and the model calls that
-evaluate spans of rows over the key/value store."""
+"""The state of a request over a causal model, and the model calls that evaluate spans of rows over the key/value
+store."""
 
 from __future__ import annotations
 
@@ -222,8 +222,7 @@ class CausalState(State):
         return np.minimum(self.slots(self.rows), 1 + self.drafted[self.rows])
 
     def num_stored(self) -> np.ndarray:
-        """[B] int64: final tokens that the store holds, where it takes in final tokens alone: what the last step made
-        final was evaluated as drafts."""
+        """[B] int64: final tokens in the store, where it takes in final tokens alone."""
         return np.where(self.row_step > 0, self.committed - self.last_accepted, self.reused)
 
     def answered(self, evaluated: np.ndarray) -> np.ndarray:
@@ -278,8 +277,7 @@ class CausalState(State):
         return torch.where(offset < len(layout), tokens, -1)
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """What tokens are drawn from at positions [R, W], under the request's filters and the grid: logits [R, W, V] ->
-        [R, W, V]."""
+        """Distribution of tokens at positions [R, W], under filters and grid: logits [R, W, V] -> [R, W, V]."""
         p = token_distribution(logits, self.request, self.allowed)
         if self.prescribes:
             forced = self.forced(rows, positions).unsqueeze(-1)
@@ -288,8 +286,7 @@ class CausalState(State):
         return p
 
     def log_distribution(self, p: Tensor, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Logarithms [R, W, V] of the distribution p of logits [R, W, V]; at temperature 0, where it is one-hot, of the
-        model's own."""
+        """ln of the distribution p of logits [R, W, V]; at temperature 0, where p is one-hot, that of temperature 1."""
         if self.request.temperature == 0:
             untempered = copy.copy(self)
             untempered.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)

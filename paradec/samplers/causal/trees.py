@@ -78,14 +78,12 @@ def _holds(tokens: Tensor, size: int) -> Tensor:
 
 
 class Sequential:
-    """Verify the children one by one until one is accepted; a rule says how likely that is and what a rejection
-    leaves."""
+    """Verify the children one by one until one is accepted; a rule says how likely that is and what is left else."""
 
     distinct: ClassVar[bool] = False
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For children x [R]: the chance that each is accepted [R], and p and q [R, V] for the next one if it is
-        not."""
+        """For children x [R]: the chance that each is accepted [R], and p and q [R, V] for the next one else."""
         raise NotImplementedError
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,8 +125,7 @@ class WithoutReplacement(Sequential):
 
 
 class Naive(Sequential):
-    """The likeliest tokens; each is accepted with its share of what p has left, so that all together are one draw from
-    p."""
+    """The likeliest tokens, each accepted with its share of what p has left: together one draw from p."""
 
     distinct = True
 
@@ -165,8 +162,7 @@ class KSeq:
 
 
 class Greedy:
-    """The likeliest tokens and one drawn from the rest, which alone is verified; a hit on the others is left to the
-    draw."""
+    """The likeliest tokens, and one drawn from the rest, which alone is verified; a draw may hit the others."""
 
     distinct: ClassVar[bool] = False
 
@@ -218,8 +214,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
         "8", "84321111", "832111112100100101100", "5211100010010000001001100", "311001000010100", "20010000"
     ),
 }
-"""Published static trees by the name that their code gives them: EAGLE's, which LANTERN's command line takes too, and
-Token Recycling's (`paradec.samplers.causal.drafts.text`)."""
+"""Published static trees by name: EAGLE's (LANTERN's too), and Token Recycling's."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ class Tree:
 
     @classmethod
     def of(cls, tree: Any) -> Tree:
-        """Make a tree from its paths, from the number of children per depth, (2, 2, 1), or by name. Raises ValueError
+        """Make a tree from its paths, the number of children per depth, (2, 2, 1), or a name. Raises ValueError
         otherwise."""
         if isinstance(tree, str):
             if tree not in TREES:

@@ -147,8 +147,8 @@ def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[
 
 
 def draw_fresh(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens [R, W] drawn from p [R, W, V]: with the noise of their positions if there is any, else with `uniform`
-    [R, W]."""
+    """Draw tokens [R, W] from p [R, W, V]: with the noise of their positions if there is any, else with `uniform` [R,
+    W]."""
     if state.request.temperature == 0:
         return argmax(p)
     if "noise" not in state.memory:
@@ -294,8 +294,8 @@ def copy_neighbours(
 
 
 def put_noise(state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
-    """Gumbel noise of the last new [R] positions of the rows' windows: one vector per position, for good. None at
-    temperature 0, where p is one-hot."""
+    """Draw Gumbel noise for the last `new` [R] positions of the windows, one vector per position. None at temperature
+    0."""
     if "noise" not in state.memory or state.request.temperature == 0:
         return
     noise, device = state.memory["noise"], state.context.device
@@ -323,8 +323,7 @@ class Path:
     drafts: Tensor
     """[R, W] int64: the draft that each slot verifies, -1 where there is none and the slot takes its fresh token."""
     uniform: Tensor
-    """[R, W, 2] float64: the numbers that verify each draft, and resample a rejected one; 0 accepts what the tree's
-    verification has accepted."""
+    """[R, W, 2] float64: to verify each draft, and to resample a rejected one; 0 accepts what the tree has accepted."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """What else the commit needs."""
 

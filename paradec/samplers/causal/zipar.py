@@ -1,4 +1,4 @@
-"""ZipAR (He et al., arXiv 2412.04062): the rows of an image are decoded side by side, each some tokens behind the one
+"""ZipAR (He et al., arXiv 2412.04062): rows of an image are decoded side by side, each some tokens behind the one
 above."""
 
 from __future__ import annotations

@@ -305,8 +305,7 @@ class MAR(ContinuousSampler):
         )
 
     def commit(self, state: MARState, proposal: MARProposal) -> Commit:
-        """Write the chunk. Raises FloatingPointError for NaN or infinite numbers of the model; nothing is written
-        then."""
+        """Write the chunk. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
         state.check_current(proposal)
         sound = proposal.values.flatten(1).isfinite().all(1)
         message = f"the model returned NaN or infinite tokens at step {state.index} for row {{row}}"

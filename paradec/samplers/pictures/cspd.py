@@ -106,8 +106,7 @@ def verified(
 
 @dataclass
 class CounterDraws:
-    """The random numbers of one request, counter-based (`paradec.core.rng`): of a token, whatever is drawn beside it.
-    Who asks again is given the same numbers."""
+    """The random numbers of one request, counter-based (`paradec.core.rng`): repeated calls return the same numbers."""
 
     keys: Tensor
     """[B, 2] int64."""
@@ -159,8 +158,7 @@ class CSpDState(ContinuousState):
 
 @dataclass(kw_only=True)
 class CSpDProposal(LatentProposal):
-    """Tokens [B, W, channels] of a step of the target; or drafts, what the target says of them, and what became of
-    them."""
+    """Tokens [B, W, channels] of a step of the target; or drafts, the target's distributions, and the verdict."""
 
     positions: Tensor
     """[B, W] int64, ascending: where the values would be written."""
@@ -388,8 +386,7 @@ class CSpD(ContinuousSampler):
         )
 
     def commit(self, state: CSpDState, proposal: CSpDProposal) -> Commit:
-        """Write the tokens. Raises FloatingPointError for NaN or infinite numbers of a model; nothing is written
-        then."""
+        """Write the tokens. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
         state.check_current(proposal)
         for who, found in (("model", proposal.target), ("draft model", proposal.draft)):
             if found is not None:

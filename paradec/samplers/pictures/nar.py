@@ -1,5 +1,5 @@
-"""NAR's sampler (He et al., arXiv 2503.10696, and its public code): a picture diagonal by diagonal, each token from the
-mean of two heads."""
+"""NAR's sampler (He et al., arXiv 2503.10696, and its code): picture diagonals, each token from the mean of two
+heads."""
 
 from __future__ import annotations
 

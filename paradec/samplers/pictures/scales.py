@@ -301,8 +301,7 @@ class VAR(Sampler):
         return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
 
     def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Gumbel noise of the blended codes, as the logits [B, n, V]: blending weighs every token, so that each has its
-        number."""
+        """Gumbel noise of the blended codes, as the logits [B, n, V]: each token has a number."""
         at = state.begin(state.index) + torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
         step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
@@ -388,8 +387,7 @@ class CoDe(VAR):
 
     @torch.inference_mode(False)
     def start(self, model: Any, prompt: Any, request: Request | None = None, /, **arguments: Any) -> ScaleState:
-        """As for `var`. ValueError also without a drafter, for one with other scales, classes or codes, or a split out
-        of range."""
+        """As for `var`. ValueError also without a drafter, for one that does not fit, or a split out of range."""
         self.check_model(model)
         self.check_pair(model)
         state = super().start(model, prompt, request, **arguments)

@@ -84,8 +84,7 @@ def in_turn(
 
 
 def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
-    """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K] outside of which q is 0 (None:
-    of the vocabulary), as the public codes draw it."""
+    """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K], outside of which q is 0."""
     if candidates is None:
         return draw(q, uniform).squeeze(1)
     column = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
@@ -134,8 +133,8 @@ def block_query(
 
 @dataclass(frozen=True)
 class DraftWalk(DraftBlock):
-    """A window that is drawn from left to right over what one forward of the drafter made (DFlash 2, DSpark): small
-    matrices go from one token to the next."""
+    """A window drawn from left to right over one forward of the drafter (DFlash 2, DSpark): small matrices link the
+    tokens."""
 
     def _drawn(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery

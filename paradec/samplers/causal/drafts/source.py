@@ -32,8 +32,7 @@ class DraftSource(Protocol):
 
 
 def checked(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
-    """Distributions of the drafter for rows, [R, ..., V]; whether one was NaN is found out with the next commit's
-    transfer."""
+    """The drafter's distributions [R, ..., V]; the next commit's transfer says whether one was NaN."""
     broken = q[..., 0].isnan().flatten(1).any(1)
     if drafting.broken is None:
         drafting.broken = torch.zeros(len(drafting.nfe), dtype=torch.bool, device=q.device)
@@ -80,14 +79,12 @@ def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor
 
 
 def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: how many drafts one after the other can become final; a step makes one token more than
-    it accepts."""
+    """[R] int64: how many drafts in a row can become final; a step makes one token more than it accepts."""
     return state.end[rows] - state.committed[rows] - 1
 
 
 def softened(state: CausalState) -> CausalState:
-    """The state with temperature 1 in the place of 0, for drafts that are taken: a one-hot distribution
-    names no second token."""
+    """The state with temperature 1 in the place of 0, for drafts that are taken: one-hot names no second token."""
     if state.request.temperature:
         return state
     soft = copy.copy(state)

@@ -1,5 +1,4 @@
-"""Drafts of a model that drafts step by step: a chain, one forward a token (or a layer each), or a tree, one forward a
-depth."""
+"""Drafts of a model step by step: a chain, one forward a token (or a layer each), or a tree, one forward a depth."""
 
 from __future__ import annotations
 

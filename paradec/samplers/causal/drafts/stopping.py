@@ -73,8 +73,7 @@ RULES: dict[str, Any] = {rule.name: rule for rule in (Unsure, Unconfident)}
 
 
 def rule_of(given: Any) -> Any:
-    """Make the rule of a sampler's setting `stop`: a name, a rule's data or a callable. Raises ValueError for anything
-    else."""
+    """Make the rule of a setting `stop`: a name, a rule's data or a callable. Raises ValueError for anything else."""
     if given is None or isinstance(given, Unconfident) or callable(given):
         return given
     data = {"stop": given} if isinstance(given, str) else given

@@ -19,8 +19,7 @@ from paradec.samplers.causal.trees import hashable, tree_of
 
 
 class NamedDrafter:
-    """Base of drafters without a model: settings that have a name, and draft from the row's own text. They are frozen
-    dataclasses and `DraftSource`s."""
+    """Base of drafters without a model, which draft from the row's own text: frozen dataclasses and `DraftSource`s."""
 
     name: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}
