@@ -20,13 +20,19 @@ from diffusers import (
     WanPipeline,
     models,
 )
-from diffusers.models.transformers import transformer_cosmos3, transformer_flux3, transformer_qwenimage21
+from diffusers.models.transformers import (
+    transformer_bria_fibo2,
+    transformer_cosmos3,
+    transformer_flux3,
+    transformer_qwenimage21,
+    transformer_rfd4_proteina,
+)
 from PIL import Image
 from tiny_pipelines import flux_pipeline, loop_pipeline, run_flux
 from torch import Tensor, nn
 
 import paradec
-from paradec import AccumulatedChange, DBCache, DiCache, Every, FirstBlock, MagCache, TaylorSeer, accelerate
+from paradec import AccumulatedChange, DBCache, DiCache, EasyCache, Every, FirstBlock, MagCache, TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks.magcache import calibrate
 
 Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
@@ -119,9 +125,41 @@ def _latte() -> Any:
     return module, {"encoder_hidden_states": torch.randn(1, 5, 8)}, "hidden_states", (1, 4, 3, 8, 8)
 
 
+def _cosmos() -> Any:
+    module = models.CosmosTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=2, mlp_ratio=2,
+        text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 32, 32), concat_padding_mask=False,
+    )  # fmt: skip
+    inputs = {"encoder_hidden_states": torch.randn(1, 12, 16), "attention_mask": torch.ones(1, 12), "fps": 30}
+    return module, inputs, "hidden_states", (1, 4, 1, 16, 16)
+
+
+def _fibo2() -> Any:
+    module = transformer_bria_fibo2.BriaFibo2Transformer2DModel(
+        in_channels=4, dim=32, n_layers=3, n_refiner_layers=1, n_heads=2, cap_feat_dim=8, injection_layer_ids=(1,),
+        perceiver_num_layers=1, min_num_gist_tokens=4, max_num_gist_tokens=8, gist_step=4, gist_min_text_len=4,
+        gist_max_text_len=16, axes_dims=(4, 6, 6), axes_lens=(64, 64, 64),
+    )  # fmt: skip
+    return module, {"encoder_hidden_states": torch.randn(1, 2, 6, 8)}, "hidden_states", (1, 4, 8, 8)
+
+
+def _rfd4() -> Any:
+    module = transformer_rfd4_proteina.RFD4ProteinaTransformer(
+        nlayers=2, token_dim=16, nheads=2, dim_cond=8, pair_repr_dim=8, latent_dim=4, token_type_emb_dim=4,
+        cath_emb_dim=4, t_emb_dim=8, seq_sep_dim=8, xt_pair_dist_dim=6, feats_seq=("xt_bb_ca", "xt_local_latents"),
+        feats_cond_seq=("time_emb_bb_ca",), feats_pair_repr=("xt_bb_ca_pair_dists",), tri_mult_c=8,
+    )  # fmt: skip
+    conditioning = {"is_in_context_conditioning": torch.zeros(1, 6), "supports_local_latent": torch.ones(1, 6)}
+    inputs = {
+        "local_latents": torch.randn(1, 6, 4), "local_latents_time": torch.ones(1), "conditioning": conditioning,
+        "padding_mask": torch.ones(1, 6, dtype=torch.bool),
+    }  # fmt: skip
+    return module, inputs, "bb_ca", (1, 6, 3)
+
+
 MAKE: dict[str, Make] = {
     "Kandinsky5": _kandinsky, "Flux3": _flux3, "Lumina2": _lumina2, "Cosmos3": _cosmos3, "LTX2": _ltx2, "VACE": _vace,
-    "Latte": _latte,
+    "Latte": _latte, "Cosmos": _cosmos, "BriaFibo2": _fibo2, "RFD4": _rfd4,
 }  # fmt: skip
 
 
@@ -144,7 +182,7 @@ class Loop:
             latent = torch.randn(self.shape, generator=draw) * (1 + 5 * i)
             inputs = self.inputs | {self.latent: [latent] if self.latent == "vision_tokens" else latent}
             if self.latent != "vision_tokens":
-                inputs["timestep"] = time[None]
+                inputs["bb_ca_time" if self.latent == "bb_ca" else "timestep"] = time[None]
             output = self.transformer(**inputs, return_dict=False)[0]
             outputs.append(output[0] if isinstance(output, list) else output)
             self.scheduler.step(torch.zeros(1), time, torch.zeros(1))
@@ -348,8 +386,9 @@ def test_compiling_while_accelerated() -> None:
                 run_flux(pipe, 4)
 
 
-def test_seacache_where_cells_are_not_packed() -> None:
-    """Qwen-Image 2.1, which has a method for cells of 2 x 2 all the same."""
+@pytest.mark.parametrize("rule", ["seacache", EasyCache(1e9, ret_steps=2)])
+def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
+    """It has a method for cells of 2 x 2 although it does not pack them, and returns the text's rows before them."""
 
     class Processor:
         tokenizer = SimpleNamespace(encode=lambda text: [5], convert_tokens_to_ids=lambda text: 5)
@@ -367,7 +406,7 @@ def test_seacache_where_cells_are_not_packed() -> None:
     pipe = QwenImage21Pipeline(FlowMatchEulerDiscreteScheduler(), None, None, Processor(), module)
     pipe.set_progress_bar_config(disable=True)
     pipe.latent_channels = 8
-    with accelerate(pipe, "seacache") as session:
+    with accelerate(pipe, rule) as session:
         for keeps in (True, False):
             pipe(
                 prompt_embeds=torch.ones(1, 5, 12), height=64, width=64, num_inference_steps=12, output_type="latent",

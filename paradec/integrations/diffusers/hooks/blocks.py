@@ -43,8 +43,8 @@ class Place:
     narrow: bool = False
 
 
-ATTENTION = re.compile(r"(\w+_)?(attn|attention)\d*(_\w+)?")
-FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward)\d*(_\w+)?")
+ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
+FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
 NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
 """Children whose names say attention or feed-forward but which are norms, modulations or parts of a branch."""
 
@@ -89,11 +89,16 @@ RETURNS = {
         "OvisImageSingleTransformerBlock",
     )
 } | {
+    "BriaFibo2TransformerBlock": ("x",),
     "Cosmos3VLTextMoTDecoderLayer": ("und_seq", "gen_seq"),
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
 """Arguments that the returned tensors continue, by class, where names and shapes do not tell. Others: `STREAMS`."""
+
+
+TEXT_FIRST = ("QwenImage21Transformer2DModel",)
+"""Transformers that return rows of the text before those of the latent."""
 
 
 def parameters_of(module: nn.Module) -> list[str]:

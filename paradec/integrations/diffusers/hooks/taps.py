@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paradec.integrations.diffusers.hooks.blocks import Place, continued, streams_of
+from paradec.integrations.diffusers.hooks.blocks import TEXT_FIRST, Place, continued, streams_of
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import relative_error
@@ -99,6 +100,8 @@ class Tap:
         tensors = [value.tensors[0] if isinstance(value, History) else value for value in values]
         shapes = [tuple(tensor.shape) if isinstance(tensor, Tensor) else None for tensor in tensors]
         streams = streams_of(self.module, args, kwargs)
+        if type(self.module).__name__ in TEXT_FIRST and shapes[0] is not None:
+            streams = {name: pad(tensor, (0, 0, shapes[0][1] - tensor.shape[1], 0)) for name, tensor in streams.items()}
         return [streams[name] if name else None for name in continued(self.module, streams, shapes)]
 
     def _stand_in(self, leaf: Any) -> Any:

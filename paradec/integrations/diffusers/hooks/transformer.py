@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.integrations.diffusers.hooks.blocks import (
+    TEXT_FIRST,
     Place,
     find_places,
     is_feature,
@@ -277,8 +278,10 @@ class Transformer:
             if self.settings.where == "output":
                 output = self.taps[0].call(inner, args, kwargs)
                 rule = self.settings.rule
-                if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
-                    rule.evaluated(state.course, state.watched, latent_of((output,), {}))
+                watched, returned = state.watched, latent_of((output,), {})
+                if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and watched is not None:
+                    is_longer = type(self.base).__name__ in TEXT_FIRST
+                    rule.evaluated(state.course, watched, returned[:, -watched.shape[1] :] if is_longer else returned)
             else:
                 output = inner(*args, **kwargs)
             if self.stack is not None:
