@@ -28,7 +28,7 @@ from paradec.tools.tuning.study import differs
 
 SCHEMA = "paradec-tune-steps/1"
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
-"""Student's 97.5 % quantiles for 1 to 16 degrees of freedom; for more the last is taken, which is on the safe side."""
+"""Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more."""
 
 Progress = Callable[[str, float], None]
 """Called after every set: what is measured, and the share of the work that is done."""
@@ -36,21 +36,20 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class StepTuning:
-    """What `tune_steps` found. Errors are |x - full| / |full - noise| of the final latents, a number for each seed."""
+    """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents, for each seed."""
 
     even: StepSchedule
     """The best even steps on the choosing seeds."""
     found: StepSchedule
-    """The best steps of all that were looked at, on these seeds."""
+    """The best of all steps on these seeds."""
     seeds: tuple[int, ...]
     report: tuple[int, ...]
     errors: dict[str, dict[str, list[float]]]
     """By "even" and "found", then "choose" and "report"."""
     looked_at: int
-    """Sets that were evaluated on a choosing seed at least."""
+    """Number of evaluated sets."""
     sampler: Forecast
-    """What to attach: `accelerate(pipe, tuned.sampler)`. Its steps are those that were found if these are separated
-    from the even ones on the reporting seeds, else the even ones."""
+    """For `accelerate(pipe, tuned.sampler)`, with the chosen steps."""
 
     @property
     def difference(self) -> tuple[float, float, float]:
@@ -114,16 +113,15 @@ def tune_steps(
     >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
-    Every set of steps is judged by the final latents (the last `scheduler.step`) of several seeds, beside those of full
-    runs. Several even sets are the starts (even ones differ by a factor of 2 among themselves); from the best one it
-    anneals, then climbs. The best even set and the best found one are then run with other seeds, and the even one is
-    kept unless the other is better beyond the paired interval. A set that is beaten on the first seeds is not run on
-    the others.
+    A set of steps is judged by the final latents (the last `scheduler.step`) of several seeds against those of full
+    runs. From the best of several even sets it anneals, then climbs; a set that is worse on the first seeds is not run
+    on the others. The best even set and the best found one are then run with other seeds, and the found one is chosen
+    if it is better beyond the paired interval.
 
     Args:
-        pipe: a diffusers pipeline; left as it was.
-        run: `run(seed)` makes one run of it with this seed, as it will be used: steps, guidance, size; other prompts
-            for other seeds make the steps more general.
+        pipe: a diffusers pipeline; restored at the end.
+        run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use; other prompts for
+            other seeds make the steps more general.
         budget: n: steps to evaluate.
         seeds: that choose: a number (0 to seeds - 1), or the seeds. report: as many that report, after these, or the
             seeds; none may be among those that choose.
@@ -193,7 +191,7 @@ def _check(
 
 @dataclass
 class _Work:
-    """Runs of the pipeline, and what is known of them."""
+    """Runs of the pipeline and their errors."""
 
     pipe: Any
     run: Callable[[int], Any]
@@ -207,10 +205,10 @@ class _Work:
     known: dict[Steps, dict[int, float]] = field(default_factory=dict)
     """Errors by set and seed."""
     full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
-    """Of every seed: the full run's final latent, and how far that is from its noise."""
+    """By seed: the full run's final latent, and its distance from the noise."""
 
     def begin(self, budget: int, runs: int, seed: int) -> None:
-        """The full runs, and what a study knows already."""
+        """Make the full runs, and read the study."""
         there = read_json(self.study) if self.study is not None and self.study.exists() else None
         if there is not None and there.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
@@ -264,7 +262,6 @@ class _Work:
         return math.inf
 
     def errors(self, steps: Steps, seeds: Sequence[int]) -> list[float]:
-        """The errors of a set, seed by seed."""
         found = [self.error(steps, each) for each in seeds]
         self._keep(steps)
         return found
@@ -280,7 +277,7 @@ class _Work:
         return row[seed]
 
     def _final(self, seed: int, steps: Steps | None) -> _Latents:
-        """What was seen of one run; steps of None: the full run."""
+        """Record one run; steps of None are the full run."""
         with _Latents(self.pipe) as seen:
             if steps is None:
                 self.run(seed)
@@ -292,7 +289,7 @@ class _Work:
         return seen
 
     def _keep(self, steps: Steps) -> None:
-        """Write what is known, and say how far we are."""
+        """Write the study and report the progress."""
         if self.study is not None:
             errors = [[list(steps), sorted(row.items())] for steps, row in self.known.items()]
             write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
@@ -302,7 +299,7 @@ class _Work:
 
 
 class _Latents:
-    """Takes down what a scheduler is given first and returns last, and the guidance. A context manager."""
+    """Records a scheduler's first input and last output, and the guidance. A context manager."""
 
     def __init__(self, pipe: Any):
         self.pipe, self.scheduler = pipe, pipe.scheduler

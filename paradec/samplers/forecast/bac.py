@@ -20,7 +20,7 @@ from paradec.samplers.forecast.refresh import Rule, SavedAsJson
 
 @dataclass(frozen=True)
 class BlockSchedule(SavedAsJson, Rule):
-    """Steps at which each module is evaluated; between them its last output serves, or a forecast by another basis.
+    """Steps at which each module is evaluated; between them its last output is reused, or forecast by another basis.
 
     Args:
         steps: solver steps of the run that this was made for.
@@ -70,16 +70,12 @@ class BlockSchedule(SavedAsJson, Rule):
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
-    """The best steps to evaluate one module at, by dynamic programming in O(updates T^2).
+    """The best `updates` ascending steps to evaluate one module at, from step 0, in O(updates T^2).
 
     Args:
-        scores: [T, T]; entry [a, t] is how well the features of step a serve at step t (cosine similarity; a distance
-            with `maximise` off).
-        updates: n: how many steps are evaluated; the first is step 0.
-        maximise: whether larger scores are better.
-
-    Returns:
-        n ascending steps; of equally good choices, the earliest.
+        scores: [T, T]; entry [a, t] is how well the features of step a serve at step t.
+        maximise: whether larger scores are better (cosine similarity), or smaller ones (a distance). Of equally good
+            choices, the earliest is taken.
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)
@@ -106,18 +102,13 @@ def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -
 def bubbling_union(
     steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], count: int = 3
 ) -> dict[str, list[int]]:
-    """Let the modules with the largest caching errors be evaluated also when a feed-forward after them is.
-
-    A feed-forward's update takes in the errors of the modules before it; so these update with it.
+    """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
 
     Args:
-        steps: each module's own schedule, in the order of evaluation.
+        steps: each module's schedule, in the order of evaluation.
         errors: mean distance between each module's features at two steps.
-        feed_forward: the names among them that are feed-forward modules.
-        count: n: how many modules are given the union (3 in the paper's README, 5 in its simulations); below 2, none.
-
-    Returns:
-        The schedules, each a superset of what it was.
+        feed_forward: the names of feed-forward modules.
+        count: n: modules that are given the union (3 in the paper's README, 5 in its simulations); below 2, none.
     """
     names = list(steps)
     united = {name: sorted(set(steps[name])) for name in names}

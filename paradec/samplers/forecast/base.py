@@ -1,11 +1,7 @@
 """The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
 
-A method of this family is one decision, `evaluates`: evaluate or forecast this time; and, beside it, what it remembers
-of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
-The solver is a diffusers scheduler. All rows are at the same solver step.
-
-The decision reads a `RunProgress` and nothing else of the state, so that it is asked for in the same way, once per
-solver step, where a pipeline owns the loop (`paradec.integrations.diffusers.hooks`).
+A method decides whether to evaluate (`evaluates`, from a `RunProgress` alone), what to remember, and how to forecast.
+The query, guidance and the solver's step are here. The solver is a diffusers scheduler; all rows are at the same step.
 """
 
 from __future__ import annotations
@@ -46,22 +42,20 @@ class ForecastState(State):
     positions: int
     """Positions (patches) that one evaluation costs per row."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What the method keeps on the host beside its memory, for all rows; only `commit` replaces it."""
+    """The method's values on the host, for all rows; only `commit` replaces them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.course = RunProgress(total=self.total)
-        """Which step comes next, and what the refresh rules read."""
         self.input = self._model_input()
 
     @property
     def index(self) -> int:
-        """The solver step that comes next."""
         return self.course.index
 
     @property
     def total(self) -> int:
-        """Solver steps; a scheduler that evaluates twice a step has more timesteps than `num_inference_steps`."""
+        """Solver steps: timesteps of the scheduler, which may be more than `num_inference_steps`."""
         return len(self.scheduler.timesteps)
 
     @property
@@ -94,29 +88,25 @@ class ForecastSampler(Sampler):
     family: ClassVar[str] = "forecast"
     models: ClassVar[tuple[str, ...]] = ("latent",)
 
-    # ---- the method's own decisions -------------------------------------------------------------------------------
-
     def evaluates(self, course: RunProgress) -> bool:
         """Whether the model is evaluated at the next step of a run, or forecast. It must be evaluated at the first."""
         raise NotImplementedError
 
     def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        """Note in the course how the model's input changed from one step to the next, where the decision reads that."""
+        """Note in the course how the model's input changed from one step to the next."""
 
     def remember(
         self, state: ForecastState, output: Tensor, full: bool
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        """New values of the memory and the notes after `state.index`, which was evaluated or (not `full`) forecast.
+        """New values of the memory and the notes after `state.index`, evaluated or (not `full`) forecast.
 
-        output: [B, ...]. Both are left as they are where the mapping is empty.
+        output: [B, ...]. An empty mapping changes nothing.
         """
         raise NotImplementedError
 
     def forecast(self, state: ForecastState) -> Tensor:
         """The output [B, ...] at `state.index`, from the memory. Changes nothing."""
         raise NotImplementedError
-
-    # ---- start ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
@@ -141,8 +131,7 @@ class ForecastSampler(Sampler):
             scheduler: a diffusers scheduler. It is copied: the caller's stays as it is.
             num_inference_steps: solver steps.
             guidance_scale: s in uncond + s (cond - uncond); 1 is off, else a call evaluates two rows for each.
-            seed: one for all rows or one per row, for schedulers that draw noise. A row's noise depends on its seed
-                and its latent, not on its neighbours.
+            seed: one for all rows or one per row, for schedulers that draw noise from it and the row's latent.
             generator: the caller's, one or one per row, instead of a seed.
             conditions: what the model asks for: `class_labels` for DiT.
 
@@ -182,8 +171,6 @@ class ForecastSampler(Sampler):
             state.trace = Trace(canvas=[], settings=self.to_dict() | request, family=self.family)
         return state
 
-    # ---- step -----------------------------------------------------------------------------------------------------
-
     def query(self, state: ForecastState) -> list[LatentQuery]:
         """The whole model on all rows, or nothing where the output is forecast."""
         if not self.evaluates(state.course):
@@ -211,8 +198,6 @@ class ForecastSampler(Sampler):
             output = unconditional + state.guidance_scale * (conditional - unconditional)
         return LatentProposal(state.rows, output, cost, kind=queries[0].kind, made_at=state.commits)
 
-    # ---- commit ---------------------------------------------------------------------------------------------------
-
     def commit(self, state: ForecastState, proposal: LatentProposal) -> Commit:
         """Take the solver's step, and remember what was evaluated.
 
@@ -239,7 +224,7 @@ class ForecastSampler(Sampler):
 
 
 def _generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
-    """Where the scheduler draws its noise: nowhere if it draws none."""
+    """The scheduler's generators of noise; None if it draws none."""
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(latent)

@@ -29,21 +29,18 @@ class RunProgress:
     """What a rule reads of a run, or of one call of its steps. Steps are counted from 0."""
 
     total: int | None = None
-    """Solver steps of the run, where they are known."""
     index: int = 0
-    """The step that comes next."""
     first: int = 0
     """Steps of the scheduler that the run leaves out at its start (image to image)."""
     nodes: tuple[int, ...] = ()
-    """The latest two steps that were evaluated, newest first."""
+    """The latest two evaluated steps, newest first."""
     forecasts: int = 0
     """Forecasts since the latest evaluation."""
     skips: int = 0
     """Forecasts of the run."""
     change: float = 0.0
-    """Change or error that the rule has summed since the latest evaluation."""
+    """Sum of the rule since the latest evaluation, and below its product."""
     product: float = 1.0
-    """What the rule has multiplied since then."""
     error: float | None = None
     """Relative error of the latest forecast that was verified since then (`Verification`)."""
     latent: Tensor | None = None

@@ -30,12 +30,8 @@ RULES: Mapping[str, Any] = {
 
 
 def rule_from(value: Any) -> Rule | None:
-    """A rule from itself, a list of steps, a step mask's name, a file of steps (".json"), a rule's name ("first_block",
-    "first_block(threshold=0.05)"), or its `to_dict`; None is none.
-
-    Raises:
-        ValueError: something else, or a setting that the rule has not.
-    """
+    """A rule from a list of steps, a step mask's name, a file of steps (".json"), a rule's name, perhaps with settings
+    ("first_block(threshold=0.05)"), or its `to_dict`; rules and None are returned. Raises ValueError otherwise."""
     if value is None or isinstance(value, Rule):
         return value
     if isinstance(value, (list, tuple, range)):

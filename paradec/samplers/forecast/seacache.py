@@ -16,7 +16,7 @@ from paradec.core.checks import check_choice
 from paradec.samplers.forecast.refresh import Probe, RunProgress, integer, number, relative_change
 
 TINY = 1e-16
-"""What keeps the filter's spectrum and denominator from zero, as in the public code."""
+"""Added to the filter's spectrum and denominator, as in the public code."""
 
 
 @dataclass(frozen=True)

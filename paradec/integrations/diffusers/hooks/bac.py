@@ -36,20 +36,14 @@ def calibrate(
     """Find a schedule for the attention and feed-forward modules of a residual transformer.
 
     Args:
-        pipe: a diffusers pipeline, or a transformer alone; left as it was.
-        run: makes one plain run of it, all steps; other prompts or seeds each time make the schedule more general.
-        updates: n: evaluations of each module in a run, before the bubbling union adds some. With as many as there are
-            steps, the output is the plain run's.
-        runs: how often `run` is called; the measurements are averaged.
+        pipe: a diffusers pipeline, or a transformer alone; restored at the end.
+        run: makes one plain run with all steps; different prompts or seeds make the schedule more general.
+        updates: n: evaluations of each module in a run, before the bubbling union adds some.
+        runs: calls of `run`; the measurements are averaged.
         metric: how features at two steps are compared: "cosine" (the paper's), "l1" or "mse".
-        bubbling: modules that are also evaluated when a feed-forward after them is, those of the largest errors first;
-            below 2 there is no bubbling.
-        samples: entries of a feature that are compared, evenly strided; a bound on memory (4 bytes each, per module
-            and step).
-        transformer: which component of the pipeline is calibrated.
-
-    Returns:
-        The schedule, for runs of as many steps.
+        bubbling: modules that get the bubbling union, as in `bubbling_union`.
+        samples: compared entries of a feature, evenly strided (4 bytes each, per module and step).
+        transformer: the component of the pipeline to calibrate.
 
     Raises:
         ValueError: a setting out of its range, a transformer without such modules, or runs of unequal lengths.

@@ -1,8 +1,6 @@
-"""The block cache that LLaDA2Pipeline lacks: finished blocks are evaluated once, and their keys and values are kept.
+"""A block cache for LLaDA2Pipeline: finished blocks are evaluated once (Fast-dLLM v2, arXiv 2509.26328).
 
-The pipeline evaluates the prompt and everything decoded so far at every step, and reads the open block's logits. In a
-block-causal model the tokens before a block do not see it, so that the block alone needs evaluating: the cache is
-exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.26328), for a pipeline that has none.
+It is exact for block-causal models, where tokens do not see later blocks, and refused for others.
 """
 
 from __future__ import annotations
@@ -28,18 +26,14 @@ class BlockCacheReport:
     """What a `BlockCache` did since it was attached."""
 
     calls: int = 0
-    """Calls of the model."""
     evaluated: int = 0
     """Positions evaluated, all rows together."""
     whole: int = 0
     """Positions that the pipeline would have evaluated without the cache."""
     bytes: int = 0
-    """The most that keys and values took."""
+    """Of keys and values, at most."""
 
-    @property
-    def short(self) -> str:
-        """The same as `str`: one line."""
-        return str(self)
+    short = property(str, doc="One line, as `str`.")
 
     def __str__(self) -> str:
         share = self.evaluated / self.whole if self.whole else 1.0
@@ -53,18 +47,12 @@ class BlockCache(Attached):
     """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     `pipe.model` is exchanged for a `CachedModel`, which calls the model with the positions from the open block on (and
-    the block before it, once, when it has been finished), a transformers `DynamicCache` of the tokens before them, the
-    whole attention mask and their position ids; it must do with that what it does with all positions. What is kept is
-    checked against every call's tokens and mask, so that nothing outlives its run: other prompts, an exception in
-    mid-run or an exchanged scheduler are safe. The model itself is not changed.
-
-    Args:
-        pipe: a pipeline with a `model` and a `scheduler`, as LLaDA2Pipeline has them.
+    once with a block that was finished), a transformers `DynamicCache` of the tokens before them, the whole attention
+    mask and their position ids. The cached tokens and mask are compared with those of every call.
 
     Raises:
-        TypeError: another kind of pipeline. ValueError: a model that takes no key/value cache, or (found by three
-            evaluations of two blocks of random tokens) one whose left blocks see what comes after them, or that answers
-            otherwise over a cache than without.
+        TypeError: another kind of pipeline. ValueError: a model without a key/value cache, or (tested with random
+            tokens) whose left blocks see what comes after them, or whose logits differ with a cache.
     """
 
     def __init__(self, pipe: Any):
@@ -92,15 +80,14 @@ class BlockCache(Attached):
         return f"BlockCache({type(self.pipe).__name__}: {self._report})"
 
     def report(self) -> BlockCacheReport:
-        """What was evaluated and held so far."""
+        """The report so far."""
         return self._report
 
     def reset(self) -> None:
-        """Forget what is kept, and free its memory."""
+        """Free the cache."""
         self.cached.kept = None
 
     def detach(self) -> None:
-        """Leave the pipeline as it was."""
         if self.pipe.model is self.cached:
             self.pipe.model = self.model
         self.reset()
@@ -151,7 +138,7 @@ class BlockCache(Attached):
 
 
 class CachedModel(nn.Module):
-    """A pipeline's model over a block cache. What it lacks is asked of the model."""
+    """A pipeline's model with a block cache; other attributes are the model's."""
 
     def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport):
         super().__init__()
@@ -193,16 +180,14 @@ class CachedModel(nn.Module):
 
 @dataclass
 class _Kept:
-    """Keys and values of everything left of the open block."""
+    """Keys and values left of the open block, and their tokens and attention mask [B, n]."""
 
     cache: Any
     tokens: Tensor
-    """[B, n] int64: what they are of."""
     mask: Tensor
-    """[B, n]: the attention mask they were made with."""
 
     def serves(self, input_ids: Tensor, attention_mask: Tensor, stop: int) -> bool:
-        """Whether a call of these tokens, whose block begins at `stop`, can go on from here."""
+        """Whether a call of these tokens, whose block begins at `stop`, can use the cache."""
         size = self.tokens.shape[1]
         return (
             len(self.tokens) == len(input_ids)
@@ -213,14 +198,11 @@ class _Kept:
 
 
 class BlockCausalModule(nn.Module):
-    """A block-causal model that paradec loaded or wrapped, as LLaDA2Pipeline calls its model: with a 2-D mask of
-    what is no padding, position ids, and optionally a transformers cache of the positions to the left.
+    """A block-causal model of paradec with the call of LLaDA2Pipeline's model.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`, with topology "block_causal" and prediction "same".
-
-    Raises:
-        ValueError: another topology or prediction.
+        model: from `paradec.load` or `paradec.wrap`, with topology "block_causal" and prediction "same"; others are a
+            ValueError.
     """
 
     def __init__(self, model: Model):
@@ -236,12 +218,10 @@ class BlockCausalModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the pipeline puts its tokens."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
         return next(self.parameters()).dtype
 
     def forward(
@@ -272,11 +252,7 @@ class BlockCausalModule(nn.Module):
 
 
 def block_length_of(scheduler: Any) -> int:
-    """Positions per block of the run that a scheduler is in.
-
-    Raises:
-        ValueError: it does not tell.
-    """
+    """Positions per block of a scheduler's run. Raises ValueError where it is unknown."""
     held = vars(scheduler)
     if "block_length" in held:
         return int(held["block_length"])
@@ -292,5 +268,4 @@ def _new_cache() -> Any:
 
 
 def _bytes(cache: Any) -> int:
-    """What a cache's keys and values take."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)

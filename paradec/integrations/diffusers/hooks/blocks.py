@@ -1,7 +1,7 @@
-"""Where a transformer's residual blocks and their branches are: read off the module tree, and a table of exceptions.
+"""A transformer's residual blocks and their branches, by the names of modules, and tables of exceptions.
 
-A block is an entry of a `ModuleList` right under the transformer that holds attention or feed-forward modules.
-Embedders and refiners that are deeper always run, as in TaylorSeer's public code.
+A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules. Embedders and
+refiners that are deeper always run, as in TaylorSeer's public code.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
 @dataclass(frozen=True)
 class Place:
-    """A module that is hooked, and what becomes of it at a forecast step.
+    """A hooked module.
 
     Args:
         name: within the transformer; "" is the transformer.
-        kind: "forecast" (its output is forecast), "residual" (what it adds to its input is), "stack" (as that,
-            for all blocks as one), "skip" (it is left out: what it feeds is forecast), or "output" (as "forecast", for
-            the whole transformer).
-        block: the name of the block that it is in.
-        sink: of a skipped module, the name of the one whose forecast replaces what it feeds; None if unknown.
-        narrow: whether an output of width 0 does as its stand-in.
+        kind: what is forecast: its output ("forecast", "output" of the transformer), its residual ("residual"), the
+            residual of all blocks ("stack"), or what it feeds ("skip").
+        block: the name of its block.
+        sink: of a skipped module, the forecast module that it feeds; None if unknown.
+        narrow: whether its stand-in may have width 0.
     """
 
     name: str
@@ -46,11 +45,11 @@ class Place:
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
 NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
-"""Children whose names say attention or feed-forward but which are norms, modulations or parts of a branch."""
+"""Children with such names that are norms, modulations or parts of a branch."""
 
 FUSED = ("attn", "proj_mlp", "proj_out")
-"""Children of single-stream blocks where one matrix sums attention and feed-forward (FLUX, HunyuanVideo, Chroma): its
-output is the branch, and what feeds it is left out."""
+"""Children of single-stream blocks where the last sums attention and feed-forward (FLUX): it is forecast, and the
+others are left out."""
 
 NARROW = (
     "FluxSingleTransformerBlock",
@@ -59,10 +58,10 @@ NARROW = (
     "HunyuanImageSingleTransformerBlock",
     "ChromaSingleTransformerBlock",
 )
-"""Classes of such blocks that only join what the left-out modules return, so that it may have no width at all."""
+"""Such blocks that only concatenate what the left-out modules return: a stand-in of width 0 is enough."""
 
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
-"""Names of lists of blocks that do not work on the denoised stream: on texts, or on the video that controls a run."""
+"""Names of lists of blocks that work on texts or a control video, not on the denoised stream."""
 
 STREAMS = ("hidden_states", "encoder_hidden_states")
 MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")
@@ -94,7 +93,7 @@ RETURNS = {
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that the returned tensors continue, by class, where names and shapes do not tell. Others: `STREAMS`."""
+"""Arguments that the returned tensors continue, by class. Others: `STREAMS`."""
 
 
 TEXT_FIRST = ("QwenImage21Transformer2DModel",)
@@ -144,11 +143,7 @@ def main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tenso
 
 
 def latent_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a transformer works on: its argument `hidden_states`, or the first of floating numbers.
-
-    Raises:
-        ValueError: no argument is such a tensor.
-    """
+    """The argument `hidden_states`, or the first floating tensor. Raises ValueError without one."""
     latent = kwargs.get("hidden_states")
     if not is_feature(latent):
         latent = next((leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf)), None)
@@ -193,11 +188,7 @@ def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
 
 
 def find_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
-    """What these settings hook: the modules that they name, or those of their `where` (by default "module").
-
-    Raises:
-        ValueError: as `matched` and `places`.
-    """
+    """The modules to hook for these settings. Raises ValueError as `matched` and `places`."""
     if isinstance(settings.where, Modules):
         return matched(transformer, settings.where.modules, settings.where.skip)
     if settings.rule.from_input:
@@ -206,14 +197,13 @@ def find_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
 
 
 def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
-    """What is hooked for a value of `where`, in the order of the module tree.
+    """The modules to hook for a value of `where`, in the order of the module tree.
 
     Args:
-        main_only: blocks of other streams than the denoised one are left alone, since what is called first decides. So
-            they are in a stack, whose blocks hand a stream on to each other.
+        main_only: leave out blocks of other streams than the denoised one, as a stack does.
 
     Raises:
-        ValueError: the transformer has no such blocks, or one of them has no branch that could be told.
+        ValueError: the transformer has no such blocks, or a block without a known branch.
     """
     if where == "output":
         return [Place("", "output", "")]
@@ -245,11 +235,11 @@ def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[
 
 
 def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
-    """What is hooked where the user names modules by patterns.
+    """The modules to hook by patterns.
 
     Raises:
-        ValueError: a pattern matches nothing, one module matches both kinds, a module inside a matched one, or no
-            forecast comes after a skipped module.
+        ValueError: a pattern without a match, a module of both kinds or inside another one, or a skipped module after
+            the last forecast.
     """
     # lists of modules are never called
     listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -1,9 +1,8 @@
 """Which run and step a call of the transformer belongs to.
 
-A pipeline's scheduler says: `set_timesteps` begins a run and `step` ends a solver step, whatever the number of calls in
-between. Where it makes no step (a transformer without a pipeline, loops that integrate by themselves, pipelines that
-step copies of their scheduler), a new timestep is a new step, and a timestep against the direction of the run begins
-the next run. One run at a time, in one thread.
+The scheduler's `set_timesteps` begins a run and its `step` ends a solver step. Where it makes no step (a transformer
+alone, custom loops, pipelines that step copies of it), a new timestep is a new step, and a timestep against the
+direction of the run begins the next run. One run at a time, in one thread.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ class Run:
     """The solver step."""
     is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)
-    """What each transformer remembers of it."""
+    """Of the transformers, by name."""
     strays: int = 0
-    """Calls of the transformers since it began that were not the run's."""
+    """Calls of the transformers that were not the run's."""
     thread: int | None = None
-    """Of its first call."""
     is_stepped: bool = False
     """Whether the scheduler has made a step."""
     is_named: bool | None = None
@@ -39,7 +37,7 @@ class Run:
     direction: float = 0.0
 
     def check_thread(self, refusal: Callable[[], RuntimeError]) -> None:
-        """Raise what `refusal` makes unless this is the run's thread."""
+        """Raise the refusal unless this is the run's thread."""
         if self.thread is None:
             self.thread = threading.get_ident()
         if self.thread != threading.get_ident():
@@ -64,20 +62,19 @@ class Clock:
         self.on_begin, self.on_end = on_begin, on_end
         self.runs = 0
         self.run = Run(is_open=False)
-        """The run that began last."""
         self.lock = threading.RLock()
         """Held during a call of the transformer."""
         self.displaced: set[int] = set()
         """Threads in the middle of whose run another one was begun."""
         self.scheduler: Any = None
         self.before: dict[str, Any] = {}
-        """What stood among the scheduler's attributes in the place of its methods."""
+        """The scheduler's own attributes of the names of the replaced methods."""
         if pipe is not None:
             self.observe(pipe)
 
     @property
     def total(self) -> int | None:
-        """Solver steps of this run, as far as the scheduler knows; image to image leaves the first ones out."""
+        """Solver steps of this run, where the scheduler knows them."""
         timesteps = getattr(self.scheduler, "timesteps", None)
         return None if timesteps is None else len(timesteps) - self.first
 
@@ -116,10 +113,7 @@ class Clock:
             self.on_end(self.run)
 
     def see(self, timestep: Any, context: str | None) -> Run | None:
-        """The run of a call that is about to be made; None if it is no run's.
-
-        Args:
-            timestep: what the transformer is called with. context: the call's name in the pipeline, or None.
+        """The run of the coming call with this timestep and `cache_context`; None outside of runs.
 
         Raises:
             RuntimeError: the run is another thread's. ValueError: no pipeline, and no timestep either.
@@ -202,7 +196,7 @@ class Clock:
 
 
 def _is_observed(clock: Clock, method: Callable[..., Any]) -> bool:
-    """Whether a method is the observed scheduler's, and not that of a copy."""
+    # not a copy's
     return getattr(inspect.unwrap(method), "__self__", clock.scheduler) is clock.scheduler
 
 

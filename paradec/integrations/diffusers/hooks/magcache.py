@@ -36,13 +36,10 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline, or a transformer alone; left as it was. Where two transformers divide the steps (Wan
-            2.2), each is measured at its own.
-        run: makes one plain run of it, all steps.
-        runs: how often `run` is called. Runs, and the calls of a step (guidance), are averaged.
-
-    Returns:
-        The ratios, one for each step of the run. `save` writes them to a file.
+        pipe: a diffusers pipeline, or a transformer alone; restored at the end. Where two transformers divide the steps
+            (Wan 2.2), each is measured at its own.
+        run: makes one plain run with all steps.
+        runs: calls of `run`. Runs, and the calls of a step (guidance), are averaged.
 
     Raises:
         ValueError: a setting out of its range, a transformer without blocks, or runs of unequal lengths.

@@ -1,7 +1,4 @@
-"""What histories will take, before a run, and what fits into `max_memory`.
-
-A skeleton of the transformer is accelerated and called on the meta device, at no cost.
-"""
+"""The memory of histories before a run, from a call on the meta device, and the choice that fits into `max_memory`."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from paradec.samplers.forecast.targets import PLACES, Modules
 
 @dataclass(frozen=True)
 class Size:
-    """What is remembered of one call of a step."""
+    """Bytes of the histories of one call of a step."""
 
     slot: int
-    """Bytes of one tensor of each history, together."""
+    """Of one tensor of each history."""
     rule: int = 0
-    """Bytes of what a rule keeps besides."""
+    """Of the rule's memory."""
 
     def needed(self, settings: Forecast) -> int:
         """Bytes at the settings' order."""
@@ -36,9 +33,7 @@ class Size:
 
 
 def estimate(transformer: nn.Module, settings: Forecast, *args: Any, **kwargs: Any) -> int:
-    """Bytes that the histories of one call per step with these arguments will take, at the settings' where and order.
-
-    Twice that where guidance makes two calls a step.
+    """Bytes of the histories of one call per step with these arguments; twice that with guidance in two calls.
 
     Raises:
         ValueError: as `paradec.accelerate`, or the transformer cannot be measured without running it.
@@ -54,15 +49,14 @@ def choose_fitting(
     kwargs: dict[str, Any],
     known: dict[str | Modules | None, Size],
 ) -> tuple[Forecast, str]:
-    """The settings that fit into `asked.max_memory`: those asked for, or a lower order, or a thriftier where.
+    """The settings that fit into `asked.max_memory`: perhaps of a lower order or a smaller place.
 
     Args:
-        branches: calls of a step, which have histories of their own.
-        args, kwargs: of one call.
-        known: sizes of such a call by where, as far as they were measured; more are added.
+        branches: calls of a step. args, kwargs: of one call.
+        known: measured sizes of such a call by where; more are added.
 
     Returns:
-        The settings, and in words the bytes that they need and what was tried before.
+        The settings, and a text of the bytes that they need and what was tried before.
 
     Raises:
         ValueError: nothing fits, or the transformer cannot be measured without running it.
@@ -102,7 +96,7 @@ class _FirstCall(Clock):
 
 
 def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dict[str, Any]) -> Size:
-    """Bytes of what is remembered of one call with these arguments.
+    """Bytes of the histories of one call with these arguments.
 
     Raises:
         ValueError: the transformer cannot be rebuilt from its configuration, or not be called without computing.

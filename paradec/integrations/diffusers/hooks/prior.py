@@ -1,7 +1,6 @@
-"""GLM-Image's prior inside its pipeline: the codes that `GlmImagePipeline` asks its encoder for, by a sampler of ours.
+"""GLM-Image's prior inside `GlmImagePipeline`: its codes are sampled by paradec.
 
-The pipeline calls `vision_language_encoder.generate` once a run, with what its processor made of the prompts, and reads
-the large raster from what comes back. That method is replaced; the rest of the pipeline goes on as it is.
+`vision_language_encoder.generate`, which the pipeline calls once a run, is replaced.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from paradec.models.images.glm_image import GlmImageModel
 
 ENCODER = "vision_language_encoder"
 READ = ("temperature", "top_k", "top_p")
-"""What the encoder's generation config says of draws; what it leaves out is as the model's authors have it."""
+"""Settings that are read from the encoder's generation config."""
 WITHOUT: dict[str, Any] = UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
 
 
 @dataclass(frozen=True)
 class PriorReport:
-    """What a `PriorSession` did in the latest run."""
+    """The latest run of a `PriorSession`."""
 
     runs: int
     prior: ImageOutput | None
     """The prior's codes, forwards and seconds; None before the first run."""
     forecast: Any = None
-    """The report of the sampler that is attached to the DiT, if one is."""
+    """The report of the sampler on the DiT."""
 
     @property
     def short(self) -> str:
-        """One line."""
         if self.prior is None:
             return "no run yet"
         found = self.prior
@@ -57,7 +55,7 @@ class PriorSession(Attached):
     Args:
         pipe: the pipeline.
         prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler",
-            "temperature", "seed", ...). What it leaves out is what the encoder's generation config says.
+            "temperature", "seed", ...); the rest is read from the encoder's generation config.
 
     Raises:
         TypeError: a pipeline without such an encoder. ValueError: settings as `generate_images` refuses them, a
@@ -105,9 +103,9 @@ class PriorSession(Attached):
         max_new_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Replace the encoder's method: [B, L + N] int64, the prompts as they were and N tokens of rasters.
+        """Replace the encoder's method: [B, L + N] int64, the prompts and N tokens of rasters.
 
-        Without a seed in the session's settings, one is drawn from torch's generator, which the pipeline seeds.
+        Without a seed in the settings, one is drawn from torch's generator, which the pipeline seeds.
 
         Raises:
             ValueError: an argument that the pipeline does not give, or grids of unlike sizes.
@@ -137,11 +135,10 @@ class PriorSession(Attached):
         return torch.cat((input_ids, self.latest.tokens.to(input_ids)), 1)
 
     def report(self) -> PriorReport:
-        """What the latest run did; `.short` is one line."""
+        """The report of the latest run; `.short` is one line."""
         return PriorReport(self.runs, self.latest, None if self.forecast is None else self.forecast.report())
 
     def detach(self) -> None:
-        """Restore the pipeline as it was; detaching twice does nothing."""
         if getattr(vars(self.encoder).get("generate"), "__self__", None) is self:
             del self.encoder.generate
         if self.forecast is not None:

@@ -1,7 +1,6 @@
-"""ReCAP on AmusedPipeline: a scheduler that chooses each group's targets, and hooks that evaluate those alone.
+"""ReCAP on AmusedPipeline (arXiv 2505.19089): a scheduler chooses each group's targets, hooks evaluate only those.
 
-ReCAP, arXiv 2505.19089. The scheduler owns what is decided and when; the hooks own keys and values. In a local step
-the transformer's layers see the targets' cells only, and attend to them and to what the full step kept of all others.
+In a local step the layers evaluate the targets' cells, which attend to the keys and values of all cells.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ class RecapReport:
     """What a `RecapSession` did since it was attached."""
 
     cells: list[tuple[int, int]] = field(default_factory=list)
-    """Per call of the transformer: cells of each image that its layers evaluated, and all that there are."""
+    """Per call of the transformer: evaluated cells of each image, and all cells."""
     bytes: int = 0
-    """The most that keys, values and hidden states took."""
+    """Of keys, values and hidden states, at most."""
 
-    @property
-    def short(self) -> str:
-        """The same as `str`: one line."""
-        return str(self)
+    short = property(str, doc="One line, as `str`.")
 
     def __str__(self) -> str:
         local = sum(some < everything for some, everything in self.cells)
@@ -41,13 +37,10 @@ class RecapReport:
 
 
 class RecapSession(Attached):
-    """ReCAP on an AmusedPipeline; made by `paradec.accelerate(pipe, paradec.samplers.create("recap", ...))`. Exchanges
-    the pipeline's scheduler for a `RecapScheduler` with the sampler's settings, and hooks the transformer's layers. A
-    context manager.
+    """ReCAP on an AmusedPipeline; made by `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
 
-    Amused's convolutions before and after the layers run on the whole image; with `downsample`, layers work on cells of
-    2 x 2 tokens, and those that hold a target are evaluated. Exact where all cells are targets; else approximate, as
-    the method is.
+    The pipeline's scheduler is exchanged for a `RecapScheduler`. Amused's convolutions run on the whole image; with
+    `downsample`, layers work on cells of 2 x 2 tokens, and those that hold a target are evaluated.
 
     Args:
         pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.
@@ -88,9 +81,8 @@ class RecapSession(Attached):
         self.local: Tensor | None = None
         """[R, M] int64: the cells of a local step."""
         self.hidden: Tensor | None = None
-        """[R, N, D]: what the last layer made of all cells."""
+        """[R, N, D]: the last layer's output of all cells."""
         self.run: object | None = None
-        """The scheduler's run that is remembered."""
         pipe.scheduler = scheduler
         self.attention = [layer.attn1 for layer in layers]
         self.keeping = [_Keeping(self, attention.processor) for attention in self.attention]
@@ -108,11 +100,10 @@ class RecapSession(Attached):
         return f"RecapSession({type(self.pipe).__name__}: {self._report})"
 
     def report(self) -> RecapReport:
-        """What the transformer's layers evaluated so far."""
+        """The report so far."""
         return self._report
 
     def detach(self) -> None:
-        """Leave the pipeline as it was."""
         for hook in reversed(self.hooks):
             hook.remove()
         for attention, keeping in zip(self.attention, self.keeping, strict=True):
@@ -129,7 +120,7 @@ class RecapSession(Attached):
             keeping.key = keeping.value = None
 
     def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Around the transformer: the cells that this call's layers evaluate."""
+        """Replace the transformer's forward: choose the cells that its layers evaluate."""
         if self.run is not self.scheduler.run:
             self._forget()
             self.run = self.scheduler.run

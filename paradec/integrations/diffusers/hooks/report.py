@@ -1,4 +1,4 @@
-"""What a session of `accelerate` tells of its latest run: every call of a transformer, and a summary."""
+"""The report of a session of `accelerate`: every call of a transformer, and a summary."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class CallRecord:
     kind: str
     """"full" (all hooked modules evaluated), "forecast" (none), or "mixed"."""
     evaluated: int
-    """Hooked modules that were evaluated."""
     forecast: int
-    """Hooked modules that were forecast or left out."""
+    """Numbers of hooked modules that were evaluated, and forecast or left out."""
     bytes: int
-    """What all histories of this transformer took after the call."""
+    """Of this transformer's histories after the call."""
     clocked: Any = field(repr=False, default=None)
 
     @property
@@ -48,18 +47,17 @@ class CallRecord:
 
 @dataclass(repr=False)
 class Report:
-    """What a session did in its latest run."""
+    """The latest run of a session."""
 
     settings: dict[str, Forecast]
-    """Of each transformer, as used: `max_memory` may have chosen another place or order."""
+    """Of each transformer, with the place and order that `max_memory` chose."""
     modules: dict[str, list[str]]
-    """Names of the hooked modules of each transformer."""
     coverage: dict[str, float]
     """Share of each transformer's parameters that a forecast step leaves out."""
     runs: int
     calls: list[CallRecord]
     notes: list[str]
-    """What was decided for the user: the place, say."""
+    """Automatic decisions."""
 
     @property
     def full_steps(self) -> list[int]:
@@ -120,10 +118,9 @@ class Report:
         )
 
     def trace(self, images: Any = None) -> Trace:
-        """The run as a trace, a step for each of the pipeline's, for `Trace.to_html` and its like.
+        """The run as a trace with a step for each of the pipeline's.
 
-        Args:
-            images: what the pipeline made, PIL images or a tensor [B, C, H, W] in [0, 1], to be shown with it.
+        images: the pipeline's, PIL images or a tensor [B, C, H, W] in [0, 1], to be shown with it.
         """
         steps: dict[int, list[CallRecord]] = {}
         for call in self.calls:

@@ -108,28 +108,23 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     >>> pipe("a tiger"); print(session.report()); session.detach()               # doctest: +SKIP
 
     Args:
-        pipe: a diffusers pipeline with a `transformer` (and `transformer_2` or `unet`, if it has them), or a
-            transformer alone. Of a transformer alone the argument `timestep` gives the step, and a run begins when
-            timesteps change direction.
-        sampler: `TaylorSeer`, by default with its own defaults; `Forecast`, `TeaCache`, `SpeCa`, `FoCa`; a schedule or
-            rule (`FirstBlock()`), which means `Forecast(when=rule)`; a config of diffusers
-            (`TaylorSeerCacheConfig(...)`); or `ReCAP(...)`, for AmusedPipeline
-            (`paradec.integrations.diffusers.hooks.recap.RecapSession`). Or the name of any of them, with settings in
-            parentheses or beside it: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
-        cache: "block", for LLaDA2Pipeline (`paradec.integrations.diffusers.hooks.block_cache.BlockCache`), without a
-            sampler.
+        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer alone: there the
+            argument `timestep` gives the step, and a run begins when timesteps change direction.
+        sampler: `TaylorSeer`, the default; `Forecast`, `TeaCache`, `SpeCa`, `FoCa`; a rule (`FirstBlock()`), which
+            means `Forecast(when=rule)`; a config of diffusers (`TaylorSeerCacheConfig(...)`); or, for AmusedPipeline,
+            `ReCAP(...)`. Also by name: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
+        cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
         prior: for GlmImagePipeline: the sampler of its prior, as "scd", or a mapping with more settings
-            (`paradec.integrations.diffusers.hooks.prior.PriorSession`); alone, or beside a sampler for its DiT.
-        settings: of the sampler that is named.
+            (`hooks.prior.PriorSession`); alone, or next to a sampler for its DiT.
+        settings: of the named sampler.
 
     Returns:
         The session. The pipeline is used as before. Each call of a step (guidance may take two) has its own history,
         which starts empty in every run and when shapes change.
 
     Raises:
-        TypeError: `pipe` cannot be accelerated. ValueError: an unknown name, settings that name modules which the
-            transformer does not have, a pipeline that is already accelerated or has diffusers' own cache enabled. The
-            pipeline is then unchanged.
+        TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is
+            accelerated or has a diffusers cache. The pipeline is then unchanged.
     """
     if getattr(pipe, "makes", None) in MODELS:
         raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")

@@ -64,14 +64,11 @@ class Walk:
 
     history: StackHistory
     entry: dict[str, Tensor]
-    """The first block's input."""
     position: int = -1
-    """Of the block that was called last."""
     probe: Tensor | None = None
     full: bool | None = None
     """Whether the blocks after the probe are evaluated; None until that was decided."""
     step: float = 0.0
-    """The step that is forecast."""
     start: dict[str, Tensor] = field(default_factory=dict)
     """The streams that the open segment's residual is added to."""
     begin: int = -1

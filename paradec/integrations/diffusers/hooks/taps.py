@@ -77,7 +77,6 @@ class Tap:
     def _remember(
         self, history: ModuleHistory | None, output: Any, args: tuple, kwargs: dict[str, Any]
     ) -> ModuleHistory:
-        """The history after an evaluation."""
         leaves, spec = tree_flatten(output)
         if self.place.kind == "skip":
             return ModuleHistory([self._stand_in(leaf) for leaf in leaves], [None] * len(leaves), spec)

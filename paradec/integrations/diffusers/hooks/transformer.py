@@ -54,7 +54,6 @@ class RunState:
     decision: bool | None = None
     """Whether this step evaluates; None before its first module is called."""
     watched: Tensor | None = None
-    """The watched input of the latest step."""
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
     counts: dict[str | None, int] = field(default_factory=dict)
@@ -98,7 +97,6 @@ class Transformer:
         self.logged: set[str] = set()
         self.choose = choose
         self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
-        """Measured by `choose`, by signature and place."""
         self.is_inside = False
         """Whether the transformer is being called for a run; else its modules are left alone."""
         self.course = RunProgress()
@@ -128,8 +126,6 @@ class Transformer:
             raise
         self.root = Hook(module, self.call, on_reset=clock.end)
         self.base._paradec_session = self
-
-    # ---- attaching --------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if getattr(self.base, "is_cache_enabled", False):
@@ -234,14 +230,12 @@ class Transformer:
         )
 
     def remove(self) -> None:
-        """Leave the transformer as it was."""
+        """Restore the transformer."""
         self._untap()
         if vars(self.base).get("_paradec_session") is self:
             del self.base._paradec_session
             self.root.remove()
         self.histories = {}
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Replace the transformer's forward."""
@@ -304,7 +298,6 @@ class Transformer:
         return output
 
     def _begin(self, run: Run) -> RunState:
-        """Start a run with an empty state."""
         rule, clock = self.asked.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, guidance_of(clock.pipe)):
             self._note(
