@@ -6,9 +6,11 @@ With `PARADEC_DEBUG=1` in the environment tracebacks are shown as well.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -53,7 +55,7 @@ class _OneLineErrors(TyperGroup):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 1
             except Exception as error:
-                code = _fail(error)
+                code = _fail(error, self, args or sys.argv[1:])
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -62,12 +64,22 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
     print("warning: " + " ".join(str(message).split()), file=sys.stderr)
 
 
-def _fail(error: Exception) -> int:
+def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
+    """Replace arguments in an error of the library by the options of the command in `words`: `block_length=0` by
+    `--block-length=0`. Settings of a sampler keep their names."""
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    options = [param for param in command.params if param.opts[0].startswith("--")]
+    names: dict[str, str] = {param.name: param.opts[0] for param in options}
+    return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)
+
+
+def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
     # Some releases of typer use click's exceptions and some a copy of them: ask for the method, not for the class.
     if hasattr(error, "format_message"):
         text = error.format_message()
     elif isinstance(error, _INPUT_ERRORS):
-        text = str(error) or type(error).__name__
+        text = _name_options(str(error), group, words) or type(error).__name__
     else:
         raise error
     if debugging():

@@ -358,6 +358,11 @@ def test_an_interrupt_while_many_answers_are_decoded() -> None:
     assert process.stderr.read().endswith(f", interrupted after {len(lines)} of 100000 answers\n")
 
 
+def test_an_error_of_the_library_names_the_option() -> None:
+    assert refused("generate", "Sort: fig", "--max-new-tokens", "-1").startswith("error: --max-new-tokens=-1 must be")
+    assert refused("generate", "Sort: fig", "--set", "threshold=7").startswith("error: threshold=7 must be")
+
+
 def test_a_closed_pipe_is_no_error() -> None:
     process = start("samplers")
     process.stdout.close()
