@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from typer.testing import CliRunner
@@ -174,6 +175,18 @@ def test_what_does_not_fit_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(paradec.CheckpointError, match="lm_head.weight is int8"):
+        paradec.load(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(paradec.CheckpointError, match="adapter_config.json; merge"):
+        paradec.load(folder)
+
+
 def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
     """The beginning of a GGUF file."""
 
@@ -246,6 +259,23 @@ def test_what_may_be_masked_is_asked_for() -> None:
         paradec.wrap(module)
     with pytest.raises(ValueError, match="topology is needed"):
         paradec.wrap(module_of("llama"), prediction="shifted")
+
+
+def test_an_encoder_in_a_causal_class_is_refused() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    module = transformers.ElectraForCausalLM(
+        transformers.ElectraConfig(**sizes, intermediate_size=24, embedding_size=16)
+    )
+    with pytest.raises(ValueError, match="config.is_decoder=False makes ElectraForCausalLM bidirectional"):
+        paradec.wrap(module)
+    with pytest.raises(ValueError, match="config.is_decoder=False"):
+        paradec.wrap(module, prediction="shifted", topology="causal")
+
+
+def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
+    sizes = {"vocab_size": 40, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "n_langs": 1}
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel does not decode token by token"):
+        paradec.wrap(transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)), topology="causal")
 
 
 def test_experts_without_a_kernel() -> None:

@@ -311,6 +311,21 @@ def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor,
     assert all(map(torch.equal, found, plain))
 
 
+def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
+    plain = run(pipe, ids)
+
+    def fail() -> None:
+        raise RuntimeError("mid-run")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mid-run"):
+            run(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
+        assert torch.equal(together(lambda: run(pipe, ids))[0], plain)
+        (error,) = together(lambda: run(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
+        assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
+
+
 CODES, IMAGE_MASK = 32, 31
 
 

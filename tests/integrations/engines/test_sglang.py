@@ -229,6 +229,14 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
     assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]
 
 
+def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
+    algorithm = made("ParadecSaber")
+    for name in ("a", "b", "a", "c"):
+        algorithm.run(lambda _: logits_of([9] * 4), batch_of([[1, MASK, MASK, MASK]], [name], [4]), [None])
+    assert [*algorithm._between] == ["a", "c"]
+
+
 def test_the_file_needs_no_sglang_and_the_entry_point_is_it() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     module, _, name = stated["sglang.srt.plugins"]["paradec"].partition(":")

@@ -544,3 +544,11 @@ def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str, monke
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert named in result.stderr
+
+
+def test_another_file_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    for text in ("{}", "[]", '{"schema": "other"}', "no JSON"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="results.json"):
+            Comparison.from_json(file)

@@ -233,3 +233,10 @@ def test_pairs_that_are_refused() -> None:
         log_likelihoods(wrapped("Llama causal"), [([5], [6])], method="chain")
     with pytest.raises(TypeError, match="log_likelihoods takes"):
         log_likelihoods(decoder(), [([5], [6])])
+
+
+def test_nan_logits_are_an_error() -> None:
+    model = tiny(1)
+    model.module.lm_head.weight.data[7] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        one(model)
