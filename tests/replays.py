@@ -27,15 +27,11 @@ from places import ROOT, TESTS, make_temporary_folder, unpack  # noqa: E402
 from recorded import OUTCOMES, Selection, record_outcome, unread_fields  # noqa: E402
 
 TEXT = {
-    "samplers/masked/test_traces.py": "no_method_without_a_replay trace logits",
-    "samplers/masked/test_traces_dinfer.py": "trace",
-    "samplers/masked/test_traces_pipelined.py": "d3llm d2f",
-    "samplers/masked/rules/test_traces_adablock.py": "trace",
+    "samplers/masked/test_traces.py": "no_method_without_a_replay trace logits dinfer adablock",
+    "samplers/masked/test_traces_pipelined.py": "d3llm d2f lopa",
     "samplers/masked/ahead/test_traces_freedave.py": "trace",
-    "samplers/masked/ahead/test_traces_lopa.py": "trace",
-    "samplers/masked/rules/test_factor_profile.py": "public_traces",
-    "caches/test_traces_caches.py": "block_caches forced_first_token dkv",
-    "caches/test_traces_suffix.py": "dpad",
+    "samplers/masked/rules/test_rules.py": "public_traces",
+    "caches/test_cache_traces.py": "block_caches forced_first_token dkv dpad",
     "caches/test_d2.py": "public_traces density_as_a_prior",
 }
 VERIFICATIONS = {"samplers/causal/test_jacobi.py": "reference_verification reference_tree_verification"}
@@ -64,10 +60,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "next-image": (
         ("next-image",),
         {
-            "samplers/scales/test_golden_scales.py": "var_replays code_replays pictures_become_codes "
-            "all_scales_at_once",
-            "samplers/test_distilled.py": "llamagen_replays_the_reference",
-            "samplers/test_distilled_var.py": "replays_the_reference",
+            "samplers/scales/test_scales.py": "var_replays code_replays pictures_become_codes all_scales_at_once",
+            "samplers/test_distilled.py": "llamagen_replays_the_reference replays_the_reference",
             "samplers/continuous/test_cspd.py": "replays_the_reference replays_the_rule",
             "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "
             "a_block_that_stays_in_the_store_has_another_fixed_point",
@@ -117,7 +111,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "samplers/masked/test_constrained.py": "recorded_runs "
             "recorded_runs_that_take_the_best_token_of_each_marginal one_token_a_step_has_the_recorded_distribution",
             "samplers/causal/test_causal_constraints.py": "recorded_greedy_runs the_recorded_masked_distribution",
-            "samplers/renoising/test_canvas_constraints.py": "recorded_steps",
+            "samplers/renoising/test_canvas_properties.py": "recorded_steps",
             "api/test_decide.py": "recorded_answers",
             "integrations/server/test_systemone.py": "recorded_answers",
         },

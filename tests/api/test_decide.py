@@ -17,7 +17,7 @@ import pytest
 import torch
 from canvases import CANVAS, tiny_module
 from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, model_of, network
-from plain_canvas import causal
+from oracles.renoising import causal
 from recorded import replays
 from structured import CASES, named
 from torch import Tensor

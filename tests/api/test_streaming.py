@@ -1,23 +1,38 @@
-"""Streamers get every final token once, in reading order; transformers' own work as they are."""
+"""Streamers and stop strings."""
 
 from __future__ import annotations
 
 import io
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from byte_tokenizers import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
 from fitting import MASKED, fits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
+from structured import lettered
 from tiny_models import tiny
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
+from transformers import (
+    PreTrainedTokenizerFast,
+    StopStringCriteria,
+    TextDiffusionStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 import paradec
 from paradec.cli.watch import END, UNDECIDED, LiveView
 from paradec.models.adapter import Model
+from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.masked.blocks import NEVER
 
 PROMPT = "Reverse: pear fig apple kiwi"
 STEPWISE = {"sampler": "low_confidence", "max_new_tokens": 8}
@@ -235,3 +250,186 @@ def test_live_view_shows_tokens_being_filled_in(packaged: Model) -> None:
     assert frames[-1].strip() == f"{out.text[0]} {END}"
     assert re.findall(r"\[2\] (.*)", screen.getvalue())[-1].strip() == f"{out.text[1]} {END}"
     assert PROMPT.split()[1] not in frames[0].split()[0]
+
+
+def length_by_transformers(ids: list[int], stops: list[str]) -> int:
+    """Tokens that transformers' generate would keep of an answer that it makes one by one."""
+    criterion = StopStringCriteria(TOKENIZER, stops)
+    for count in range(1, len(ids) + 1):
+        if criterion(torch.tensor([ids[:count]]), None)[0]:
+            return count
+    return len(ids)
+
+
+def tokenizer_of(model: Any, decoder: Any, **settings: Any) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def numbered(*words: str) -> dict[str, int]:
+    return {word: number for number, word in enumerate(words)}
+
+
+LLAMA = models.BPE(
+    numbered("<unk>", "▁", "▁a", "▁the", "a", "é", "▁é", ".", *(f"<0x{i:02X}>" for i in range(256))),
+    [],
+    byte_fallback=True,
+)
+LLAMA_PARTS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+WORDPIECE = models.WordPiece(numbered("[UNK]", "a", "##a", "##b", "do", "not", ".", "'", "s", "é"), unk_token="[UNK]")
+METASPACE = models.Unigram([(word, -1.0) for word in ("<unk>", "▁", "▁▁", "▁a", "a", "▁b", ".", "é")], 0)
+TOKENIZERS = {
+    "bytes": byte_level_tokenizer(text=f"{TEXT} né 🎉 thé 🎉🎉"),
+    "llama": tokenizer_of(LLAMA, decoders.Sequence(LLAMA_PARTS), unk_token="<unk>"),
+    "wordpiece": tokenizer_of(WORDPIECE, decoders.WordPiece(), unk_token="[UNK]", clean_up_tokenization_spaces=True),
+    "metaspace": tokenizer_of(METASPACE, decoders.Metaspace(), unk_token="<unk>"),
+    "letters": lettered().tokenizer,
+    "packaged": paradec.load().tokenizer,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_text_is_found_as_in_the_whole_answer(name: str, data: st.DataObject) -> None:
+    tokenizer, first = TOKENIZERS[name], 3
+    emoji = tokenizer("né 🎉 a the 🎉", add_special_tokens=False)["input_ids"]
+    pieces = [emoji, emoji[1:4], emoji[-4:] * 3, [len(tokenizer)] * 9]
+    piece = st.one_of(st.integers(0, len(tokenizer) - 1).map(lambda token: [token]), st.sampled_from(pieces))
+    news = st.lists(piece, max_size=7).map(lambda parts: sum(parts, []))
+    answer, answers = list[int](), list[list[int]]()
+    for back, new in data.draw(st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news), min_size=1, max_size=12)):
+        answer = answer[: max(0, len(answer) - back)] + new
+        answers.append(answer)
+
+    def read(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    text = read(max(answers, key=len))
+    cut = st.integers(0, max(len(text) - 1, 0)).flatmap(lambda a: st.integers(a + 1, a + 4).map(lambda b: text[a:b]))
+    stops = [stop for stop in data.draw(st.lists(cut, min_size=1, max_size=2)) if stop] or ["no such text"]
+    rule, row, before = StopStrings(stops, tokenizer, np.array([first])), np.array([0]), list[int]()
+    for answer in answers:
+        same = next((at for at, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
+        begin = data.draw(st.integers(0, same))
+        tokens = np.array([answer[begin:]], np.int64)
+        (end,) = rule.find_ends(row, np.array([first + begin]), tokens, np.array([first + len(answer)]))
+        counts = range(same + 1, len(answer) + 1)
+        holds = [count for count in counts if any(stop in read(answer[:count]) for stop in stops)]
+        assert end == (first + holds[0] if holds and holds[-1] == len(answer) else NEVER)
+        if end < NEVER:
+            break
+        before = answer
+
+
+TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20)
+
+
+@settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(ids=st.one_of(st.sampled_from([ids_of(TEXT), ids_of(TEXT[30:])]), TOKENS), data=st.data())
+def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> None:
+    text = TOKENIZER.decode(ids)
+    cuts = st.integers(0, len(text) - 1).flatmap(
+        lambda a: st.integers(a + 1, min(len(text), a + 6)).map(lambda b: (a, b))
+    )
+    stops = [text[a:b] for a, b in data.draw(st.lists(cuts, min_size=1, max_size=3))]
+    stops = [stop for stop in stops if "\N{REPLACEMENT CHARACTER}" not in stop] or ["no such text"]
+    expected = length_by_transformers(ids, stops)
+    block = data.draw(st.sampled_from([None, 4]))
+    out = paradec.generate(
+        reciting(ids),
+        [10, 10],
+        max_new_tokens=len(ids),
+        sampler="low_confidence",
+        block_length=block,
+        stop_strings=stops,
+    )
+    assert out.tokens == [expected]
+    assert out.new_tokens[0, :expected].tolist() == ids[:expected]
+    assert (out.new_tokens[0, expected:] == TOKENIZER.eos_token_id).all()
+    assert out.text == TOKENIZER.decode(ids[:expected], skip_special_tokens=True)
+    assert out.finished == [any(stop in TOKENIZER.decode(ids[:expected]) for stop in stops)]
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_stops(name: str) -> None:
+    first, second = ids_of(TEXT), ids_of(TEXT[3:])
+    model, stop = reciting(first, second), ". th"
+    if not fits(name, model):
+        pytest.skip("refused by name")
+    arguments = {"sampler": name, "max_new_tokens": 20, "stop_strings": stop, "seed": 1}
+    out = paradec.generate(model, [[10, 10], [11, 11]], **arguments)
+    assert TOKENIZER.mask_token_id not in out.sequences
+    for row, ids in enumerate([first[:20], second[:20]]):
+        keeps = length_by_transformers(ids, [stop])
+        assert out.new_tokens[row, :keeps].tolist() == ids[:keeps]
+        assert out.tokens[row] == keeps
+        assert out.finished[row] == (keeps < 20)
+        alone = paradec.generate(model, [[10 + row] * 2], **arguments)
+        assert alone.new_tokens[0].tolist() == out.new_tokens[row].tolist()
+        assert (alone.tokens[0], alone.nfe) == (out.tokens[row], out.row_nfe[row])
+    # a stop never costs steps
+    full = paradec.generate(model, [[10, 10], [11, 11]], **arguments | {"stop_strings": None})
+    assert out.row_nfe[0] <= full.row_nfe[0]
+
+
+def test_the_earliest_of_all_rules_ends_a_row() -> None:
+    ids = ids_of("one two") + [TOKENIZER.eos_token_id] + ids_of(". three")
+    model = reciting(ids)
+    arguments = {"max_new_tokens": len(ids), "sampler": "threshold"}
+    kept = len(ids_of("one two"))
+    assert paradec.generate(model, [10, 10], stop_strings="three", **arguments).tokens == [kept + 1]
+    assert paradec.generate(model, [10, 10], stop_strings=["three", "ne"], **arguments).text == "one"
+    assert paradec.generate(model, [10, 10], stop_strings=["ne", "three"], **arguments).text == "one"
+
+
+def test_a_special_token_is_a_stop_string() -> None:
+    ids = ids_of("one two") + [TOKENIZER.convert_tokens_to_ids("<|turn|>")] + ids_of(" three")
+    out = paradec.generate(reciting(ids), [10, 10], max_new_tokens=len(ids), stop_strings="<|turn|>")
+    assert out.tokens == [len(ids_of("one two")) + 1]
+    assert out.text == "one two" and out.finished == [True]
+
+
+def test_the_prompt_is_no_part_of_a_match() -> None:
+    class Prompted(Recites):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(torch.full_like(ids, 10))
+
+    ids = ids_of("\n one two")
+    model = reciting(ids)
+    model.module.__class__ = Prompted
+    newline = ids_of("\n")[0]
+    out = paradec.generate(model, [newline, newline], max_new_tokens=len(ids), stop_strings="\n\n")
+    assert out.text == "\n one two"
+
+
+def test_words_and_batches_of_the_packaged_model() -> None:
+    model = paradec.load()
+    prompts = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: pear grape kiwi"]
+    out = paradec.generate(model, prompts, stop_strings=["fig"])
+    assert out.text == ["apple fig", "kiwi apple fig", "pear grape kiwi"]
+    assert out.tokens == [2, 3, 4] and out.finished == [True] * 3
+
+
+def test_text_that_is_taken_back_is_read_again() -> None:
+    mask, (one, two, stop) = TOKENIZER.mask_token_id, (ids_of(text)[0] for text in ("one", " two", "."))
+    rule = StopStrings(["."], TOKENIZER, np.array([2]), mask)
+    window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None], host_valid=None)
+    state = SimpleNamespace(window=window, end=np.array([6]))
+    assert rule(state, np.array([[one, two, mask, stop]])) is None
+    assert rule(state, np.array([[one, mask, mask, stop]])) is None
+    assert rule(state, np.array([[one, stop, mask, stop]])).tolist() == [4]
+    assert rule(state, np.array([[stop, two, mask, stop]])).tolist() == [3]
+
+
+@pytest.mark.parametrize("value", ["", [""], ["a", ""], [1], 3, [None], [["a"]]])
+def test_wrong_stop_strings(value: Any) -> None:
+    with pytest.raises(ValueError, match="stop_strings=.* must be a text or a sequence of texts, none of them empty"):
+        paradec.generate(paradec.load(), "Sort: pear fig", stop_strings=value)
+
+
+def test_a_tokenizer_is_needed(llada: Model) -> None:
+    with pytest.raises(ValueError, match="stop_strings='a' needs a tokenizer; llada-tiny has none"):
+        paradec.generate(llada, [1, 2], stop_strings="a")

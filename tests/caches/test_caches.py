@@ -1,9 +1,11 @@
-"""Caches: where they are exact, what they evaluate, which pairs are refused, what they cost."""
+"""Caches: what they evaluate, which are exact, which combinations are refused, what they cost."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +20,16 @@ from tiny_models import MASK, tiny
 from wrapped_models import wrapped
 
 import paradec
-from paradec import caches, samplers
+from paradec import Suffix, caches, samplers
 from paradec.caches.cost import advice
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
+from paradec.caches.store import store_bytes
 from paradec.caches.stored import ChangeLog
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
 from paradec.caches.table import MODELS as TABLE_MODELS
-from paradec.core.query import Query
+from paradec.core.memory import check_memory
+from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 from paradec.samplers.masked import Needs
 
@@ -524,3 +528,144 @@ def test_an_end_token_in_a_cached_row_ends_it() -> None:
         for index, row in enumerate(rows):
             alone = paradec.generate(model, [row], cache=name, **request)
             assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_estimate_is_what_is_allocated(dtype: torch.dtype | None) -> None:
+    model = tiny(3)
+    store = model.make_store(2, 11, None if dtype is None else "bfloat16")
+    positions = torch.arange(4).expand(2, 4)
+    query = Query(torch.arange(2).numpy(), positions, positions, store=StoreCall(torch.arange(2), positions))
+    model(query, store)
+    assert store.nbytes == store_bytes(model.module.config, 2, 11, dtype or torch.float64)
+    assert next(iter(store.layer_keys.values())).dtype == (dtype or torch.float64)
+    store.release()
+    assert store.nbytes == 0 and store.peak_bytes > 0 and not store.valid.any()
+
+
+def test_a_store_beyond_the_machine_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"would take .* more than this machine's memory .* narrower store_dtype"):
+        tiny(1).make_store(10**6, 10**6)
+    with pytest.raises(ValueError, match="more than max_memory"):
+        check_memory(2048, torch.device("cpu"), 2047, "a store")
+    check_memory(2048, torch.device("cpu"), 2048, "a store")
+
+
+NEW_CORNERS = 10
+WITH = [name for name in caches.names() if caches.get(name).facts.suffixes]
+WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
+PAIRS = [(cache, window) for cache in WITH for window in WINDOWS]
+SOME = [pair for at, pair in enumerate(PAIRS) if at % 4 == 0]
+"""Every cache and every window at least once; the others are for the long run."""
+EACH = [
+    pytest.param(*pair, marks=() if pair in SOME else pytest.mark.full, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS
+]
+ROWS_CORNERS = [[1], [2, 3], [4] * 13, [5, 6, 7]]
+HOLES_CORNERS = [
+    [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8],
+    [*[MASK] * 6, 3],
+    [4, MASK],
+    [9, *[MASK] * 11, 2, 2, MASK, 3],
+]
+ASKED: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_early_stop": False, "seed": 3}
+
+
+def rows_of(out: Any) -> list[list[int]]:
+    """What each row holds, without padding."""
+    return [ids[there.bool()].tolist() for ids, there in zip(out.sequences, out.attention_mask, strict=True)]
+
+
+def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str, Any]) -> None:
+    for row, prompt in enumerate(prompts):
+        alone = paradec.generate(model, [prompt], **asked)
+        assert rows_of(alone) == [rows_of(out)[row]]
+        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("new", [1, 3, NEW_CORNERS])
+@pytest.mark.parametrize(("cache", "window"), EACH)
+def test_unequal_rows(cache: str, window: Any, new: int) -> None:
+    asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+    model = tiny(2)
+    assert_alone(paradec.generate(model, ROWS_CORNERS, **asked), model, ROWS_CORNERS, asked)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(("cache", "window"), EACH)
+def test_templates(cache: str, window: Any) -> None:
+    model = tiny(2, prediction="shifted")
+    for new in (0, 9):
+        asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+        out = paradec.generate(model, HOLES_CORNERS, **asked)
+        assert_alone(out, model, HOLES_CORNERS, asked)
+        for before, row in zip(HOLES_CORNERS, rows_of(out), strict=True):
+            assert MASK not in row
+            assert [token for token, old in zip(row, before, strict=False) if old != MASK] == [
+                old for old in before if old != MASK
+            ]
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(("cache", "window"), EACH)
+def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
+    model = tiny(2, prediction="shifted")
+    asked = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
+    asked |= {"cache": cache, "suffix": window, "temperature": 0.1}
+    rows = [
+        ([1, 2, 3], 5),
+        ([4], 20),
+        ([5] * 9, 1),
+        (HOLES_CORNERS[0], 0),
+        ([6, 7], 13),
+        (HOLES_CORNERS[1], 4),
+        ([8], 30),
+    ]
+    prompts = [{"prompt": ids, "max_new_tokens": new} for ids, new in rows]
+    seen = set()
+    for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **asked):
+        ids, new = rows[out.index]
+        alone = paradec.generate(model, [ids], max_new_tokens=new, **asked)
+        assert rows_of(out) == rows_of(alone)
+        assert out.cost.forwarded_tokens == alone.cost.forwarded_tokens and out.row_nfe == alone.row_nfe
+        seen.add(out.index)
+    assert len(seen) == len(rows)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+@pytest.mark.parametrize(("cache", "window"), [each for each in EACH if each.values[0] != "none"])
+def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
+    """With one layer keys and values are those of their own token, so that nothing but the cost may change."""
+    model = tiny(1, prediction=prediction)
+    asked = ASKED | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
+    rows = [[*range(1, 11), 11], [*range(1, 11), 12, 13], [*range(1, 11), 14, 15, 16]]
+    shared = paradec.generate(model, rows, share_prefix=True, **asked)
+    plain = paradec.generate(model, rows, **asked)
+    assert rows_of(shared) == rows_of(plain)
+    assert sum(shared.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
+    first = paradec.generate(model, rows, keep_prefix=True, **asked)
+    turn = [[*row, 7, 8] for row in rows_of(first)]
+    second = paradec.generate(model, turn, prefix=first.prefix, **asked)
+    plain = paradec.generate(model, turn, **asked)
+    assert rows_of(second) == rows_of(plain)
+    assert sum(second.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_state_of_d2_goes_on_as_its_copies_do(window: Any) -> None:
+    model, sampler = tiny(2), samplers.create("threshold", threshold=0.4)
+    state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **ASKED)
+    for _ in range(3):
+        sampler.commit(state, sampler.step(model, state))
+    others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    evaluated = []
+    for each in (state, *others):
+        count = 0
+        while not each.done:
+            proposal = sampler.step(model, each)
+            count += sum(len(query.rows) * query.positions.shape[1] for query in proposal.cost.queries)
+            sampler.commit(each, proposal)
+        evaluated.append(count)
+    assert all(torch.equal(each.canvas, state.canvas) for each in others)
+    assert len(set(evaluated)) == 1

@@ -21,7 +21,7 @@ FEW = tuple(
 ALL = (
     *(STATISTICS, "tests/kernels/test_block_sparse.py", "tests/samplers/test_statistics.py"),
     *("tests/samplers/masked/rules/test_history_samplers.py", "tests/samplers/masked/test_traces.py"),
-    *("tests/caches/test_traces_caches.py", "tests/samplers/causal/test_sjd.py"),
+    *("tests/caches/test_cache_traces.py", "tests/samplers/causal/test_sjd.py"),
 )
 
 

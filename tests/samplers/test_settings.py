@@ -149,7 +149,7 @@ def cases() -> Iterator[Any]:
         yield from (pytest.param(make, settings, id=make.__name__) for settings in wrong)
 
 
-@pytest.mark.parametrize(("make", "settings"), cases())
+@pytest.mark.parametrize(("make", "settings"), [*cases()])
 def test_a_wrong_setting_is_named(make: Callable[..., Any], settings: dict[str, Any]) -> None:
     """The last setting is wrong. (A value that stands in a list is named alone.)"""
     *_, (name, value) = settings.items()

@@ -1,4 +1,4 @@
-"""Drafters in the format of EAGLE, and the loop that they are held against."""
+"""Drafters in the format of EAGLE, models whose distributions are known, and the loop that they are held against."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import decode
 from paradec.models.adapter import Model
+from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.distributions import probability, token_distribution
@@ -24,8 +25,6 @@ from paradec.samplers.distributions import probability, token_distribution
 PROMPTS = [[3, 1, 4, 1, 0], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2]]
 NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]
 VOCAB = 5
-
-
 exactness = load_script("benchmarks/exactness.py")
 
 
@@ -134,3 +133,21 @@ def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
         counts = exactness.counted(found[first::2], every, VOCAB)
         values.append(exactness.p_value(counts, distribution.detach().numpy()))
     return values
+
+
+TableModel = exactness.TableModel
+GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
+
+
+class Recording:
+    """Passes everything on to a table model and notes the drafts that are evaluated."""
+
+    def __init__(self) -> None:
+        self.model, self.calls = TableModel.random(10, seed=4), []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, query: Any, store: Any = None) -> Tensor:
+        self.calls.append((query.positions, query.tokens))
+        return self.model(query, store)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import assert_same, by_trace
 from places import GOLDEN
-from rollouts import assert_same, by_trace
 from structured import CASES, causal_model_of, named, reading_letters
 from tiny_models import END, MASK, tiny
 

@@ -12,7 +12,7 @@ import next_image
 import numpy as np
 import pytest
 import torch
-from jacobi_runs import GRID, Recording, exactness
+from eagle_drafters import GRID, Recording, exactness
 from recorded import plain, replays
 from tiny_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

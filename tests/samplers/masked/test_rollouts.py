@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts import assert_same, by_trace
+from fitting import assert_same, by_trace
 from structured import KINDS, TEXTS, lettered
 from tiny_models import MASK, tiny
 from torch import Tensor

@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import plain_canvas
 import pytest
 import torch
 from canvases import CANVAS, END, PAD, VOCAB, tiny_module
+from oracles import renoising as plain_canvas
 from recorded import Refused, find_checkpoint, golden, read_head, read_json, replay
 from torch import Tensor
 

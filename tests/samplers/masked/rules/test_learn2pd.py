@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import MASKED, topology_of
+from fitting import MASKED, topology_of, view_of
 from places import GOLDEN
-from rule_views import view_of
 from tiny_models import tiny
 from torch import Tensor
 from typer.testing import CliRunner

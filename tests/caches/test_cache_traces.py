@@ -1,4 +1,6 @@
-"""Traces of the public cached decoders, replayed in float64: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual
+"""Traces of the public codes of caches and of DPad, replayed.
+
+Traces of the public cached decoders, replayed in float64: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual
 caches.
 
 Of every case, final tokens, the number of forwards, and what each of them evaluated and committed are the reference's.
@@ -17,6 +19,18 @@ What differs from the references, and why:
 
 By default traces with every pair of settings are replayed, dKV-Cache's with every setting (`replay.often`), and all
 with `-m full`, in float32 too: final tokens and the number of forwards are compared there.
+
+Traces of DPad's public code, replayed in float64: every call's positions, what it committed, and the final tokens.
+
+`rng="reference"` draws what is kept of a suffix as the public code does, so that the recorded sets come out.
+
+What differs from the reference, and why:
+- With early termination it waits until the block that holds an end token is full. Ours ends a row once all before the
+  end token is decided, so that it may need fewer calls: those that it makes are compared, and the answer.
+- DPad for Dream with a cache commits the block's first position from the whole call, however unsure, as Fast-dLLM does:
+  replayed with the rule and cache of caching codes above.
+- Its code for Dream compares probabilities among the 50 likeliest tokens, by a default
+  of transformers.
 """
 
 from __future__ import annotations
@@ -30,6 +44,7 @@ from replay import (
     PRECISIONS,
     assert_batches_move_together,
     assert_calls,
+    assert_confidences,
     assert_replayed,
     by_case,
     cache_of,
@@ -39,16 +54,22 @@ from replay import (
     head_of,
     load_trace,
     model_of,
+    of_the_likeliest,
     others_are_full,
+    our_feeds,
+    replay_case,
     replay_rows,
     request_of,
+    some_cases,
     text_of,
+    their_feeds,
     trace_names,
+    which,
     with_idle_calls,
 )
 from torch import Tensor
 
-from paradec import caches, samplers
+from paradec import Suffix, caches, samplers
 from paradec.samplers.masked.rules.random import Random
 from paradec.samplers.masked.state import MaskedState
 
@@ -170,3 +191,57 @@ def test_there_are_partial_calls_in_every_cached_trace() -> None:
         blocks = -(-settings["gen_length"] // settings.get("block_length", settings.get("init_block_length", 1)))
         widths = {step["input_shape"][1] for case in cases for step in case["steps"]}
         assert len(widths) > 1 or all(case["nfe"] <= blocks for case in cases), name
+
+
+NAMES = trace_names("dpad")
+
+
+def suffix_of(settings: dict) -> Suffix:
+    if settings["dropout"] == "gaussian":
+        return Suffix(settings["window"], "gaussian", scale=settings["scale"], k_sigma=settings["sigma"])
+    if settings["preserved_tokens"] == settings["window"]:
+        return Suffix(settings["window"])
+    return Suffix(settings["window"], "uniform", count=settings["preserved_tokens"])
+
+
+@pytest.mark.parametrize("numbers", which(7))
+@pytest.mark.parametrize("name", NAMES)
+def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
+    trace = load_trace(name)
+    settings, end = trace["settings"], trace["eos_id"]
+    sampler: Any = samplers.create("low_confidence")
+    if settings["threshold"] is not None:
+        sampler = samplers.create("threshold", threshold=settings["threshold"])
+    cache: Any = settings["cache"]
+    asked: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
+    model = model_of(trace)
+    if model.facts.shift:
+        sampler, others = of_the_likeliest(sampler)
+        asked |= others
+    if model.facts.shift and cache != "none":
+        sampler, cache = forced_first(sampler), cache_without_left(cache == "dual")
+    stops = settings["early_termination"]
+    for name, case in some_cases(trace, numbers):
+        pairs: list[Any] = []
+        with replay_case(trace, name, case, pairs):
+            theirs = their_feeds(case, settings["block_length"] if stops else None)
+            ours, tokens = our_feeds(model, sampler, case, cache=cache, eos_early_stop=stops, **asked)
+            pairs += zip(ours, theirs, strict=False)
+            assert ours == theirs[: len(ours)]
+            final, prompt = case["final_ids"][0], len(case["prompt_ids"][0])
+            if stops:
+                size = prompt + [*final[prompt:], end].index(end) + 1
+                assert tokens[:size] == final[:size]
+            else:
+                assert tokens == final and len(ours) == len(theirs)
+            if not model.facts.shift:  # there, probabilities are those among the likeliest tokens
+                assert_confidences(ours, theirs)
+
+
+def test_most_calls_leave_something_out() -> None:
+    """What is compared above is not whole rows."""
+    for name in NAMES:
+        trace = load_trace(name)
+        lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
+        smaller = [any(len(fed.positions) < size for fed in their_feeds(case)) for size, case in lengths]
+        assert all(smaller)

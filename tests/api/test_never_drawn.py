@@ -1,0 +1,579 @@
+"""Tokens that are never drawn: what a model excludes, its mask, and ids without a text.
+
+Tokens that a model itself excludes (logits of -inf): nobody proposes them, and they break nothing.
+
+The oracle is the same model with so low a finite logit in their place that their probability is exactly 0.
+
+No sampler writes the mask id, even where a model finds it the best token of every position.
+
+Ids that a tokenizer has no text for, where a model has more rows of embeddings than the tokenizer has tokens.
+
+Models whose mask has id 0 and that name neither an end nor a pad id: what they pad with is no mask.
+
+Everything is compared with the same weights under an explicit `pad_token_id`, which may change the padding alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from byte_tokenizers import tokenizer_of
+from canvases import tiny_module
+from causal_models import tiny_llama
+from fitting import MASKED as MASKED_MASK
+from fitting import fits, taken, topology_of
+from hosting import Engine
+from image_models import tiny_llamagen
+from tiny_models import END, MASK, VOCAB, tiny
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import State
+from paradec.integrations.engines.hosted import Hosted
+from paradec.models.adapter import Model
+from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers.distributions import guided
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=", "ignore:steps=")
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+OPAQUE = [name for name in MASKED if not samplers.get(name).needs.topologies and name not in ("learn2pd", "wino")]
+REFERENCE = [
+    name for name in MASKED if not samplers.get(name).needs.multi_step and "rng" not in samplers.get(name).unsupported
+]
+CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+PROMPTS = [[1, 3, 5], [7, 9]]
+INF, LOW = torch.inf, -1e4
+HALF, MOST = list(range(0, END, 2)), list(range(4, MASK))
+ONE = [token_id for token_id in range(VOCAB) if token_id not in (7, MASK)]
+PLAIN = [
+    ({"temperature": 0.0}, HALF),
+    ({"temperature": 0.1, "top_k": 12, "top_p": 0.9}, MOST),
+    ({"temperature": 1.3}, ONE),
+]
+GUIDED = [
+    ({"temperature": 0.8, "guidance_scale": 2.0}, HALF),
+    ({"temperature": 0.0, "guidance_scale": 0.0, "top_k": 3}, MOST),
+    ({"temperature": 0.9, "guidance_scale": 0.5, "top_p": 0.9}, ONE),
+]
+
+
+def with_logits(model: Model, change: Any) -> Model:
+    """The model with `change(logits)` called on a copy of all that it says."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        output.logits = output.logits.clone()
+        change(output.logits)
+        return output
+
+    model.module.register_forward_hook(hook)
+    return model
+
+
+def pair(token_ids: list[int], topology: str) -> list[Model]:
+    """A model that excludes the tokens, and one that finds them impossible."""
+
+    def made(value: float) -> Model:
+        model = tiny(1, "bidirectional" if topology == "causal" else topology)
+        if topology == "causal":
+            facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
+            model = paradec.wrap(model.unwrap(), **facts)
+            model.own_drafts = OwnDrafts(4)
+        return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(token_ids), value))
+
+    return [made(-INF), made(LOW)]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[tuple[str, int], list[Model]]:
+    sets = (HALF, MOST, ONE)
+    return {
+        (topology, len(token_ids)): pair(token_ids, topology)
+        for topology in {"causal", *map(topology_of, MASKED)}
+        for token_ids in sets
+    }
+
+
+def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]:
+    settings = {"drafter": model} if name == "speculative" else {}
+    out = paradec.generate(
+        model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
+        eos_early_stop=False, **taken(name, request),
+    )  # fmt: skip
+    scores = [[round(entry[3], 9) for entry in step.commits] for step in out.trace.steps]
+    return out.new_tokens.tolist(), out.row_nfe, scores
+
+
+def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: list[int]) -> None:
+    found, expected = (decoded(model, name, request) for model in models)
+    assert found == expected
+    assert not {*token_ids} & {token for row in found[0] for token in row}
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
+def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
+    for request, token_ids in cases:
+        alike(pairs[topology_of(name), len(token_ids)], name, request, token_ids)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", REFERENCE)
+def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
+    for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
+        found = [
+            paradec.generate(
+                model, [[1, 2], [3, 4]], sampler=name, max_new_tokens=5, seed=2, rng="reference",
+                temperature=temperature, top_p=0.95,
+            ).new_tokens.tolist()
+            for model in pairs[topology_of(name), len(token_ids)]
+        ]  # fmt: skip
+        assert found[0] == found[1]
+        assert not {*token_ids} & {token for row in found[0] for token in row}
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("zipar", "lantern", "lantern++")])
+@pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
+def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
+    for request, token_ids in cases:
+        alike(pairs["causal", len(token_ids)], name, request, token_ids)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("speculative", "self_speculative")])
+def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
+    token_ids, found = list(range(0, 32, 2)), []
+    for value in (-INF, LOW):
+        model = tiny_llamagen()
+        head = model.module.head
+        model.module.head = lambda hidden, head=head, value=value: head(hidden).index_fill_(
+            -1, torch.tensor(token_ids), value
+        )
+        out = paradec.generate_images(
+            model, class_labels=1, sampler=name, seed=1, guidance_scale=3.0, temperature=0.9, output_type="latent"
+        )
+        found.append((out.tokens.tolist(), out.row_nfe))
+    assert found[0] == found[1]
+    assert not {*token_ids} & {token for row in found[0][0] for token in row}
+
+
+class Wide(nn.Module):
+    """A vocabulary that is read in float32; what it excludes differs from position to position and step to step."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=6000)
+        draw = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(4 * torch.randn(60, 6000, generator=draw))
+        self.value = value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        logits = self.table[(ids.cumsum(1) + 7 * at) % 60].clone()
+        token_id = torch.arange(6000)
+        out = (token_id + at.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
+        return logits.masked_fill_(out & (token_id != 1234), self.value)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", OPAQUE)
+def test_large_vocabularies_in_float32(name: str) -> None:
+    found = []
+    for value in (-INF, LOW):
+        model = paradec.wrap(Wide(value), mask_token_id=5999, prediction="same", topology="bidirectional")
+        for request in ({}, {"temperature": 0.7, "guidance_scale": 2.0}):
+            out = paradec.generate(model, [[1, 2, 3]], sampler=name, max_new_tokens=3, seed=0, **request)
+            found.append((out.new_tokens.tolist(), out.row_nfe))
+    assert found[:2] == found[2:]
+
+
+SCALES = [0.0, 0.3, 1.0, 1.5, 7.0]
+
+
+def branches(positions: int = 40, vocab: int = 12) -> tuple[Tensor, Tensor]:
+    """Logits of which a third is excluded in each branch; the first token is excluded in neither."""
+    draw = torch.Generator().manual_seed(0)
+    conditional, unconditional = torch.randn(2, 2, positions, vocab, generator=draw, dtype=torch.float64)
+    for logits in (conditional, unconditional):
+        logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
+    return conditional, unconditional
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
+    """The distribution is the one that ever lower finite logits lead to."""
+    conditional, unconditional = branches()
+    found = guided(torch.cat((conditional, unconditional)), scale).softmax(-1)
+    low = torch.full((), -1e6, dtype=torch.float64)
+    c, u = (logits.maximum(low) for logits in (conditional, unconditional))
+    expected = (u + scale * (c - u)).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+    assert (found[conditional.isinf() & unconditional.isinf()] == 0).all()
+
+
+def test_scales_of_their_own_for_every_row() -> None:
+    conditional, unconditional = branches()
+    logits = torch.cat((conditional, unconditional))
+    for pair_of in itertools.product(SCALES, repeat=2):
+        found = guided(logits, torch.tensor(pair_of, dtype=torch.float64).view(-1, 1, 1))
+        for row, scale in enumerate(pair_of):
+            assert torch.equal(found[row], guided(logits, scale)[row])
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    draw = torch.Generator().manual_seed(1)
+    conditional, unconditional = torch.randn(2, 3, 5, 9, generator=draw, dtype=torch.float64)
+    alone = guided(torch.cat((conditional[:1], unconditional[:1])), 2.5)
+    conditional[1, :, 3], unconditional[1, :, 3], unconditional[2, 2, 4] = -INF, -INF, -INF
+    assert torch.equal(guided(torch.cat((conditional, unconditional)), 2.5)[:1], alone)
+
+
+@pytest.mark.parametrize("name", ["threshold", "credit", "klass", "maskgit", "sjd", "gsd", "scd"])
+@pytest.mark.parametrize("broken", [float("nan"), INF])
+@pytest.mark.parametrize("branch", [0, 1])
+def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, branch: int) -> None:
+    model = tiny(1)
+    if name in CAUSAL:
+        model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+
+    def change(logits: Tensor) -> None:
+        logits[..., HALF] = -INF
+        rows = len(logits) // 2
+        logits[branch * rows, -1, 3] = broken
+
+    with_logits(model, change)
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+        decoded(model, name, {"guidance_scale": 2.0, "temperature": 0.5})
+
+
+@pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
+    found = []
+    for value in (-INF, -1e5):
+        model = tiny(1)
+        if name in CAUSAL:
+            model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+
+        def change(logits: Tensor, value: float = value) -> None:
+            rows = len(logits) // 2
+            logits[:rows, :, [1, 2, 3, 20]] = value
+            logits[rows:, :, [3, 4, 21]] = value
+
+        with_logits(model, change)
+        found.append(decoded(model, name, {"guidance_scale": scale, "temperature": 0.6}))
+    assert found[0][:2] == found[1][:2]
+    token_ids = {token for row in found[0][0] for token in row}
+    assert token_ids <= {4, 21} if scale > 1 else not token_ids & {1, 2, 3, 4, 20, 21}
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "guidance_scale": 1.5},
+]
+MODELS = {
+    "bidirectional": ("bidirectional", "same"),
+    "bidirectional shifted": ("bidirectional", "shifted"),
+    "block_causal": ("block_causal", "same"),
+    "block_causal shifted": ("block_causal", "shifted"),
+    "causal_context": ("causal_context", "same"),
+    "causal": ("causal", "shifted"),
+}
+CAUSAL_MASK = [name for name in samplers.names() if samplers.get(name).family == "draft_verify" and name != "zipar"]
+"""ZipAR decodes pictures alone."""
+
+
+@functools.cache
+def model_of(kind: str) -> Model:
+    """A random model that gives the mask nearly all of the probability."""
+    topology, prediction = MODELS[kind]
+    model = tiny(1, topology, prediction)
+    if topology.startswith("causal"):
+        model.own_drafts = OwnDrafts(4)
+    model.codebook = lambda: torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(0))  # type: ignore[attr-defined]
+
+    def prefer_mask(module: nn.Module, args: Any, output: Any) -> None:
+        output.logits = output.logits + 20.0 * (torch.arange(VOCAB) == MASK)
+
+    model.module.register_forward_hook(prefer_mask)
+    return model
+
+
+def assert_never_written(model: Model, sampler: Any, prompts: Any = PROMPTS, **request: Any) -> None:
+    out = paradec.generate(model, prompts, sampler=sampler, seed=1, eos_early_stop=False, **request)
+    assert not (out.sequences == model.facts.mask_id).any(), request
+
+
+def masked_pairs() -> list[tuple[str, str]]:
+    """Every masked sampler with one of the kinds that it works with, in turn."""
+    pairs = []
+    for index, name in enumerate(MASKED_MASK):
+        needs = samplers.get(name).needs
+        kinds = [kind for kind in MODELS if kind != "causal" and fits(name, model_of(kind))]
+        if needs.multi_step or needs.mask_probes:  # refused where a block's first token needs a step of its own
+            kinds = [kind for kind in kinds if kind != "causal_context"]
+        pairs.append((name, kinds[index % len(kinds)]))
+    return pairs
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(("name", "kind"), masked_pairs())
+def test_masked_samplers(name: str, kind: str) -> None:
+    for request in REQUESTS:
+        assert_never_written(model_of(kind), name, max_new_tokens=6, **taken(name, request))
+    if "rng" not in samplers.get(name).unsupported and not samplers.get(name).needs.multi_step:
+        assert_never_written(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
+
+
+@pytest.mark.parametrize("name", CAUSAL_MASK)
+def test_samplers_of_causal_models(name: str) -> None:
+    model = model_of("causal")
+    sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
+    for request in REQUESTS:
+        assert_never_written(model, sampler, max_new_tokens=6, **taken(sampler, request))
+
+
+@pytest.mark.parametrize("kind", ["block_causal", "block_causal shifted", "causal", "causal_context"])
+@pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}], ids=str)
+def test_self_speculation(kind: str, settings: dict[str, Any]) -> None:
+    sampler = samplers.create("self_speculative", **settings)
+    for request in REQUESTS[: 2 if kind.startswith("block_causal") else 3]:
+        assert_never_written(model_of(kind), sampler, max_new_tokens=6, **request)
+
+
+SIZE = 24
+END_TEXTLESS, MASK_TEXTLESS = SIZE - 2, SIZE - 1
+TOKENIZER = tokenizer_of([*(f"w{number} " for number in range(END_TEXTLESS)), "<end>", "<mask>"])
+PROMPTS_TEXTLESS = [[1, 3, 5], [7, 9], [2]]
+DRAWN: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3, "eos_early_stop": False}
+
+
+def model_of_textless(kind: str, tokenizer: Any = TOKENIZER) -> Model:
+    """A model with 40 ids or more."""
+    own: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": (END_TEXTLESS,)}
+    if kind == "causal":
+        return paradec.wrap(tiny_llama(vocab=40), topology="causal", prediction="shifted", **own)
+    if kind == "canvas":
+        return paradec.wrap(tiny_module(), **own)
+    block = 4 if kind == "block_causal" else None
+    own |= {"mask_token_id": MASK_TEXTLESS, "prediction": "same"}
+    return paradec.wrap(tiny(2).module, topology=kind, block_length=block, **own)
+
+
+def drawn(model: Model, **request: Any) -> torch.Tensor:
+    """The ids [N] that `generate` draws; rows of a batch, which takes no canvases, draw the same."""
+    request = DRAWN | request
+    if model.facts.topology == "causal":
+        request["sampler"] = "sjd"
+    if model.facts.topology == "canvas":  # whose sampler has temperatures of its own
+        del request["temperature"]
+    ids = paradec.generate(model, input_ids=PROMPTS_TEXTLESS, **request).new_tokens.reshape(-1)
+    if model.facts.topology == "canvas":
+        return ids
+    many = paradec.generate_many(model, PROMPTS_TEXTLESS, batch_size=2, **request)
+    assert torch.equal(torch.cat([each.new_tokens.reshape(-1) for each in many]), ids)
+    return ids
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "canvas"])
+def test_they_are_not_drawn_unless_asked_for(kind: str) -> None:
+    model = model_of_textless(kind)
+    assert drawn(model).max() < SIZE
+    assert drawn(model, suppress_tokens=()).max() >= SIZE
+    text = drawn(model, suppress_tokens=range(SIZE))  # all that has a text: codes of pictures are asked for so
+    assert text.min() >= SIZE
+    assert drawn(model, suppress_tokens=[3]).max() >= SIZE
+    assert drawn(model_of_textless(kind, None)).max() >= SIZE
+
+
+def test_the_text_has_every_token() -> None:
+    out = paradec.generate(
+        model_of_textless("bidirectional"), input_ids=PROMPTS_TEXTLESS[0], **DRAWN, logits_eos_inf=True
+    )
+    assert isinstance(out.text, str) and out.text.count("w") == 12
+
+
+def test_ends_beyond_the_tokenizer_are_drawn() -> None:
+    facts: dict[str, Any] = {"mask_token_id": MASK_TEXTLESS, "prediction": "same", "topology": "bidirectional"}
+    ends = tuple(range(SIZE, 41, 2))
+    model = paradec.wrap(tiny(2).module, tokenizer=TOKENIZER, eos_token_id=ends, **facts)
+    beyond = {*drawn(model, max_new_tokens=60).tolist()} - {*range(SIZE)}
+    assert beyond and beyond <= {*ends}
+
+
+def test_rows_inside_an_engine_draw_what_generate_draws() -> None:
+    model = model_of_textless("block_causal")
+    engine = Engine(model, Hosted("threshold", model.facts))
+    engine.add(
+        "row", PROMPTS_TEXTLESS[0], 12, **{name: value for name, value in DRAWN.items() if name != "max_new_tokens"}
+    )
+    while not engine.hosted.done("row"):
+        engine.round(["row"])
+    answer = engine.hosted.answer("row")
+    assert answer == paradec.generate(model, input_ids=PROMPTS_TEXTLESS[0], **DRAWN).new_tokens[0].tolist()
+    assert max(answer) < SIZE
+
+
+PAD, NEW = 7, 6
+RAGGED = [[3, 4, 5, 6, 8], [9], [10, 11]]
+
+
+def works(sampler: str, cache: str) -> bool:
+    facts = ModelFacts(vocab_size=41, mask_token_id=0)
+    return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual", "dkv_decode") if works(name, cache)]
+CACHES = [name for name in caches.names() if works("threshold", name)]
+
+
+def module(seed: int = 0) -> LlamaForCausalLM:
+    sizes = {
+        "vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)).double()
+
+
+def wrapped(**ids: Any) -> Model:
+    return paradec.wrap(module(), mask_token_id=0, prediction="same", topology="bidirectional", **ids)
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Model, Model]:
+    """Without an end and a pad id, and with a pad id."""
+    return wrapped(), wrapped(pad_token_id=PAD)
+
+
+def test_what_follows_an_answer_is_never_the_mask() -> None:
+    for size in (2, 5):
+        for mask in (None, *range(size)):
+            fill = ModelFacts(vocab_size=size, mask_token_id=mask).fill_token_id
+            assert fill != mask
+            assert 0 <= fill < size
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(("name", "cache"), PAIRS)
+def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], name: str, cache: str) -> None:
+    found = []
+    for model in models:
+        seen: list[tuple[int, int]] = []
+
+        def note(state: State, commit: Any, seen: list = seen) -> None:
+            seen.append(state.progress)
+
+        state = samplers.create(name).start(model, RAGGED, max_new_tokens=NEW, cache=cache, seed=1)
+        assert state.progress == (0, NEW * len(RAGGED))
+        assert int(state.undecided.sum()) == NEW * len(RAGGED)
+        out = paradec.generate(
+            model, RAGGED, max_new_tokens=NEW, sampler=name, cache=cache, seed=1, callback=note, trace=True
+        )
+        assert seen[-1] == (NEW * len(RAGGED),) * 2
+        padding = ~out.attention_mask.bool()
+        assert (out.sequences[padding] == model.facts.fill_token_id).all()
+        assert not (out.sequences == 0).any()
+        commits = [(step.commits, step.forwarded) for step in out.trace.steps]
+        found.append((out.new_tokens.tolist(), out.row_nfe, out.tokens, out.tokens_per_forward, commits, seen))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> None:
+    model = models[0]
+    keep = caches.create(cache).facts.uses_store
+    first = paradec.generate(model, RAGGED, max_new_tokens=NEW, cache=cache, keep_prefix=keep)
+    assert not (first.sequences == 0).any()
+    rows = [[*row, *new] for row, new in zip(RAGGED, first.new_tokens.tolist())]
+    once = paradec.generate(model, rows, max_new_tokens=2, cache=cache)
+    padded = paradec.generate(
+        model, first.sequences, attention_mask=first.attention_mask, max_new_tokens=2, cache=cache
+    )
+    assert torch.equal(padded.new_tokens, once.new_tokens)
+    assert padded.tokens == [2, 2, 2]
+    if keep:
+        assert all(0 not in tokens for tokens in first.prefix.tokens)
+        paradec.generate(model, rows, max_new_tokens=2, cache=cache, prefix=first.prefix)
+
+
+def test_holes_of_unequal_rows(models: tuple[Model, Model]) -> None:
+    rows = [[3, 0, 5, 0, 0, 8, 9], [4, 0, 6]]
+    outs = [paradec.infill(model, rows, block_length=2) for model in models]
+    for out in outs:
+        assert out.tokens == [3, 1]
+        assert out.filled.sum(1).tolist() == [3, 1]
+        assert not (out.sequences == 0).any()
+    width = max(map(len, rows))
+    for at, row in enumerate(rows):
+        ends = [out.sequences[at, width - len(row) :] for out in outs]
+        assert torch.equal(*ends)
+
+
+class Words:
+    """A tokenizer of one's own: word n is "n "."""
+
+    unk_token_id = mask_token_id = eos_token_id = chat_template = None
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.puts: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(value.clone())
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_row_that_a_stop_string_ends_holds_no_masks() -> None:
+    found = []
+    for ids in ({}, {"pad_token_id": PAD}):
+        model = wrapped(tokenizer=Words(), **ids)
+        free = paradec.generate(model, RAGGED, max_new_tokens=8, sampler="low_confidence", block_length=2)
+        stop = f"{int(free.new_tokens[1, 1])} "  # ends row 1 after two tokens, or a row that says it earlier
+        streamer, seen = Recorder(), []
+        out = paradec.generate(
+            model, RAGGED, max_new_tokens=8, sampler="low_confidence", block_length=2, stop_strings=stop,
+            streamer=streamer, callback=lambda state, commit, seen=seen: seen.append(state.progress),
+        )  # fmt: skip
+        assert min(out.tokens) <= 2 < max(out.tokens)
+        assert not (out.sequences == 0).any()
+        assert seen[-1][0] == seen[-1][1] == 8 * len(RAGGED)
+        streamed = torch.cat(streamer.puts, 1)
+        # columns in which nothing was final any more are not sent
+        assert torch.equal(streamed, out.sequences[:, : streamed.shape[1]])
+        assert streamed.shape[1] == max(map(len, RAGGED)) + max(out.tokens)
+        assert len(streamer.puts) > 2
+        found.append((out.tokens, out.finished, out.text, [put.shape for put in streamer.puts]))
+    assert found[0] == found[1]
+
+
+def test_transformers_own_generate_pads_with_no_mask() -> None:
+    plain = module()
+    plain.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=None, bos_token_id=None)
+    ids = torch.tensor([[0, 0, 3, 4, 5], [0, 9, 8, 7, 6]])
+    attention = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    arguments = {"custom_generate": paradec.hf_generate, "prediction": "same", "mask_token_id": 0}
+    out = plain.generate(ids, attention_mask=attention, max_new_tokens=NEW, return_dict_in_generate=True, **arguments)
+    assert out.sequences.shape == (2, 5 + NEW)
+    assert not (out.sequences == 0).any()
+    expected = paradec.generate(wrapped(), input_ids=ids, attention_mask=attention, max_new_tokens=NEW)
+    assert torch.equal(out.sequences[:, 5:], expected.new_tokens)
+    assert out.tokens_per_forward == expected.tokens_per_forward

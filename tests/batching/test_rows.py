@@ -1,0 +1,407 @@
+"""Rows of every kind that come and go: answers are those of generate for each row."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import drained, forgotten
+from every_model import CANVAS, IMAGES, TEXT, shared
+from fitting import taken
+from image_families import MODELS as IMAGE_MODELS
+from places import GOLDEN
+from structured import KINDS, lettered
+from tiny_models import END, VOCAB, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Ticket
+from paradec.caches.table import EXACT, REFUSED, prefix_verdict, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.rows import select_rows
+from paradec.models.adapter import Model
+from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers.causal.drafts.stopping import Unsure
+from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling
+from paradec.samplers.causal.jacobi import Jacobi
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.speculative import Speculative
+from paradec.samplers.causal.trees import DynamicTree
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=", "ignore:seed=", "ignore:delimiters=")
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
+CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+TOPOLOGY = {"bidirectional same": ("bidirectional", "same"), "bidirectional shifted": ("bidirectional", "shifted")}
+TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifted": ("block_causal", "shifted")}
+
+
+def works(sampler: str, cache: str, kind: str) -> bool:
+    topology, prediction = TOPOLOGY[kind]
+    length = 4 if topology == "block_causal" else None
+    facts = ModelFacts(vocab_size=2, prediction=prediction, topology=topology, block_length=length)
+    return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+EVERY = [
+    (sampler, cache, kind)
+    for kind in TOPOLOGY
+    for sampler in MASKED
+    for cache in caches.names()
+    if works(sampler, cache, kind)
+]
+
+
+def some() -> set[tuple[str, str, str]]:
+    """Every sampler once and every cache once, on kinds of model that take turns."""
+    found = set()
+    for index, name in enumerate(MASKED):
+        fitting = [entry for entry in EVERY if entry[0] == name]
+        found.add(fitting[index * 7 % len(fitting)])
+    for index, name in enumerate(caches.names()):
+        if not any(entry[1] == name for entry in found):
+            fitting = [entry for entry in EVERY if entry[1] == name]
+            found.add(fitting[index * 5 % len(fitting)])
+    return found
+
+
+SOME = some()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    return {}
+
+
+def model_of(models: dict[str, Model], kind: str) -> Model:
+    if kind not in models:
+        topology, prediction = TOPOLOGY.get(kind, ("causal", "shifted"))
+        models[kind] = tiny(2, topology=topology, prediction=prediction)
+        torch.manual_seed(0)
+        codes = torch.randn(VOCAB, 4, dtype=torch.float64)  # methods for pictures compare tokens by their codes
+        models[kind].codebook = lambda: codes  # type: ignore[attr-defined]
+    return models[kind]
+
+
+def prompts(draw: random.Random, count: int) -> list[list[int]]:
+    """Of unequal lengths, two of them equal."""
+    rows = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for _ in range(count - 1)]
+    return [*rows, rows[1]]
+
+
+def refilled(model: Model, rows: list[Any], own: list[dict[str, Any]], size: int, **request: Any) -> list[Ticket]:
+    """The tickets of prompts with settings of their own, from a batch of so many rows."""
+    with Batch(model, batch_size=size, **request) as batch:
+        tickets = [batch.add(row, **each) for row, each in zip(rows, own, strict=True)]
+        ended: list[Ticket] = []
+        while len(ended) < len(rows):
+            assert batch.occupied <= size
+            ended += batch.step()
+        assert batch.occupied == batch.waiting == 0
+    assert sorted(ticket.number for ticket in ended) == list(range(len(rows)))
+    return tickets
+
+
+def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list[Ticket], **request: Any) -> None:
+    """Every answer is that of `generate` on the whole list, and so is what it cost."""
+    for new in sorted(set(lengths)):
+        whole = paradec.generate(model, rows, max_new_tokens=new, **request)
+        for index, ticket in enumerate(tickets):
+            if lengths[index] != new:
+                continue
+            out = ticket.output
+            assert out is not None and out.error is None, out
+            assert out.new_tokens[0].tolist() == whole.new_tokens[index].tolist(), index
+            assert out.row_nfe[0] == whole.row_nfe[index], index
+            assert out.tokens[0] == whole.tokens[index] and out.finished[0] == whole.finished[index]
+            if out.logprobs is not None:
+                mine, theirs = out.logprobs.chosen[0], whole.logprobs.chosen[index][-out.logprobs.chosen.shape[1] :]
+                assert torch.allclose(mine, theirs, rtol=0, atol=1e-9, equal_nan=True), index
+
+
+def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
+    """No field of a state has the rows that there were: a number of rows that no other size is shows it."""
+    sampler = request.pop("sampler")
+    sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    with torch.inference_mode():
+        state = sampler.start(model, [*rows, *rows, *rows[:5]], max_new_tokens=4, **request)
+        assert len(state.rows) == 19 and forgotten(state, {19, 38})
+        for _ in range(2):
+            sampler.commit(state, sampler.step(model, state))
+            if not state.done:  # a state at its end keeps its last window
+                assert forgotten(select_rows(state, np.array([3, 0, 5])), {19, 38}) == []
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(
+    ("name", "cache", "kind"),
+    [pytest.param(*entry, marks=() if entry in SOME else pytest.mark.full) for entry in EVERY],
+)
+def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str) -> None:
+    draw = random.Random(f"{name} {cache} {kind}")
+    model = model_of(models, kind)
+    rows, lengths = prompts(draw, 7), [draw.choice((4, 8)) for _ in range(7)]
+    request = {
+        "sampler": name,
+        "cache": cache,
+        "block_length": 4,
+        "temperature": draw.choice((0.0, 0.8)),
+        "guidance_scale": draw.choice((1.0, 1.0, 1.5)),
+        "seed": draw.randrange(2**31),
+        "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
+    }
+    request = taken(name, request)
+    assert_rows_are_said(model, rows, **request)
+    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_same(model, rows, lengths, tickets, **request)
+
+
+ALONE = [name for name in CAUSAL if name not in ("zipar", "speculative")]
+"""Those that draft for themselves; ZipAR makes pictures, one step for all rows."""
+DRAFTING: dict[str, Any] = {
+    "chain": {"window": 4},
+    "chain that ends where the drafter is unsure": {"window": 6, "stop": Unsure(0.2)},
+    "tree": {"tree": (2, 2, 1)},
+    "dynamic tree": {"tree": {"nodes": 8, "depth": 3, "top_k": 3}, "rule": "naive"},
+}
+OWN_STATE = {
+    "prompt lookup": Speculative(drafter=PromptLookup(5, 2)),
+    "token recycling": Speculative(drafter=TokenRecycling(k=8, tree=(4, 2, 1)), rule="naive"),
+    "pool": Jacobi(window=6, pool=3),
+    "coupled siblings": SCD(window=6, refresh="maximal", siblings=3, branching=2),
+    "siblings of noise": SCD(window=6, refresh="gumbel", siblings=3, branching=2),
+}
+"""Settings with which a method keeps more of its rows."""
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(("temperature", "guidance"), [(0.0, 1.0), (0.8, 1.5)])
+@pytest.mark.parametrize("name", [*ALONE, *DRAFTING, *OWN_STATE])
+def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
+    model = model_of(models, "causal")
+    model.own_drafts = OwnDrafts(4)
+    draw = random.Random(f"{name} {temperature} {guidance}")
+    rows, lengths = prompts(draw, 7), [draw.choice((3, 9)) for _ in range(7)]
+    if name in DRAFTING:
+        models.setdefault("drafter", tiny(1, topology="causal", prediction="shifted", seed=1))
+        sampler = samplers.create("speculative", drafter=models["drafter"], **DRAFTING[name])
+    else:
+        sampler = OWN_STATE.get(name) or samplers.create(name, window=5)
+    request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
+    assert_rows_are_said(model, rows, **request)
+    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_same(model, rows, lengths, tickets, **request)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return lettered()
+
+
+def test_answers_are_those_of_generate(model: Model) -> None:
+    values = [value for value, _ in KINDS.values()]
+    fits = [fits for _, fits in KINDS.values()]
+    prompts = [[1 + number, 2, 3] for number in range(9)]
+    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.9, "block_length": 5}
+    many = [
+        {"prompt": prompt, "constraint": values[number % 3], "seed": number} for number, prompt in enumerate(prompts)
+    ]
+    for number, out in enumerate(paradec.generate_many(model, many, batch_size=4, **asked)):
+        alone = paradec.generate(model, prompts[number], constraint=values[number % 3], seed=number, **asked)
+        assert out.text == alone.text and fits[number % 3](out.text)
+        assert out.log_weight == pytest.approx(alone.log_weight)
+
+
+def test_rows_that_are_whole_as_they_begin(model: Model) -> None:
+    with Batch(model, batch_size=2, max_new_tokens=4) as batch:
+        tickets = [batch.add([1, 2], constraint=paradec.Choice(["yes"])) for _ in range(3)]
+        other = batch.add([1, 2], constraint=paradec.Regex("[0-9]+"))
+        for _ in range(20):
+            batch.step()
+        assert [ticket.done and ticket.output.text for ticket in tickets] == ["yes"] * 3
+        assert other.done and re.fullmatch("[0-9]+", other.output.text)
+
+
+ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 3], [2], [5, 4, 3]]
+REFILLED = ("digits-maskgit", *IMAGE_MODELS)
+OFTEN = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada2-tiny")
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.full) for k in TEXT])
+def test_rows_are_those_of_generate(kind: str) -> None:
+    model = shared(kind)
+    request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "seed": 3, "eos_early_stop": False}
+    if model.facts.topology == "causal":
+        request |= {"sampler": paradec.samplers.create("sjd", window=4)}
+    elif model.supports_store:
+        request |= {"cache": "block" if model.facts.topology == "causal_context" else "dual", "block_length": 4}
+    whole = paradec.generate(model, ROWS, **request)
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(row) for row in ROWS]
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+    for index, ticket in enumerate(tickets):
+        assert ticket.output is not None and ticket.output.error is None, ticket.output
+        assert ticket.output.new_tokens[0].tolist() == whole.new_tokens[index].tolist()
+        assert ticket.output.row_nfe[0] == whole.row_nfe[index]
+
+
+@pytest.mark.parametrize("kind", [CANVAS, *(kind for kind in IMAGES if kind not in REFILLED)])
+def test_other_kinds_are_refused_by_name(kind: str) -> None:
+    model = shared(kind)
+    with pytest.raises(TypeError, match="^generate_many takes .*: give it to "):
+        paradec.generate_many(model, [ROWS])
+    with pytest.raises(TypeError, match="^Batch takes .*: give it to "):
+        Batch(model)
+
+
+def test_masked_pictures_are_decoded_as_ids() -> None:
+    model = shared("digits-maskgit")
+    grid = model.grid()
+    prompts = [model.request(label, grid).prompts[0] for label in (1, 7, 3)]
+    request = {"sampler": "maskgit", "steps": 4, "temperature": 1.0, "seed": 5, "max_new_tokens": grid.length}
+    request |= {"suppress_tokens": model.suppressed, "eos_early_stop": False}
+    whole = paradec.generate(model, prompts, **request)
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(prompt) for prompt in prompts]
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+    outs = [ticket.output for ticket in tickets]
+    assert [out.error for out in outs] == [None] * 3
+    assert [out.new_tokens[0].tolist() for out in outs] == whole.new_tokens.tolist()
+
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "speculative": {"drafter": tiny(1, topology="causal", prediction="shifted", seed=1)}
+}
+"""Of samplers that cannot be made without any."""
+MODELS = {
+    "block_causal": tiny(2, "block_causal"),
+    "causal": paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END),
+    "causal, which also fills masks": shared("nemotron causal"),
+}
+
+
+def words(seed: int, count: int) -> list[int]:
+    return torch.randint(0, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def requests_of(model: Model) -> dict[str, dict[str, Any]]:
+    """Requests of every registered sampler and cache that work on this model, by name."""
+    requests = {}
+    for name in samplers.names():
+        if samplers.get(name).family not in ("masked", "draft_verify"):
+            continue
+        sampler = samplers.create(name, **SETTINGS.get(name, {}))
+        for cache in caches.names() if sampler.family == "masked" else [None]:
+            request = {"sampler": sampler, "cache": cache}
+            try:
+                sampler.start(model, [[1, 2, 3]], max_new_tokens=4, cache=cache)
+            except (TypeError, ValueError):  # the pair is refused, which other tests are about
+                continue
+            requests[f"{name} {cache or ''}".strip()] = request
+    return requests
+
+
+def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """How many second prompts took keys and values over, and the pairs whose second answer is not that of the prompt
+    alone. Each first prompt has words of its own, and each second one goes on after a first answer."""
+    request, reused, differences = {"eos_early_stop": False, "seed": 1}, 0, []
+    with Batch(model, batch_size=512, prefix_memory=10**9, **request) as batch:
+        first = [
+            batch.add(words(at, 32), max_new_tokens=8, **arguments) for at, arguments in enumerate(firsts.values())
+        ]
+        drained(batch)
+        texts = [ticket.output.sequences[0].tolist() for ticket in first]
+        for number, (name, arguments) in enumerate(seconds.items(), 1000):
+            prompts = [text + words(number, 2) for text in texts]
+            # alone: two of these prompts may be equal, and equal ones draw apart
+            second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
+            drained(batch)
+            alone = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences
+            for before, row, output in zip(firsts, alone, [ticket.output for ticket in second], strict=True):
+                reused += output.reused != [0]
+                if output.error is not None or not torch.equal(output.sequences[0], row):
+                    differences.append(f"{before} -> {name}: {output.error!r}, reused {output.reused}")
+    return reused, differences
+
+
+def shares_keys(model: Model, arguments: Mapping[str, Any]) -> bool:
+    """Whether such a request may share keys and values with others on this model."""
+    cache = arguments["cache"]
+    return cache is None or prefix_verdict(caches.create(cache), model.facts).status == EXACT
+
+
+def sample(names: Sequence[str], count: int, seed: int) -> list[str]:
+    """`count` names of pairs; every sampler has one before any has two."""
+    seen, rank = Counter[str](), dict[str, int]()
+    for name in random.Random(seed).sample(names, len(names)):
+        sampler = name.split()[0]
+        rank[name] = seen[sampler] = seen[sampler] + 1
+    return sorted(rank, key=rank.__getitem__)[:count]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_second_prompt_is_answered_as_if_it_were_alone(kind: str) -> None:
+    model = MODELS[kind]
+    every = {name: arguments for name, arguments in requests_of(model).items() if shares_keys(model, arguments)}
+    count = math.ceil(len(every) / math.sqrt(20))
+    firsts, seconds = ({name: every[name] for name in sample([*every], count, seed)} for seed in (1, 2))
+    reused, differences = differing(model, firsts, seconds)
+    assert reused > count and differences == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_ordered_pair_is_answered_as_if_alone(kind: str) -> None:
+    every = requests_of(MODELS[kind])
+    assert differing(MODELS[kind], every, every)[1] == []
+
+
+SOURCE = GOLDEN / "drafters" / "drafters"
+SHARED = [7, 8, 9, 10] * 5
+PROMPTS = [[5, 9, 2, 40, 7], [11], [3, 1], [*range(20, 31)], [*SHARED, 1], [*SHARED, 2], [6], [*SHARED, 3, 4]]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3-original", {}),
+    ("eagle3-speculators", {"tree": (3, 2, 1)}),
+    ("eagle3-speculators", {"tree": DynamicTree(8, 3, 3), "rule": "naive"}),
+    ("dflash2-zlab", {}),
+    ("dspark-rnn", {}),
+    ("../mtp-2/model", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def base() -> Model:
+    return paradec.load(SOURCE / "base", dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=["chain", "tree", "dynamic", "dflash2", "dspark", "mtp"])
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_rows_that_come_and_go_are_as_alone(name: str, settings: dict[str, Any], scale: float, base: Model) -> None:
+    if name.startswith("d"):
+        pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
+    kind = "mtp" if "mtp" in name else None
+    base = base if kind is None else paradec.load(SOURCE / name, dtype=torch.float64)
+    drafter = paradec.load_drafter(SOURCE / name, base=base, kind=kind)
+    sampler = paradec.samplers.Speculative(drafter=drafter, **settings)
+    request = {"sampler": sampler, "temperature": 0.9, "guidance_scale": scale}
+    new = [9, 4, 12, 7, 5, 9, 3, 6]
+    with Batch(base, batch_size=3, **request) as batch:
+        tickets = [batch.add(prompt, seed=row, max_new_tokens=new[row]) for row, prompt in enumerate(PROMPTS)]
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+    for row, (prompt, ticket) in enumerate(zip(PROMPTS, tickets, strict=True)):
+        alone = paradec.generate(base, [prompt], seed=row, max_new_tokens=new[row], **request)
+        assert ticket.output is not None
+        assert ticket.output.new_tokens[0].tolist() == alone.new_tokens[0].tolist()
+        assert ticket.output.row_nfe == alone.row_nfe

@@ -1,0 +1,449 @@
+"""Ways of drafting: look-ups, pools, recycled tokens and rules that end a chain; what all of them keep over a store."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_drafters import NEGATIVE, VOCAB, TableModel, answers, exactness, greedy, tiny_base
+from eagle_drafters import PROMPTS as TEXTS
+from image_models import tiny_llamagen
+from places import GOLDEN
+from torch import Tensor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import paradec
+from paradec.cli.work import load_draft_model
+from paradec.samplers.causal.drafts.stopping import Unconfident, Unsure
+from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling, look_up
+from paradec.samplers.causal.jacobi import Jacobi
+from paradec.samplers.causal.loop import CausalSampler
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.speculative import Speculative
+from paradec.samplers.causal.trees import tree_of
+
+PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
+"""Unequal, and some repeat themselves, so that there is something to look up."""
+METHODS: dict[str, Callable[[], CausalSampler]] = {
+    "pool": lambda: Jacobi(window=6, pool=3),
+    "lookup": lambda: Speculative(drafter=PromptLookup(5, 2)),
+    "recycling": lambda: Speculative(drafter=TokenRecycling(k=8, tree=(4, 2, 1)), rule="naive"),
+    "siblings": lambda: SCD(window=6, refresh="maximal", siblings=3, branching=2),
+    "siblings of noise": lambda: SCD(window=6, refresh="gumbel", siblings=3, branching=2),
+    "stopped drafts": lambda: Speculative(drafter=tiny_base(seed=4), window=6, stop=Unsure(0.2)),
+}
+GIVEN: dict[str, Any] = {"max_new_tokens": 14, "temperature": 0.8}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_is_what_it_is_alone(name: str) -> None:
+    base, method = tiny_base(), METHODS[name]()
+    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **GIVEN)
+    for row, prompt in enumerate(PROMPTS):
+        alone, state = answers(method, base, prompt, seed=5 + row, **GIVEN)
+        assert alone == [together[row]]
+        assert (state.nfe[0], state.draft_nfe[0]) == (whole.nfe[row], whole.draft_nfe[row])
+    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
+    every = [*paradec.generate_many(base, prompts, batch_size=2, sampler=method, **GIVEN)]
+    assert [out.new_tokens[0].tolist() for out in every] == together
+    assert [out.row_nfe[0] for out in every] == whole.nfe.tolist()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_repeat_and_copies_go_on(name: str) -> None:
+    base, method = tiny_base(), METHODS[name]()
+    state = method.start(base, PROMPTS, seed=1, **GIVEN)
+    while not state.done:
+        one, two = method.step(base, state), method.step(base, state)
+        assert torch.equal(one.values, two.values)
+        for quantity, value in one.quantities.items():
+            assert torch.equal(value, two.quantities[quantity]), quantity
+        other = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+        method.commit(state, one)
+        method.commit(other, method.step(base, other))
+        assert torch.equal(state.canvas, other.canvas)
+        assert all(torch.equal(tensor, other.memory[key]) for key, tensor in state.memory.tensors.items())
+        with pytest.raises(ValueError, match="earlier state"):
+            method.commit(state, two)
+
+
+@pytest.mark.parametrize("name", ["pool", "recycling", "siblings"])
+def test_models_without_a_store_are_refused(name: str) -> None:
+    base = tiny_base()
+    base.module.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="needs (a model|models) that runs? over a store; LlamaForCausalLM does not"):
+        METHODS[name]().start(base, [1, 2], max_new_tokens=4)
+
+
+def sampler(count: int = 5, size: int = 2) -> Speculative:
+    return paradec.samplers.create("speculative", drafter=PromptLookup(count, size))
+
+
+class Suppress:
+    """A logits processor of transformers' kind."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.tokens] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("ends", "forbidden"), [([], []), ([3], []), ([3, 0], [1])])
+def test_candidates_are_those_of_transformers(size: int, ends: list[int], forbidden: list[int]) -> None:
+    generator = torch.Generator().manual_seed(size)
+    length = torch.randint(1, 24, (200, 1), generator=generator)
+    tokens = torch.randint(0, 5, (200, 24), generator=generator)
+    usable = ~torch.isin(tokens, torch.tensor(forbidden, dtype=torch.int64))
+    drafts, count = look_up(tokens, length, usable, torch.tensor(ends, dtype=torch.int64), size, 6)
+    theirs = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor(ends) if ends else None,
+        num_output_tokens=6,
+        max_matching_ngram_size=size,
+        max_length=100,
+        logits_processor=Suppress(forbidden),  # type: ignore[arg-type]
+        vocab_size=5,
+    )
+    for row in range(200):
+        ids = tokens[row : row + 1, : int(length[row])]
+        expected = theirs.get_candidates(ids)[0][0, ids.shape[1] :].tolist()
+        assert drafts[row, : count[row]].tolist() == expected and not drafts[row, count[row] :].any()
+    assert 0 < int((count == 0).sum()) < 150 and int((count > 1).sum()) > 20
+
+
+def test_tokens_and_forwards_are_those_of_transformers() -> None:
+    base, calls = tiny_base(), []
+    hook = base.module.model.register_forward_pre_hook(lambda *_: calls.append(0))
+    saved = 0
+    for prompt in PROMPTS:
+        calls.clear()
+        settings = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "do_sample": False}
+        ids = torch.tensor([prompt])
+        expected = base.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **settings)
+        count = len(calls)
+        out = paradec.generate(base, [prompt], sampler=sampler(), max_new_tokens=20, temperature=0)
+        assert out.new_tokens[0].tolist() == expected[0, len(prompt) :].tolist() and out.nfe == count
+        saved += 20 - count
+    hook.remove()
+    assert saved > 8
+
+
+def test_temperature_0_is_greedy_decoding() -> None:
+    base = tiny_base()
+    found, state = answers(sampler(), base, PROMPTS, max_new_tokens=14, temperature=0)
+    assert found == greedy(base.module, PROMPTS, 14)
+    assert len(set(state.nfe.tolist())) > 1 and state.nfe.sum() < 4 * 14 and not state.draft_nfe.any()
+
+
+@pytest.mark.parametrize("request_name", ["temperature 1", "all"])
+def test_answers_have_the_model_s_distribution(request_name: str) -> None:
+    model = exactness.TableModel.random(5, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
+        found = exactness.test_case(sampler(3), model, 4000, seed=5, **exactness.REQUESTS[request_name])
+    assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 4
+
+
+def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
+    base = tiny_base()
+    given = {"max_new_tokens": 12, "suppress_tokens": (1,), "temperature": 0}
+    found = paradec.generate(base, PROMPTS, sampler=sampler(), **given)
+    plain = paradec.generate(base, PROMPTS, sampler=paradec.samplers.create("sjd", window=1), **given)
+    assert found.new_tokens.tolist() == plain.new_tokens.tolist()
+    state = sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
+    state.canvas[0, 0] = VOCAB + 3
+    state.canvas[0, 2] = VOCAB + 3
+    PromptLookup(5, 1).fill(state, np.arange(1))
+    assert state.drafted.tolist() == [0]  # what follows the last 0 is no token
+
+
+def test_settings_travel() -> None:
+    short = paradec.samplers.create("speculative", drafter="prompt_lookup")
+    assert short.drafter == PromptLookup(10, 2) and short == Speculative(drafter=PromptLookup())
+    data = sampler(7, 3).to_dict()
+    assert data["drafter"]["max_matching_ngram_size"] == 3 and Speculative.from_dict(data) == sampler(7, 3)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_k": 3},
+        {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "logprobs": 2},
+    ],
+)
+@pytest.mark.parametrize("settings", [{"pool": 1, "ngram": 2}, {"pool": 4, "ngram": 4, "pool_size": 8}])
+def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_: dict[str, Any]) -> None:
+    base = tiny_base()
+    given = {"max_new_tokens": 24, "seed": 3} | request_
+    expected, alone = answers(Jacobi(window=6), base, TEXTS, **given)
+    found, state = answers(Jacobi(window=6, **settings), base, TEXTS, **given)
+    assert found == expected and state.nfe.sum() < alone.nfe.sum()
+    if state.logprobs is not None:
+        for name in ("chosen", "best"):
+            own, other = (getattr(each.logprobs, name) for each in (state, alone))
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def test_short_answers_and_windows() -> None:
+    base = tiny_base()
+    for new in (1, 2, 3):
+        given = {"max_new_tokens": new, "temperature": 0}
+        assert answers(Jacobi(pool=3), base, TEXTS, **given)[0] == answers(Jacobi(), base, TEXTS, **given)[0]
+    given = {"max_new_tokens": 6, "temperature": 0}
+    assert answers(Jacobi(pool=3, window=1), base, TEXTS, **given)[1].nfe.tolist() == [6] * 4
+
+
+def test_answers_have_the_model_s_distribution_pool() -> None:
+    model = exactness.TableModel.random(3, seed=4, sharpness=2.0)
+    found = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
+    assert min(found["p_values"]) > 0.01 / 2 and found["nfe"] < 6
+
+
+@pytest.mark.full
+def test_pictures_are_the_same_in_fewer_forwards() -> None:
+    model = paradec.load("digits-ar")
+    given = {"class_labels": range(10), "seed": 77, "output_type": "latent"}
+    alone = paradec.generate_images(model, sampler=Jacobi(), **given)
+    found = paradec.generate_images(model, sampler=Jacobi(pool=4), **given)
+    assert (found.tokens != alone.tokens).sum() <= 4  # float32: a near-tie may fall the other way
+    assert np.sum(found.row_nfe) < np.sum(alone.row_nfe)
+
+
+def test_over_llamagen_with_guidance() -> None:
+    model = tiny_llamagen()
+    given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
+    found = paradec.generate_images(model, sampler=Jacobi(pool=2, ngram=3), **given)
+    assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
+
+
+def sampler_recycling(tree: Any = (4, 2, 1), k: int = 8) -> Speculative:
+    return Speculative(drafter=TokenRecycling(k=k, tree=tree), rule="naive")
+
+
+def test_the_paper_s_tree() -> None:
+    tree = tree_of("2.2.2")
+    assert [tree.depths.count(depth) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
+    assert {(0,) * 6, (0, 0, 0, 0, 0, 1), (0, 0, 0, 1, 0, 0), (7, 0), (5, 0, 0), (1, 1, 0)} < set(tree.paths)
+    assert TokenRecycling().tree == "2.2.2" and Speculative(drafter="token_recycling", rule="naive").tree == "2.2.2"
+
+
+@pytest.mark.parametrize("tree", ["2.2.2", (3, 2, 2)])
+def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> None:
+    model, method, known = TableModel.random(9, seed=3), sampler_recycling(tree), [{}, {}, {}]
+    shape = tree_of(tree)
+    state = method.start(model, [[2, 0], [4, 1, 3], [8]], max_new_tokens=14, seed=5)
+    assert (state.memory["drafts"] == -1).all() and (state.memory["recycled"] == -1).all()
+    while not state.done:
+        rows, before = state.rows, state.memory["drafts"].clone()
+        left = state.end - state.committed
+        lasts = {row: int(state.canvas[row, state.committed[row] - 1]) for row in rows.tolist()}
+        above = {row: state.canvas[row, : state.committed[row]].tolist() for row in rows.tolist()}
+        method.commit(state, method.step(model, state))
+        for row in rows.tolist():
+            texts = {(): above[row]}
+            for node, path in enumerate(((), *shape.paths)):
+                token = lasts[row] if node == 0 else int(before[row, node])
+                if token < 0 or len(path) >= left[row]:
+                    continue
+                if path:
+                    texts[path] = [*texts[path[:-1]], token]
+                text = texts[path]
+                logits = model.table[text[-2] if len(text) > 1 else 9, text[-1]]
+                known[row][token] = logits.topk(8).indices.tolist()
+            for token in range(9):
+                assert state.memory["recycled"][row, token].tolist() == known[row].get(token, [-1] * 8)
+            if state.end[row] - state.committed[row] > 1:
+                at = {(): int(state.canvas[row, state.committed[row] - 1])}
+                for node, path in enumerate(shape.paths, start=1):
+                    at[path] = known[row].get(at[path[:-1]], [-1] * 8)[path[-1]]
+                    assert int(state.memory["drafts"][row, node]) == at[path]
+
+
+@pytest.mark.parametrize("tree", ["2.2.2", (2, 1, 1)])
+@pytest.mark.parametrize(
+    "request_", [{"temperature": 0}, {"temperature": 0, "guidance_scale": 1.7, "negative_prompt": NEGATIVE}]
+)
+def test_greedy_answers_are_the_model_s(tree: Any, request_: dict[str, Any]) -> None:
+    base, given = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
+    expected, alone = answers(SJD(window=1), base, TEXTS, **given)
+    found, state = answers(sampler_recycling(tree), base, TEXTS, **given)
+    assert found == expected and state.nfe.sum() < 0.8 * alone.nfe.sum() and not state.draft_nfe.any()
+
+
+@pytest.mark.parametrize("what", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
+def test_answers_have_the_model_s_distribution_recycling(what: str) -> None:
+    model = TableModel.random(4, seed=4, sharpness=2.0)
+    given = {"new": 6} | exactness.REQUESTS[what]
+    found = exactness.test_case(sampler_recycling((2, 2, 1), k=3), model, 2000, seed=1, **given)
+    assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_twenty_thousand_answers_have_the_model_s_distribution(temperature: float) -> None:
+    model = TableModel.random(5, seed=0)
+    found = exactness.test_case(sampler_recycling("2.2.2"), model, 20_000, seed=9, temperature=temperature)
+    assert min(found["p_values"]) > 0.01 / 4
+
+
+def test_a_vocabulary_smaller_than_k_and_prompts_with_other_ids() -> None:
+    model = TableModel.random(3, seed=1)
+    state = sampler_recycling(k=8).start(model, [[2, 0]], max_new_tokens=8, temperature=0)
+    state.canvas[0, 1] = 7  # an image model's prompt
+    state.drafting.model.fill(state, np.arange(1))
+    assert (state.memory["drafts"] == -1).all()
+    state.canvas[0, 1] = 0
+    while not state.done:
+        method = sampler_recycling(k=8)
+        method.commit(state, method.step(model, state))
+    assert (state.memory["recycled"][..., 3:] == -1).all() and (state.memory["recycled"][..., :3] >= 0).any()
+
+
+def test_settings_travel_recycling() -> None:
+    data = sampler_recycling((3, 2), 5).to_dict()
+    assert data["drafter"] == {"drafter": "token_recycling", "k": 5, "tree": (3, 2)}
+    assert Speculative.from_dict(data) == sampler_recycling((3, 2), 5)
+    assert paradec.Request(sampler=sampler_recycling()).to_dict()["sampler"]["drafter"]["k"] == 8
+    assert load_draft_model("token_recycling", None) == "token_recycling"
+
+
+MODEL = TableModel.random(5, seed=0)
+DRAFTER = TableModel.random(5, seed=1, near=MODEL)
+RECORDED = GOLDEN / "drafters" / "drafters"
+
+
+def low_tokens(q: Tensor, drafts: Tensor) -> Tensor:
+    """Depends on the draft itself, which is verified all the same."""
+    return drafts[:, -1] >= 2
+
+
+RULES = [Unsure(0.5), Unsure(0.6, product=True, least=2), low_tokens]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_have_the_model_s_distribution_stopping(rule: Any) -> None:
+    found = exactness.test_case(Speculative(drafter=DRAFTER, window=5, stop=rule), MODEL, 3000, seed=2, new=5)
+    assert min(found["p_values"]) > 0.01 / 6 and found["nfe"] < 4.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_twenty_thousand_answers_have_the_model_s_distribution_stopping(rule: Any, temperature: float) -> None:
+    sampler = Speculative(drafter=DRAFTER, window=4, stop=rule)
+    found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
+    assert min(found["p_values"]) > 0.01 / 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", RULES)
+def test_windows_end_after_the_draft_that_the_rule_names(rule: Any, temperature: float) -> None:
+    method, width = Speculative(drafter=DRAFTER, window=6, stop=rule), 6
+    state = method.start(MODEL, [[2, 0], [4, 1, 3], [1]], max_new_tokens=17, seed=5, temperature=temperature)
+    lengths, before, stale = set(), np.zeros(3, np.int64), np.array([True] * 3)
+    while not state.done:
+        for row in state.rows.tolist():
+            slots = min(width, int(state.length[row] - state.committed[row]))
+            text, expected = state.canvas[row, : state.committed[row]].tolist(), 0
+            drafts, q = state.memory["drafts"][row], []
+            for slot in range(slots - 1):
+                last = [5, *text][-2], text[-1]
+                q.append((DRAFTER.table[last] / (temperature or 1)).softmax(-1))
+                text.append(int(drafts[slot]))
+                expected = slot + 1
+                if rule(torch.stack(q).unsqueeze(0), drafts[:expected].unsqueeze(0)):
+                    break
+            if slots > 1:
+                assert state.drafted[row] == expected
+                lengths.add(expected)
+                assert state.draft_nfe[row] - before[row] == expected or not stale[row]
+        stale, before = np.isin(np.arange(3), state.rows), state.draft_nfe.copy()
+        proposal = method.step(MODEL, state)
+        evaluated = np.minimum(state.slots(state.rows), 1 + state.drafted[state.rows])
+        assert proposal.available.sum(1).tolist() == evaluated.tolist()
+        method.commit(state, proposal)
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("name", ["eagle3-original", "dflash2-zlab", "dspark-vanilla"])
+def test_drafters_of_hidden_states(name: str) -> None:
+    pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
+    base = paradec.load(RECORDED / "base", dtype=torch.float64)
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    given = {"max_new_tokens": 12, "temperature": 0, "seed": 1}
+    expected, _ = answers(SJD(window=1), base, TEXTS, **given)
+    whole = answers(Speculative(drafter=drafter), base, TEXTS, **given)[1]
+    found, state = answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **given)
+    assert found == expected and state.forwarded_tokens.sum() < whole.forwarded_tokens.sum()
+
+
+def test_a_recorded_confidence_ends_the_window() -> None:
+    pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
+    from safetensors.torch import load_file
+
+    cases = json.loads((RECORDED / "cases.json").read_text())
+    tensors = load_file(RECORDED / "cases.safetensors")
+    base = paradec.load(RECORDED / "base", dtype=torch.float64)
+    seen = 0
+    for key, case in cases.items():
+        if f"{key}/confidence_logit" not in tensors or case["temperature"] != 0:
+            continue
+        drafter = paradec.load_drafter(RECORDED / case["drafter"], base=base)
+        confidence = tensors[f"{key}/confidence_logit"].double().sigmoid()
+        for threshold in (0.0, float(confidence[1:].median()) + 1e-4, float(confidence[1:].min()) + 1e-4):
+            method, ids = Speculative(drafter=drafter, stop=Unconfident(threshold)), tensors["ids"].tolist()
+            prompt = ids[: case["anchor"]]
+            state = method.start(base, [prompt], max_new_tokens=20, temperature=0)
+            proposal = method.step(base, state)
+            state.ends = state.ends[:0]
+            proposal.values[0, 0] = ids[case["anchor"]]  # the recorded token follows, whatever the model says
+            proposal.quantities["p"][0, 0] = torch.nn.functional.one_hot(proposal.values[0, 0], 64)
+            method.commit(state, proposal)
+            assert state.memory["drafts"][0, : len(case["drafts"])].tolist() == case["drafts"]
+            expected = 1 + int((confidence[1:] >= threshold).long().cumprod(0).sum())
+            assert state.drafted[0] == expected
+            seen += 1 < expected < len(confidence)
+    assert seen
+
+
+def test_settings_travel_stopping() -> None:
+    for rule in (Unsure(0.3, product=True), Unsure()):
+        method = Speculative(drafter="prompt_lookup") if rule is None else Speculative(drafter=DRAFTER, stop=rule)
+        assert method.to_dict()["stop"] == rule.to_dict()
+        assert Speculative(drafter=DRAFTER, stop=rule.to_dict()) == method
+    assert Speculative(drafter=DRAFTER, stop="unsure").stop == Unsure()
+    assert Speculative(drafter=DRAFTER, stop=low_tokens).to_dict()["stop"] == "low_tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop": 3}, "stop=3 must be a callable of q and drafts, or 'unsure' or 'unconfident'"),
+        ({"stop": {"stop": "unsure", "size": 3}}, "unexpected keyword argument 'size'"),
+        ({"stop": "unsure", "tree": (2, 1)}, "is for chains that a model drafts, not for tree=(2, 1)"),
+        ({"stop": "unsure", "drafter": "prompt_lookup"}, "not for drafter='prompt_lookup'"),
+        ({"stop": "unconfident"}, "needs a drafter with a confidence head (DSpark's); table has none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Speculative(**{"drafter": DRAFTER} | settings)
+
+
+@pytest.mark.parametrize("answer", [True, torch.zeros(2), torch.zeros(1, 1, dtype=torch.bool)])
+def test_a_rule_that_answers_something_else_is_refused(answer: Any) -> None:
+    method = Speculative(drafter=DRAFTER, stop=lambda q, drafts: answer)
+    with pytest.raises(ValueError, match=re.escape("it must return [R] bool, R=1")):
+        method.start(MODEL, [[1, 2]], max_new_tokens=6)

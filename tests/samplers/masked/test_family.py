@@ -1,0 +1,200 @@
+"""The masked family beside the textbook: what follows from declarations, and logits of undecided positions alone."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, MASK, everything, tiny
+from torch import Tensor
+
+import paradec
+from paradec import FixedBlocks, caches, samplers
+from paradec.core.protocol import decode
+from paradec.core.query import Query
+from paradec.models.adapter import Model
+from paradec.samplers.masked import loop
+from paradec.samplers.masked.loop import MaskedSampler, Stage, View
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.view import Needs
+
+(TEXTBOOK,) = re.findall(r"```python\n(.*?)```", loop.__doc__ or "", re.DOTALL)
+SETTINGS: list[dict[str, Any]] = [
+    {"threshold": 0.9, "block_length": 4},
+    {"threshold": 0.2, "block_length": 32},
+    {"threshold": 0.5, "block_length": 5, "end_ids": (END, 3, 17)},
+    {"block_length": 3},
+    {"block_length": 4, "end_ids": (END, 8, 20)},
+    {"block_length": 4, "steps": 2},
+    {"block_length": 6, "steps": 4, "end_ids": (END, 11)},
+]
+
+
+def test_the_textbook_fits_a_page() -> None:
+    assert len(TEXTBOOK.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_family_is_the_textbook(settings: dict[str, Any], shift: int, cache: str | None) -> None:
+    draw, names = random.Random(str(settings)), dict[str, Any]()
+    exec(TEXTBOOK, names)
+    ends, length = settings.get("end_ids", (END,)), settings["block_length"]
+    model = tiny(1, prediction="shifted" if shift else "same", seed=length, ends=ends)
+    rows = [[draw.randrange(MASK) for _ in range(draw.randint(1, 9))] for _ in range(5)]
+    rows = [
+        [MASK if i % 3 == 2 and index % 2 else token for i, token in enumerate(row)] for index, row in enumerate(rows)
+    ]
+    rows.append([MASK] * 4)
+    request: dict[str, Any] = {"max_new_tokens": 13, "blocks": FixedBlocks(length), "cache": cache}
+    if "threshold" in settings:
+        request["sampler"] = paradec.samplers.create("threshold", threshold=settings["threshold"])
+    else:
+        request["sampler"] = "low_confidence"
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model.module(ids, attention_mask=everything(ids.shape[1])).logits
+
+    for row in rows:
+        ids = row + [MASK] * 13
+        if "steps" in settings:
+            starts = ids.index(MASK)
+            request["steps"] = settings["steps"] * -(-(len(ids) - starts) // length)
+        out = paradec.generate(model, [row], holes_eos_inf=False, **request)
+        with torch.inference_mode():
+            expected = names["decode"](logits, ids, MASK, shift=shift, **{"end_ids": ends} | settings)
+        assert out.sequences[0, : len(expected)].tolist() == expected
+        assert out.finished == [len(expected) < len(ids) or expected[-1] in ends]
+
+
+MODEL = tiny(2)
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
+
+
+def start(name: str = "low_confidence", prompts: Any = PROMPTS, **request: Any) -> tuple[Any, MaskedState]:
+    sampler = samplers.create(name)
+    return sampler, sampler.start(MODEL, prompts, **{"max_new_tokens": 8, "block_length": 4, "seed": 0} | request)
+
+
+@dataclass(frozen=True)
+class Fusing(MaskedSampler):
+    name = "fusing"
+
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return logits * 2, {}
+
+    def select(self, view: View) -> Tensor:
+        return view.candidates
+
+
+class Mixin:
+    def preview(self, state: MaskedState) -> np.ndarray:
+        return state.window.host_positions
+
+
+def test_needs_follow_from_what_a_class_overrides() -> None:
+    assert MaskedSampler.needs == Needs() and Fusing.needs == Needs(processes_logits=True)
+    assert type("Mixed", (Mixin, Fusing), {}).needs == Needs(processes_logits=True, previews=True)
+    ranked = type("Ranked", (Fusing,), {"needs": Needs(score="margin")})
+    assert ranked.needs == type("Heir", (ranked,), {}).needs == Needs(score="margin", processes_logits=True)
+    with pytest.raises(TypeError, match="of sampler class Wrong must be a paradec.samplers.masked.Needs"):
+        type("Wrong", (Fusing,), {"needs": {"score": "margin"}})
+    with pytest.raises(TypeError, match="scores"):
+        Needs(scores="margin")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("registry", [samplers, caches])
+def test_the_device_step_takes_what_says_so_for_itself(registry: Any) -> None:
+    for name in registry.names():
+        found = registry.get(name)
+        if getattr(found, "device_step", False):
+            assert vars(found)["device_step"] is True
+            assert not type("Mine", (found,), {}).device_step
+
+
+def test_a_shadow_that_is_not_finite_is_seen() -> None:
+    sampler, state = start("wino", cache="none")
+    queries = sampler.query(state)
+    outputs = [MODEL(query) for query in queries]
+    width = state.window.positions.shape[1]
+    outputs[0][1, width:] = torch.nan
+    proposal = sampler.propose(state, outputs, queries)
+    before = state.canvas.clone()
+    with pytest.raises(FloatingPointError, match="row 1 at its step 0"):
+        sampler.commit(state, proposal)
+    assert torch.equal(before, state.canvas)
+
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
+NEW = 12
+
+
+class Asked:
+    """A model that notes how many columns it was asked for, and of how many rows."""
+
+    def __init__(self, model: Model):
+        self.model, self.widths = model, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, query: Query, *store: Any) -> Tensor:
+        self.widths.append(query.wanted.shape[1])
+        logits = self.model(query, *store)
+        assert logits.shape[1] == self.widths[-1]
+        return logits
+
+
+def decoded(model: Model, sampler: Any, rows: list[list[int]] = ROWS, **request: Any) -> tuple[Any, list[int]]:
+    """The state after decoding, and the widths that were asked for."""
+    asked = Asked(model)
+    state = sampler.start(asked, rows, max_new_tokens=NEW, **{"seed": 3, **request})
+    return decode(sampler, asked, state), asked.widths
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("threshold", {"block_length": 6}),
+    ("low_confidence", {"cache": "dual"}),
+    ("margin", {"temperature": 0.7, "cache": "prefix", "block_length": 4}),
+    ("entropy", {"temperature": 0.5, "top_k": 9}),
+    ("random", {"temperature": 1.0, "guidance_scale": 1.5, "cache": "dual"}),
+    ("klass", {}),
+    ("persistence", {"block_length": 6}),
+    ("maskgit", {"temperature": 1.0, "steps": 5}),
+]
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+@pytest.mark.parametrize(("name", "request_"), CASES, ids=[name for name, _ in CASES])
+def test_the_same_decoding(
+    name: str, request_: dict[str, Any], prediction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(2, prediction=prediction)
+    sampler = samplers.create(name, **({"final_temperature": 0.5} if name == "maskgit" else {}))
+    whole, wide = decoded(model, sampler, **request_)
+    monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
+    spared, narrow = decoded(model, sampler, **request_)
+    assert torch.equal(whole.canvas, spared.canvas) and (whole.nfe == spared.nfe).all()
+    if name == "klass":  # its stage reads whole windows
+        assert wide == narrow
+    else:
+        assert len(wide) == len(narrow) and sum(narrow) < 0.8 * sum(wide)
+
+
+def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
+    model, sampler = tiny(2), samplers.create("threshold", threshold=0.35)
+    request: dict[str, Any] = {"temperature": 0.8, "cache": "dual", "block_length": 6}
+    together, _ = decoded(model, sampler, **request)
+    for index, row in enumerate(ROWS):
+        alone, _ = decoded(model, sampler, [row], **request)
+        length = int(alone.length[0])
+        assert torch.equal(alone.canvas[0, :length], together.canvas[index, :length])
