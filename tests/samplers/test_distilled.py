@@ -325,26 +325,28 @@ def test_bad_requests(settings: dict[str, Any], given: dict[str, Any], message: 
         Distilled(**settings).start(tiny_student(), [1], **given)
 
 
-def test_other_teachers_are_refused() -> None:
-    student = tiny_student()
-    with pytest.raises(ValueError, match="teacher LlamaGen has grid=5; .* has 4"):
-        Distilled(teacher=tiny_llamagen(grid=5)).start(student, [1])
-    with pytest.raises(ValueError, match="condition='t2i'"):
-        Distilled(teacher=tiny_llamagen("t2i")).start(student, [1])
-    with pytest.raises(TypeError, match="must be a LlamaGen"):
-        Distilled(teacher=tiny_student()).start(student, [1])
-    with pytest.raises(TypeError, match="teacher=3 must be an image model"):
-        Distilled(teacher=3)
-    with pytest.raises(ValueError, match="steps=1 leaves no place"):
-        Distilled(teacher=tiny_llamagen()).start(student, [1], steps=1)
-    with pytest.raises(ValueError, match="teacher_start=5 must be"):
-        Distilled(teacher=tiny_llamagen(), teacher_start=5).start(student, [1])
-    with pytest.raises(ValueError, match="label=10"):
-        Distilled().start(student, [10])
-    with pytest.raises(TypeError, match="a distilled student"):
-        Distilled().start(tiny_llamagen(), [1])
-    with pytest.raises(ValueError, match="takes the 'distilled' family"):
-        paradec.generate_images(student, class_labels=1, sampler="sjd")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Distilled(teacher=tiny_llamagen(grid=5)).start(tiny_student(), [1]), "grid=5; .* has 4"),
+        (lambda: Distilled(teacher=tiny_llamagen("t2i")).start(tiny_student(), [1]), "condition='t2i'"),
+        (lambda: Distilled(teacher=tiny_student()).start(tiny_student(), [1]), "must be a LlamaGen"),
+        (lambda: Distilled(teacher=3), "teacher=3 must be an image model"),
+        (lambda: Distilled(teacher=tiny_llamagen()).start(tiny_student(), [1], steps=1), "steps=1 leaves no place"),
+        (lambda: Distilled(teacher=tiny_llamagen(), teacher_start=5).start(tiny_student(), [1]), "teacher_start=5"),
+        (lambda: Distilled().start(tiny_student(), [10]), "label=10"),
+        (lambda: Distilled().start(tiny_llamagen(), [1]), "a distilled student"),
+        (lambda: paradec.generate_images(tiny_student(), class_labels=1, sampler="sjd"), "'distilled' family"),
+        (lambda: Distilled(teacher=tiny_llamagen()).start(tiny_var_student(), [1]), "must be a VAR"),
+        (lambda: Distilled(teacher=tiny_var(classes=7)).start(tiny_var_student(), [1]), "classes=7; .* has 5"),
+        (lambda: Distilled(teacher=tiny_var(vq_seed=3)).start(tiny_var_student(), [1]), "other codes than its student"),
+        (lambda: tiny_var_student(split=9), "split=9"),
+        (lambda: paradec.samplers.create("var").start(tiny_var_student(), [1]), "a distilled student"),
+    ],
+)
+def test_other_teachers_are_refused(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
 
 
 def test_checkpoints_load(tmp_path: Path) -> None:
@@ -402,19 +404,19 @@ def test_narrow_types_and_broken_numbers() -> None:
 SYSTEM_VAR = "dd-var"
 
 
-def golden_vq_var(name: str) -> MultiScaleVQ:
+def golden_scales_vq(name: str) -> MultiScaleVQ:
     """`name`: "var/vae"."""
     said, _ = case("", f"{name}.config")
     return load_multi_scale_vq(file("", f"{name}.safetensors"), norm_groups=said["group_norm_groups"])
 
 
-def golden_student_var(name: str) -> DistilledVARModel:
+def golden_var_student(name: str) -> DistilledVARModel:
     said, _ = case(SYSTEM_VAR, f"{name}.config")
-    path, vq = file(SYSTEM_VAR, f"{name}.safetensors"), golden_vq_var(said["vae"])
+    path, vq = file(SYSTEM_VAR, f"{name}.safetensors"), golden_scales_vq(said["vae"])
     return load_distilled_var(path, scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
 
-def golden_teacher_var(name: str, vq: MultiScaleVQ) -> VARModel:
+def golden_var(name: str, vq: MultiScaleVQ) -> VARModel:
     said, _ = case("var", f"{name}.config")
     return load_var(file("var", f"{name}.safetensors"), scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
@@ -424,13 +426,13 @@ def golden_teacher_var(name: str, vq: MultiScaleVQ) -> VARModel:
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = case(SYSTEM_VAR, name)
     settings = said["settings"]
-    model = golden_student_var(said["model"])
+    model = golden_var_student(said["model"])
     if said["margin"] < 1e-4:  # a summation's order may decide in float32
         model.module.double()
         model.vq.double()
     given, taught = {}, {}
     if "teacher" in said:
-        given = {"teacher": golden_teacher_var(said["teacher"], model.vq), "teacher_start": settings["teacher_start"]}
+        given = {"teacher": golden_var(said["teacher"], model.vq), "teacher_start": settings["teacher_start"]}
         given["teacher"].module.to(model.dtype)
         # the scale of guidance is the public code's and one
         taught = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
@@ -508,7 +510,7 @@ def test_the_teacher_s_prefix(masked: bool) -> None:
         assert torch.allclose(logits, said, atol=1e-9) == masked
 
 
-def test_a_drawn_picture_is_the_teacher_s_var() -> None:
+def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
     teacher = tiny_var()
     student = tiny_var_student(teacher)
     count = len(teacher.module.scales)
@@ -580,21 +582,7 @@ def test_rows_traces_and_types() -> None:
     assert torch.isfinite(out.images).all() and out.row_nfe == [1]
 
 
-def test_other_teachers_are_refused_var() -> None:
-    student = tiny_var_student()
-    with pytest.raises(TypeError, match="must be a VAR"):
-        Distilled(teacher=tiny_llamagen()).start(student, [1])
-    with pytest.raises(ValueError, match="has classes=7; .* has 5"):
-        Distilled(teacher=tiny_var(classes=7)).start(student, [1])
-    with pytest.raises(ValueError, match="other codes than its student"):
-        Distilled(teacher=tiny_var(vq_seed=3)).start(student, [1])
-    with pytest.raises(ValueError, match="split=9"):
-        tiny_var_student(split=9)
-    with pytest.raises(TypeError, match="a distilled student"):
-        paradec.samplers.create("var").start(student, [1])
-
-
-def test_checkpoints_load_var(tmp_path: Path) -> None:
+def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     student = tiny_var_student()
     weights, module = student.module.state_dict(), student.module
     expected = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="latent").tokens

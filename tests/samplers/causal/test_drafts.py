@@ -205,7 +205,7 @@ def test_short_answers_and_windows() -> None:
     assert answers(Jacobi(pool=3, window=1), base, TEXTS, **given)[1].nfe.tolist() == [6] * 4
 
 
-def test_answers_have_the_model_s_distribution_pool() -> None:
+def test_answers_with_a_pool_have_the_model_s_distribution() -> None:
     model = exactness.TableModel.random(3, seed=4, sharpness=2.0)
     found = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
     assert min(found["p_values"]) > 0.01 / 2 and found["nfe"] < 6
@@ -228,7 +228,7 @@ def test_over_llamagen_with_guidance() -> None:
     assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
 
 
-def sampler_recycling(tree: Any = (4, 2, 1), k: int = 8) -> Speculative:
+def recycling(tree: Any = (4, 2, 1), k: int = 8) -> Speculative:
     return Speculative(drafter=TokenRecycling(k=k, tree=tree), rule="naive")
 
 
@@ -241,7 +241,7 @@ def test_the_paper_s_tree() -> None:
 
 @pytest.mark.parametrize("tree", ["2.2.2", (3, 2, 2)])
 def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> None:
-    model, method, known = TableModel.random(9, seed=3), sampler_recycling(tree), [{}, {}, {}]
+    model, method, known = TableModel.random(9, seed=3), recycling(tree), [{}, {}, {}]
     shape = tree_of(tree)
     state = method.start(model, [[2, 0], [4, 1, 3], [8]], max_new_tokens=14, seed=5)
     assert (state.memory["drafts"] == -1).all() and (state.memory["recycled"] == -1).all()
@@ -278,15 +278,15 @@ def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> No
 def test_greedy_answers_are_the_model_s(tree: Any, request_: dict[str, Any]) -> None:
     base, given = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
     expected, alone = answers(SJD(window=1), base, TEXTS, **given)
-    found, state = answers(sampler_recycling(tree), base, TEXTS, **given)
+    found, state = answers(recycling(tree), base, TEXTS, **given)
     assert found == expected and state.nfe.sum() < 0.8 * alone.nfe.sum() and not state.draft_nfe.any()
 
 
 @pytest.mark.parametrize("what", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
-def test_answers_have_the_model_s_distribution_recycling(what: str) -> None:
+def test_answers_of_recycled_tokens_have_the_model_s_distribution(what: str) -> None:
     model = TableModel.random(4, seed=4, sharpness=2.0)
     given = {"new": 6} | exactness.REQUESTS[what]
-    found = exactness.test_case(sampler_recycling((2, 2, 1), k=3), model, 2000, seed=1, **given)
+    found = exactness.test_case(recycling((2, 2, 1), k=3), model, 2000, seed=1, **given)
     assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 6
 
 
@@ -294,28 +294,28 @@ def test_answers_have_the_model_s_distribution_recycling(what: str) -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_twenty_thousand_answers_have_the_model_s_distribution(temperature: float) -> None:
     model = TableModel.random(5, seed=0)
-    found = exactness.test_case(sampler_recycling("2.2.2"), model, 20_000, seed=9, temperature=temperature)
+    found = exactness.test_case(recycling("2.2.2"), model, 20_000, seed=9, temperature=temperature)
     assert min(found["p_values"]) > 0.01 / 4
 
 
 def test_a_vocabulary_smaller_than_k_and_prompts_with_other_ids() -> None:
     model = TableModel.random(3, seed=1)
-    state = sampler_recycling(k=8).start(model, [[2, 0]], max_new_tokens=8, temperature=0)
+    state = recycling(k=8).start(model, [[2, 0]], max_new_tokens=8, temperature=0)
     state.canvas[0, 1] = 7  # an image model's prompt
     state.drafting.model.fill(state, np.arange(1))
     assert (state.memory["drafts"] == -1).all()
     state.canvas[0, 1] = 0
     while not state.done:
-        method = sampler_recycling(k=8)
+        method = recycling(k=8)
         method.commit(state, method.step(model, state))
     assert (state.memory["recycled"][..., 3:] == -1).all() and (state.memory["recycled"][..., :3] >= 0).any()
 
 
-def test_settings_travel_recycling() -> None:
-    data = sampler_recycling((3, 2), 5).to_dict()
+def test_settings_of_recycled_tokens_travel() -> None:
+    data = recycling((3, 2), 5).to_dict()
     assert data["drafter"] == {"drafter": "token_recycling", "k": 5, "tree": (3, 2)}
-    assert Speculative.from_dict(data) == sampler_recycling((3, 2), 5)
-    assert paradec.Request(sampler=sampler_recycling()).to_dict()["sampler"]["drafter"]["k"] == 8
+    assert Speculative.from_dict(data) == recycling((3, 2), 5)
+    assert paradec.Request(sampler=recycling()).to_dict()["sampler"]["drafter"]["k"] == 8
     assert load_draft_model("token_recycling", None) == "token_recycling"
 
 
@@ -333,7 +333,7 @@ RULES = [Unsure(0.5), Unsure(0.6, product=True, least=2), low_tokens]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_answers_have_the_model_s_distribution_stopping(rule: Any) -> None:
+def test_answers_of_stopped_drafts_have_the_model_s_distribution(rule: Any) -> None:
     found = exactness.test_case(Speculative(drafter=DRAFTER, window=5, stop=rule), MODEL, 3000, seed=2, new=5)
     assert min(found["p_values"]) > 0.01 / 6 and found["nfe"] < 4.5
 
@@ -341,7 +341,7 @@ def test_answers_have_the_model_s_distribution_stopping(rule: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("rule", RULES)
-def test_twenty_thousand_answers_have_the_model_s_distribution_stopping(rule: Any, temperature: float) -> None:
+def test_twenty_thousand_of_stopped_drafts_have_it(rule: Any, temperature: float) -> None:
     sampler = Speculative(drafter=DRAFTER, window=4, stop=rule)
     found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
     assert min(found["p_values"]) > 0.01 / 12
@@ -418,7 +418,7 @@ def test_a_recorded_confidence_ends_the_window() -> None:
     assert seen
 
 
-def test_settings_travel_stopping() -> None:
+def test_stopping_rules_travel() -> None:
     for rule in (Unsure(0.3, product=True), Unsure()):
         method = Speculative(drafter="prompt_lookup") if rule is None else Speculative(drafter=DRAFTER, stop=rule)
         assert method.to_dict()["stop"] == rule.to_dict()
