@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import paradec
 from paradec import FixedBlocks, caches, samplers
+from paradec.caches.parts import buckets
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.rules.schedules import linear, time_grid
@@ -87,6 +89,37 @@ def test_registry_presets_and_names() -> None:
         registry.register("thing", Thing)
     with pytest.raises(ValueError, match="module:Class"):
         registry.register("other", "no.colon")
+
+
+lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)
+
+
+@given(lengths, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
+    array = np.array(sizes)
+    groups = buckets(array, exact=exact)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
+    if exact:
+        assert all(len(set(array[g])) == 1 for g in groups)
+    else:
+        assert len(groups) <= 3
+        spent = evaluated([array[g].tolist() for g in groups])
+        ordered, count = sorted(sizes, reverse=True), len(sizes)
+        for most in range(1, len(groups)):  # no more groups than it takes
+            assert cheapest(ordered, most) > 1.1 * sum(sizes)
+        assert spent <= max(1.1 * sum(sizes), cheapest(ordered, len(groups))) and count
+
+
+def evaluated(groups: list[list[int]]) -> int:
+    return sum(max(group) * len(group) for group in groups if group)
+
+
+def cheapest(ordered: list[int], most: int) -> int:
+    """The fewest positions that `most` buckets of rows evaluate, by trying every way to cut them."""
+    cuts = combinations_with_replacement(range(len(ordered) + 1), most - 1)
+    ways = [(0, *cut, len(ordered)) for cut in cuts]
+    return min(evaluated([ordered[a:b] for a, b in pairwise(way)]) for way in ways)
 
 
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20), st.sampled_from(["prompt", "absolute"]))

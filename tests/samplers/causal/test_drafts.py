@@ -23,7 +23,7 @@ import paradec
 from paradec.cli.work import load_draft_model
 from paradec.samplers.causal.drafts.stopping import Unconfident, Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling, look_up
-from paradec.samplers.causal.jacobi import Jacobi
+from paradec.samplers.causal.jacobi import Jacobi, longest_path, pool_layout
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
@@ -173,6 +173,27 @@ def test_settings_travel() -> None:
     assert short.drafter == PromptLookup(10, 2) and short == Speculative(drafter=PromptLookup())
     data = sampler(7, 3).to_dict()
     assert data["drafter"]["max_matching_ngram_size"] == 3 and Speculative.from_dict(data) == sampler(7, 3)
+
+
+def test_the_longest_branch_by_a_walk() -> None:
+    """Random drafts and draws of three tokens, against following the draws from the root."""
+    generator, tree, width = torch.Generator().manual_seed(0), pool_layout(5, 3, 2), 5
+    drafts = torch.randint(-1, 3, (300, 11), generator=generator)
+    tokens = torch.randint(0, 3, (300, 11), generator=generator)
+    depth, node = longest_path(tree, drafts, tokens)
+    paths = [[0, *range(1, width)], *([0, at, at + 1] for at in (5, 7, 9))]
+    deep = set()
+    for row in range(300):
+        walks = []
+        for path in paths:
+            k = 0
+            while k + 1 < len(path) and drafts[row, path[k + 1]] == tokens[row, path[k]]:
+                k += 1
+            walks.append(path[: k + 1])
+        best = max(walks, key=len)
+        assert int(depth[row]) == len(best) - 1 and node[row].tolist() == [*best, *range(len(best), width)]
+        deep.add((len(best), best[-1] >= width))
+    assert {(2, True), (3, True), (4, False)} <= deep
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import view_of
 from tiny_models import MASK, everything, tiny
 from torch import Tensor
 
@@ -15,8 +16,9 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.loop import MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import UNCUT, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.combination import Intersection, Union
+from paradec.samplers.masked.rules.learn2pd import Learn2PD
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
 
@@ -118,6 +120,40 @@ def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
     ):
         joined = decode(llada64, text, **request)
         assert same(joined, alone["greedy"]) and joined.forwarded_tokens == alone["greedy"].forwarded_tokens, text
+
+
+@pytest.mark.parametrize("joined", [Union, Intersection])
+def test_the_first_cut_by_hand(joined: type) -> None:
+    """Of rules that cut at different positions, or not at all, in every order."""
+    rules = [
+        Learn2PD(),
+        Learn2PD(eot="greedy", eot_confidence=0.5),
+        Learn2PD(eot_confidence=0.75),
+        Learn2PD(eot="none"),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(200, 6, dtype=torch.float64, generator=generator)
+    is_end, selected = torch.rand(2, 200, 6, generator=generator) < 0.2
+    view = replace(view_of(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={})
+    kinds = set()
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        for rule in range(4):
+            view.quantities[f"{rule}.is_end"] = is_end
+        found = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
+        for row in range(200):
+            ends = [i for i in range(6) if is_end[row, i]]
+            least = {0: 0.0, 1: 0.5, 2: 0.75}
+            cuts = []
+            for rule in (0, 1, 2):
+                counting = [i for i in ends if confidence[row, i] >= least[rule]]
+                final = [i for i in counting if selected[row, i]]
+                if final:
+                    cuts.append(final[0])
+                elif rule == 1 and counting:
+                    cuts.append(max(counting, key=lambda i: float(confidence[row, i])))
+            assert found[row] == (7 + min(cuts) + 1 if cuts else UNCUT)  # the view begins at position 7
+            kinds.add(len(set(cuts)))
+    assert kinds == {0, 1, 2}
 
 
 def scores_of(p: Tensor, name: str) -> float:
