@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paradec import caches
-from paradec.caches.base import Cache
-from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
 from paradec.core.registry import Registry
+
+if TYPE_CHECKING:  # the command line imports this module, and no torch
+    from paradec.caches.base import Cache
+    from paradec.core.blocks import BlockPolicy
 
 EXACT, APPROXIMATE, REFUSED = "exact", "approximate", "refused"
 MODELS = (
