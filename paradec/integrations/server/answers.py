@@ -329,7 +329,7 @@ class Reply:
         if self.changes["constraint"] is not None:
             check_room(self.changes["constraint"], model, new)
         changes = {**self.changes, "max_new_tokens": new, "cache_salt": self.body.cache_salt}
-        if (number := answer.index % self.n) and (seed := changes.get("seed")) is not None:
+        if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
             changes["seed"] = (seed + number) % 2**63
 
         def send(event: Any) -> None:

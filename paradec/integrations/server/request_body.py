@@ -12,12 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
-from paradec.constraints.values import Choice, Constraint, Grammar, JsonSchema, Regex, ToolCalls, constraint_of
-from paradec.core.checks import LARGEST_INT64, check_int, shown
+from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
+from paradec.core.checks import shown
 from paradec.core.component_text import parse_components
 from paradec.core.registry import unknown
 from paradec.integrations.server.limits import ApiError, to_api_error
-from paradec.request import FIELDS as REQUEST_FIELDS
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 
@@ -34,8 +33,8 @@ SAMPLING |= {"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_comple
 """Fields of the body, by their names in `paradec.Request`, which checks them."""
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Fields that say the form of an answer (OpenAI's, vLLM's and its older ones)."""
-CONSTRAINTS: dict[str, Any] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Grammar}
-"""Keys of `structured_outputs`."""
+CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Keys of `structured_outputs`, as `paradec.Request` names them."""
 ANY_OBJECT = {"type": "object"}
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -196,51 +195,45 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         if name in ONLY and value is not None and value not in ONLY[name]:
             allowed = " or ".join(map(json.dumps, ONLY[name]))
             raise ApiError(f"{name}={shown(value)} is not supported; leave it out, or give {allowed}", 422, name)
-    changes: dict[str, Any] = {}
-    if (preset := body.preset) is not None:
-        if not isinstance(preset, str) or preset not in presets:
-            allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"
-            raise ApiError(f"preset={shown(preset)} must be {allowed}", 400, "preset")
-        changes |= presets[preset]
+    if body.preset is not None and (not isinstance(body.preset, str) or body.preset not in presets):
+        allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"
+        raise ApiError(f"preset={shown(body.preset)} must be {allowed}", 400, "preset")
+    own = _read_own(body)
+    sampling: dict[str, Any] = {}
+    for outer, inner in SAMPLING.items():
+        value = body.field(outer)
+        if value is None or (outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)):
+            continue
+        if inner in own or (inner in sampling and sampling[inner] != value):
+            other = f"{OWN}.{inner}" if inner in own else "max_tokens"
+            raise ApiError(f"{outer} and {other} say the same; give one", 400, outer)
+        sampling[inner] = value
+    _check_stops(sampling.get("stop_strings", own.get("stop_strings")))
+    try:
+        sampling = Request.from_dict(sampling)
+    except (ValueError, TypeError) as error:
+        raise to_api_error(error) from error
+    if isinstance(sampling.get("seed"), tuple):
+        raise ApiError(f"seed={shown(body.field('seed'))} must be an integer", 400, "seed")
+    return {**presets.get(body.preset, {}), **own, **sampling}
+
+
+def _read_own(body: Body) -> dict[str, Any]:
+    """Read the fields in `OWN` that go to `paradec.Request`, but the constraint. Raises ApiError."""
     for name, value in body.paradec.items():
         if name not in (*FIELDS, "drafts"):
             raise ApiError(unknown(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
         if name in ("drafts", "chat") and not isinstance(value, bool):
             raise ApiError(f"{name}={shown(value)} must be true or false", 422, OWN)
+        if name in ("sampler", "cache", "blocks"):
+            _check_component(name, value)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
-    own = {name: value for name, value in body.paradec.items() if name not in ("drafts", "constraint")}
-    names = {name: f"{OWN}.{name}" for name in own}
-    for outer, inner in SAMPLING.items():
-        if (value := _read_sampling(body, outer)) is not None:
-            if inner in names and (inner in own or value != changes[inner]):
-                raise ApiError(f"{outer} and {names[inner]} say the same; give one", 400, outer)
-            names[inner], changes[inner] = outer, value
-    for name in ("sampler", "cache", "blocks"):
-        _check_component(name, own.get(name))
+    own = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
     try:
-        changes |= Request.from_dict(own)
+        return Request.from_dict(own)
     except (ValueError, TypeError) as error:
         raise ApiError(str(error), 400, OWN) from error
-    _check_stops(own.get("stop_strings"))
-    changes.pop("chat", None)
-    return changes
-
-
-def _read_sampling(body: Body, name: str) -> Any:
-    """A field of `SAMPLING`, checked under its own name; None if it is not there or changes nothing."""
-    value = body.field(name)
-    if value is None or (name == "top_k" and value in (-1, 0) and not isinstance(value, bool)):
-        return None
-    try:
-        if name == "stop":
-            _check_stops(value)
-        elif name == "seed":
-            check_int(name, value, low=0, high=LARGEST_INT64)
-        REQUEST_FIELDS[SAMPLING[name]].metadata["check"](name, value)
-    except (ValueError, TypeError) as error:
-        raise to_api_error(error, name) from error
-    return value
 
 
 def _check_stops(stops: Any) -> None:
@@ -304,12 +297,14 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
     Raises:
         ApiError: a malformed value, one that is not supported, or one that takes too much time or memory.
     """
+    constraint: Any
     try:
-        make, *arguments = _find_maker(name, value)
-        if make in (JsonSchema, Regex, ToolCalls.from_functions):
-            constraint: Constraint = compiler.compile(make, *arguments)
-        else:
-            constraint = make(*arguments)
+        if name == "tool_choice":
+            constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value])
+        elif isinstance(data := _read_format(name, value), Mapping) and {*data} & {"json_schema", "regex"}:
+            constraint = compiler.compile(constraint_of, "constraint", data)
+        elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
+            raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
         if isinstance(constraint, Grammar) and model.facts.topology == "causal":
             _grammar_texts(constraint, model)
         else:
@@ -322,34 +317,28 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
     return constraint
 
 
-def _find_maker(name: str, value: Any) -> tuple[Any, ...]:
-    """A function that builds the constraint of a field, and its arguments."""
+def _read_format(name: str, value: Any) -> Any:
+    """A constraint as `paradec.Request` takes it in plain data. Raises ValueError for another form."""
     entries: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-    if name == "tool_choice":
-        return ToolCalls.from_functions, [tool["function"] for tool in value]
     if name == OWN:
-        if "json_schema" in entries and entries.keys() <= {"json_schema", "depth"}:
-            return JsonSchema, entries["json_schema"], entries.get("depth", 3)
-        if not isinstance(constraint := constraint_of("constraint", value), Constraint):
-            raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
-        return (lambda: constraint,)
+        return value
     if name == "response_format":
         kind, entry = entries.get("type"), entries.get("json_schema")
         if kind not in ("json_object", "json_schema"):
             raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
         if kind == "json_schema" and not (isinstance(entry, Mapping) and "schema" in entry):
             raise ValueError(f'json_schema={shown(entry)} must be an object with a "schema"')
-        return JsonSchema, entry["schema"] if kind == "json_schema" and entry else ANY_OBJECT
+        return {"json_schema": entry["schema"] if kind == "json_schema" and entry else ANY_OBJECT}
     kinds = ", ".join((*CONSTRAINTS, "json_object"))
     parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else entries
     if len(parts) != 1:
         raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}")
     ((kind, argument),) = parts.items()
     if kind == "json_object" and argument is True:
-        return JsonSchema, ANY_OBJECT
+        return {"json_schema": ANY_OBJECT}
     if kind not in CONSTRAINTS:
         raise ValueError(f"{kind}={shown(argument)} is not offered; give one of {kinds} with true")
-    return CONSTRAINTS[kind], argument
+    return {CONSTRAINTS[kind]: argument}
 
 
 def check_room(constraint: Constraint, model: Any, new: int) -> None:
