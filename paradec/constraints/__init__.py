@@ -1,7 +1,6 @@
-"""Languages that answers must be in: what callers give (`values`), and what decoding makes of it.
+"""Languages of answers.
 
-A value becomes a node of `expressions` (`regex` reads patterns, `json_schema` schemas), the node a minimal automaton
-over bytes (`byte_automaton`), and that one over a model's tokens (`spelling` says what each token reads, `lift` joins
-both), for a server in a process with limits (`compiler`). `passes` has the sums over all texts of an `automaton`,
-`marginals` what they make of logits. Nothing here knows a sampler.
+`values` holds what callers give. A value becomes an expression (`expressions`, `regex`, `json_schema`), a minimal
+automaton over bytes (`byte_automaton`) and one over tokens (`spelling`); a server builds it in a process with limits
+(`compiler`). `passes` sums over all texts of an `automaton`, and `marginals` conditions logits on them.
 """

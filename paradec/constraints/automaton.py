@@ -32,12 +32,11 @@ class Grouped:
 
 
 class Runs:
-    """Tokens of one class within one stretch of ids: sums over runs [P] give those over classes and over stretches.
+    """Tokens of one class within one stretch of ids, for sums over classes and over stretches.
 
-    Attributes:
-        tokens: [A] int32: all ids that some text has, run by run, ascending in each. begins: [P + 1], where each run
-            begins there. classes: [P]. stretches: where the runs of each stretch begin, and P. by_class: the runs of
-            each class, of lower ids first.
+    `tokens` [A] int32 are the ids that occur in texts, run by run and ascending; run p has `begins[p]` to
+    `begins[p + 1]` of them and the class `classes[p]`. `stretches` has the first run of each stretch, and P.
+    `by_class` groups the runs.
     """
 
     def __init__(self, class_of: np.ndarray):

@@ -30,11 +30,7 @@ class ByteAutomaton:
 
 
 def byte_automaton(node: Node) -> ByteAutomaton:
-    """The minimal automaton of an expression.
-
-    Raises:
-        ValueError: it would have more than `MOST_STATES` states.
-    """
+    """Build the minimal automaton of an expression. Raises ValueError for more than `MOST_STATES` states."""
     try:
         parts = _Parts()
         last = parts.add(node, parts.new())

@@ -21,10 +21,9 @@ MAX_KNOWN = 256
 
 
 class Compiler:
-    """Builds constraints and their automata over the tokens of one tokenizer. Its processes start when needed.
+    """Builds constraints and their automata over the tokens of one tokenizer.
 
-    Args:
-        seconds: of one constraint. max_bytes: of memory that one may take. processes: at most, side by side.
+    Each takes at most `seconds` and `max_bytes` of memory in one of at most `processes`, which start when needed.
     """
 
     def __init__(

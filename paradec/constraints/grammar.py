@@ -1,8 +1,8 @@
 """Grammars for causal models, by llguidance (the extra `grammar`): which tokens may follow what is written.
 
-A grammar has no list of states, so that neither the length of an answer nor the sum over its texts is known: a token
-fits where some text begins with it, however long. Where only one text can follow, llguidance wants it in the tokens
-that the tokenizer makes of it.
+A grammar has no list of states, so neither the length of an answer nor the sum over its texts is known: a token is
+allowed where some text continues with it. Where only one text can follow, llguidance allows only the tokenizer's own
+tokens for it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 
 
 def library() -> Any:
-    """llguidance.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message says what to install.
-    """
+    """Import llguidance. Raises ModuleNotFoundError, which names the extra, where it is not installed."""
     try:
         import llguidance
     except ModuleNotFoundError:
@@ -77,11 +73,7 @@ class _Vocabulary:
 
 
 def _compiled(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
-    """The tokenizer as llguidance has it, made once.
-
-    Raises:
-        ValueError: it does not join tokens plainly.
-    """
+    """Convert the tokenizer for llguidance, once. Raises ValueError if it does not join tokens plainly."""
     kept = _KNOWN.setdefault(tokenizer, {})
     if (size, ends) not in kept:
         spelling = spelling_of(tokenizer)

@@ -78,11 +78,7 @@ FORMATS = {
 
 @lru_cache(maxsize=8)
 def expression(schema: str, depth: int) -> Node:
-    """The texts of a schema, which is given as JSON.
-
-    Raises:
-        ValueError: a keyword that is not supported, by its path; or no text is left.
-    """
+    """Convert a schema, given as JSON. Raises ValueError for an unsupported keyword, by its path, or without texts."""
     whole = json.loads(schema)
     try:
         found = _Schema(whole).node(whole, "", depth, ())

@@ -32,11 +32,7 @@ def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
 
 
 def summed(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
-    """ln of the sum of exp of the entries of each key, [..., size] float64; what is given is overwritten.
-
-    Args:
-        ordered: [..., E] float64, in the group's order.
-    """
+    """Log-sum-exp [..., size] float64 of the entries of each key; `ordered` [..., E], by key, is overwritten."""
     top = np.maximum.reduceat(ordered, group.starts, axis=-1)
     np.maximum(top, LEAST, out=top)
     ordered -= top.take(group.owner, axis=-1)
@@ -77,11 +73,7 @@ def ahead(automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, among
 def conditioned(
     automaton: TokenAutomaton, masses: np.ndarray, first: int, last: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """ln Z; ln(g / Z) [n, C]; and the b [n + 1, S] of `ahead`.
-
-    Args:
-        masses: [n, C] float64: the logarithm of the probability of each class in each slot.
-    """
+    """ln Z, ln(g / Z) [n, C] and b [n + 1, S] (`ahead`), from log-probabilities of classes, masses [n, C] float64."""
     backward = ahead(automaton, masses, last)
     total = float(backward[0, first])
     if total == NOTHING:
@@ -170,11 +162,7 @@ def _reaching(running: np.ndarray, goal: float) -> int:
 
 
 def completions(automaton: TokenAutomaton, given: list[int | None], last: np.ndarray) -> np.ndarray:
-    """[n + 1, S] bool: from which states the slots can still be filled, after each number of slots.
-
-    Args:
-        given: what each slot holds, or None where anything may come.
-    """
+    """States [n + 1, S] from which the slots can still be filled; `given` is the token of each slot, or None."""
     source, index, target = automaton.edges.T
     found = np.zeros((len(given) + 1, automaton.states), bool)
     found[-1] = last

@@ -42,11 +42,9 @@ REFUSED_GROUPS = {
 
 
 def parse(pattern: str) -> Node:
-    """The language that `re.fullmatch(pattern, text, re.ASCII)` accepts.
+    """Parse the language of `re.fullmatch(pattern, text, re.ASCII)`.
 
-    Raises:
-        ValueError: no regular expression, or one that uses more than regular languages have; the message has the
-            position.
+    Raises ValueError, with the position, for a malformed or non-regular pattern.
     """
     return either(branch.node for branch in branches(pattern))
 

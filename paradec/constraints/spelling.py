@@ -1,13 +1,10 @@
-"""What each token of a model reads, as bytes: at the beginning of a text, and after other tokens.
+"""The bytes of each token of a model, at the beginning of a text and after other tokens.
 
-Answers are what the tokenizer's `decode` makes of all their tokens at once, so that a token may read otherwise in
-different places: SentencePiece leaves out a text's first space, others put spaces between tokens. Three ways of joining
-tokens are known, and the one that agrees with `decode` on random sequences is taken.
+The bytes of a token depend on its place: SentencePiece leaves out a text's first space, others put spaces between
+tokens. Three ways of joining tokens are tried, and the one that agrees with `decode` on random sequences is taken.
 
-`lift` makes an automaton over bytes one over a model's tokens: a token leads where its bytes do. Every token is walked
-letter by letter from all states at once, all tokens together: after each letter, tokens that have come from every state
-to the same one go on as one. So the work is that of the distinct maps between states, of which there are few, and
-tokens with one map are a class.
+`lift` converts an automaton over bytes to tokens. All tokens are walked byte by byte from all states at once; tokens
+whose maps between states are equal so far continue as one, and in the end are a class.
 """
 
 from __future__ import annotations
@@ -164,12 +161,9 @@ MAX_ENTRIES = 2**23
 
 
 def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAutomaton:
-    """The automaton of the sequences of tokens that read a text of the language, without end tokens.
+    """Build the automaton of the token sequences of a language, without end tokens.
 
-    Its states are those of bytes, times the places in which tokens read differently.
-
-    Raises:
-        ValueError: it would have more than `MAX_STATES` states or `MAX_EDGES` edges.
+    Its states are those of bytes times the places of a `Spelling`. Raises ValueError above `MAX_STATES` or `MAX_EDGES`.
     """
     size, places = len(source.accept), len(spelling.texts)
     if not size:

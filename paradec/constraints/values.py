@@ -31,18 +31,13 @@ class Constraint:
         raise NotImplementedError
 
     def node(self) -> Node:
-        """The texts as an expression.
-
-        Raises:
-            ValueError: what is said is no set of texts, or none that an automaton holds.
-        """
+        """Build the expression of the texts. Raises ValueError where no automaton can hold them."""
         raise NotImplementedError
 
     def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        """The automaton of all sequences of tokens that read one of the texts.
+        """Build the automaton of all token sequences of the texts.
 
-        Raises:
-            ValueError: as for `node`; or the tokenizer joins tokens in a way that is not known.
+        Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown way.
         """
         from paradec.constraints.byte_automaton import byte_automaton
         from paradec.constraints.spelling import lift, spelling_of
@@ -111,10 +106,9 @@ class Choice(Constraint):
         return either(text(choice) for choice in self.choices)
 
     def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        """The automaton of the tokens that the tokenizer makes of each text.
+        """Build the automaton of the tokenizer's tokens of each text.
 
-        Raises:
-            ValueError: a text that the tokenizer cannot write, or texts of too many tokens.
+        Raises ValueError for a text that the tokenizer cannot write, or for too many tokens.
         """
 
         def spelled() -> Iterator[list[int]]:
@@ -128,11 +122,7 @@ class Choice(Constraint):
 
 
 def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
-    """The automaton of some sequences of ids.
-
-    Raises:
-        ValueError: it would have more than `MAX_STATES` states.
-    """
+    """Build the automaton of some sequences of ids. Raises ValueError for more than `MAX_STATES` states."""
     import numpy as np
 
     from paradec.constraints.automaton import MAX_STATES, TokenAutomaton
@@ -230,10 +220,9 @@ class Grammar(Constraint):
 
 
 def constraint_of(name: str, value: Any) -> Any:
-    """What a request keeps: a constraint, or for holes a tuple of them and None. Data that `to_dict` makes are read.
+    """Read a constraint, or for holes a tuple of them and None, also in `to_dict`'s data.
 
-    Raises:
-        ValueError, TypeError: anything else.
+    Raises ValueError or TypeError for anything else.
     """
     if isinstance(value, Constraint):
         return value
@@ -243,11 +232,7 @@ def constraint_of(name: str, value: Any) -> Any:
 
 
 def one_constraint(name: str, value: Any) -> Constraint | None:
-    """The same of a constraint for a whole answer, and None where there is none.
-
-    Raises:
-        ValueError, TypeError: anything else.
-    """
+    """Read a constraint for a whole answer, or None. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, Constraint):
         return value
     if not isinstance(value, Mapping):
@@ -269,11 +254,7 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
 
 @dataclass(frozen=True)
 class ToolCalls(Constraint):
-    """A call of one of several tools, in Hermes' format.
-
-    Raises:
-        ValueError: parameters that an automaton cannot hold.
-    """
+    """A call of one of several tools, in Hermes' format. Raises ValueError for parameters of no automaton."""
 
     tools: tuple[tuple[str, str], ...]
     """Names, and the schemas of arguments as JSON."""
