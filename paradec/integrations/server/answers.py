@@ -241,36 +241,33 @@ class Streamer:
         """Do nothing: the output follows."""
 
 
+@dataclass
 class Reply:
-    """The answers to the prompts of a body: `n` to each.
+    """The answers to the prompts of a body: `n` to each. Raises ApiError for too many answers."""
 
-    Args:
-        changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
+    service: Service
+    call: Call
+    body: ChatBody | TextBody
+    changes: dict[str, Any]
+    """Fields of `paradec.Request`."""
+    rows: list[list[int]]
+    """The ids of the prompts."""
+    markers: dict[int, str]
+    """Special tokens that stay in the texts."""
 
-    Raises:
-        ApiError: too many answers.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        call: Call,
-        body: ChatBody | TextBody,
-        changes: dict[str, Any],
-        rows: list[list[int]],
-        markers: dict[int, str],
-    ):
-        self.service, self.call, self.body, self.changes = service, call, body, changes
-        self.rows, self.markers, self.n, self.is_chat = rows, markers, body.n or 1, isinstance(body, ChatBody)
-        if len(rows) * self.n > MAX_CHOICES:
-            raise ApiError(f"{len(rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers", 400, "n")
+    def __post_init__(self) -> None:
+        self.n, self.is_chat = self.body.n or 1, isinstance(self.body, ChatBody)
+        if (count := len(self.rows) * self.n) > MAX_CHOICES:
+            reason = f"{len(self.rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers"
+            raise ApiError(reason, 400, "n")
+        self.count, self.answers = count, list[Answer]()
         self._queue: asyncio.Queue[tuple[Answer, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        added = service.model.tokenizer.added_tokens_decoder.items() if markers else ()
+        added = self.service.model.tokenizer.added_tokens_decoder.items() if self.markers else ()
         special = frozenset(token for token, entry in added if entry.special)
-        self.dropped = special - {*markers} if markers else None
+        self.dropped = special - {*self.markers} if self.markers else None
         name = "chatcmpl" if self.is_chat else "cmpl"
-        self.head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+        self.head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.service.name}
 
     async def respond(self, make_parser: Callable[[], AnswerParser], echoes: Sequence[Piece] = ()) -> Response:
         """The response, or its stream.
@@ -283,7 +280,7 @@ class Reply:
         """
         self.answers = [
             self._make_answer(number, make_parser(), echoes[number // self.n] if echoes else None)
-            for number in range(len(self.rows) * self.n)
+            for number in range(self.count)
         ]
         try:
             for answer in self.answers:

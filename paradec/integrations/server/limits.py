@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -129,31 +130,25 @@ class Call:
             self.limits.engine.cancel(ticket)
 
 
+@dataclass
 class Limits:
-    """An ASGI middleware, which gives each POST request a `Call`.
+    """An ASGI middleware, which gives each POST request a `Call`."""
 
-    Args:
-        api_key: the key in "Authorization: Bearer ..."; None lets everybody in.
-        max_body: bytes of a body. max_requests: requests that are handled at once; more get 429.
-        max_work: tokens of prompts and possible answers at once; more get 429.
-        timeout: seconds in which a client must send the rest of its body, or take a piece of an answer.
-    """
+    app: Any
+    engine: Engine
+    metrics: Metrics
+    api_key: str | None = None
+    """The key in "Authorization: Bearer ..."; None lets everybody in."""
+    max_body: int = 2**20
+    """Bytes of a body."""
+    max_requests: int = 512
+    """Requests that are handled at once; more get 429."""
+    max_work: int = 2**20
+    """Tokens of prompts and possible answers at once; more get 429."""
+    timeout: float = 60.0
+    """Seconds in which a client must send the rest of its body, or take a piece of an answer."""
 
-    def __init__(
-        self,
-        app: Any,
-        *,
-        engine: Engine,
-        metrics: Metrics,
-        api_key: str | None = None,
-        max_body: int = 2**20,
-        max_requests: int = 512,
-        max_work: int = 2**20,
-        timeout: float = 60.0,
-    ):
-        self.app, self.engine, self.metrics, self.timeout = app, engine, metrics, timeout
-        self.api_key = None if api_key is None else api_key.encode()
-        self.max_body, self.max_requests, self.max_work = max_body, max_requests, max_work
+    def __post_init__(self) -> None:
         self.num_running = self.num_reserved = 0
         self.lock = threading.Lock()
 
@@ -189,7 +184,7 @@ class Limits:
         """The reason why a request is not handled: a wrong key, or too many requests."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if self.api_key is not None and scope["path"] not in OPEN_PATHS:
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key):
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key.encode()):
                 return ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
         if scope["method"] == "POST" and self.num_running >= self.max_requests:
             wait = self.engine.retry_after()

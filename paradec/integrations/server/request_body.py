@@ -215,7 +215,8 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         raise to_api_error(error) from error
     if isinstance(sampling.get("seed"), tuple):
         raise ApiError(f"seed={shown(body.field('seed'))} must be an integer", 400, "seed")
-    return {**presets.get(body.preset, {}), **own, **sampling}
+    preset = {} if body.preset is None else presets[body.preset]
+    return {**preset, **own, **sampling}
 
 
 def _read_own(body: Body) -> dict[str, Any]:
