@@ -150,7 +150,7 @@ def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None)
     if own is not None:
         return own if "tool_calls" in own["fields"] else None
-    if not isinstance(text, str) or "tool_call>" not in text:
+    if not isinstance(text, str) or not ("<tool_call>" in text or "<|tool_call>" in text):
         return None
     return GEMMA if "<|tool_call>" in text else QWEN_XML if "<function=" in text else HERMES
 
