@@ -31,6 +31,7 @@ from paradec.core.version import DRAWS
 if TYPE_CHECKING:
     import torch
 
+    from paradec.arguments import Arguments as Arguments
     from paradec.attention.sparsed import SparseD
     from paradec.caches.base import Cache
     from paradec.caches.kept import KeptPrefix
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from paradec.core.blocks import BlockPolicy
     from paradec.core.orders import Order
     from paradec.core.protocol import Commit, Sampler, State
-    from paradec.request import Arguments as Arguments
 
 
 def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:

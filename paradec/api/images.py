@@ -29,7 +29,7 @@ from paradec.models.images.grid import Grid
 from paradec.request import Preset, Request, check_names, request_for, warn_of_unused
 
 if TYPE_CHECKING:
-    from paradec.api.images import ImageArguments as ImageArguments
+    from paradec.arguments import ImageArguments as ImageArguments
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
