@@ -2,7 +2,7 @@
 
     python benchmarks/digits.py                    # 500 pictures of each setting; writes results/digits.json
     python benchmarks/digits.py --figure docs/figures/digits.png    # the pictures alone
-    python benchmarks/tables.py                    # afterwards: the tables of docs/images.md and docs/samplers_data.md
+    python benchmarks/tables.py                    # afterwards: the tables of docs/results.md
 
 Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:

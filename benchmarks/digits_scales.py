@@ -2,7 +2,7 @@
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
     python benchmarks/digits_scales.py --draw       # the pictures alone
-    python benchmarks/tables.py                     # afterwards: the table of docs/scales.md
+    python benchmarks/tables.py                     # afterwards: the table in docs/tables
 
 Every method has a few settings. Two hundred pictures of each choose one, by the Frechet distance; five hundred others,
 of other seeds, are reported. Class accuracy and distance are those of `benchmarks/digits.py`, with 95 % intervals

@@ -17,7 +17,7 @@ Every kernel is first checked against a float64 reference on fresh random inputs
 - sparsed: see benchmarks/gpu_sparsed.py.
 - recipe: LLaDA-8B on one of recipes/, if its weights are on this disk; see benchmarks/gpu_recipe.py.
 
-Writes one JSON file with the device's name and, where that is the default one, the tables of docs/performance.md. What
+Writes one JSON file with the device's name and, where that is the default one, the tables of docs/results.md. What
 fails, or does not fit into its section's time, is listed under "problems" there, beside what was measured. Exit code 2
 where there is no CUDA device, 1 where there was a problem. A dry run writes no tables, and JSON only with --out. With
 TRITON_INTERPRET=1 it runs the kernels, elsewhere their references.
@@ -480,8 +480,8 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def write_tables(text: str) -> None:
-    """Between the marks in docs/performance.md."""
-    file = ROOT / "docs" / "performance.md"
+    """Between the marks in docs/results.md."""
+    file = ROOT / "docs" / "results.md"
     marked = re.compile("(<!-- gpu -->\n).*?(<!-- /gpu -->)", re.DOTALL)
     file.write_text(marked.sub(lambda match: f"{match[1]}{text}\n{match[2]}", file.read_text()))
 

@@ -4,7 +4,7 @@
 
 Three places: the packaged model with answers of 64 and of 256 slots, and AntiBERTy, which fills antibodies of which
 90 % is masked (benchmarks/antibody.py's masks under seed 0). Candidates are of three kinds: `today`, a rule alone in
-the model's own blocks, as docs/comparison.md has them; `knobs`, such a rule with an older cache or another length of
+the model's own blocks, as docs/results.md has them; `knobs`, such a rule with an older cache or another length of
 block; `new`, whatever has a suffix window, the caches `d2` or `delayed`, pipelined blocks, Fast-dLLM++'s profile or
 LoPA's branches, alone and together.
 
@@ -92,7 +92,7 @@ BOTH = Configuration("intersection", {"rules": ("localleap", "entropy_threshold"
 
 
 def packaged_entries() -> list[Entry]:
-    """Of text: fronts of docs/comparison.md, what is older than this ranking, and what is new."""
+    """Of text: fronts of docs/results.md, what is older than this ranking, and what is new."""
     today = _configurations(
         *("threshold", "credit", "localleap", "entropy_threshold", "factor", "hierarchy", "factor+localleap"),
         *("klass+persistence", "learn2pd"),

@@ -2,11 +2,14 @@
 
     python benchmarks/tables.py
 
-Tables are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched.
+Tables on pages are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched. Long tables are CSV files in
+docs/tables.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import string
 import sys
@@ -71,23 +74,22 @@ def setting(changes: dict[str, Any]) -> str:
     return ", ".join(parts) or "default"
 
 
-def by_sampler(data: Row, defaults_only: bool) -> Iterable[Row]:
-    """The rows of each sampler (its default, or else its first one), the sampler with the most tokens per forward in
-    its first row first; the first row has the sampler's name and AUP."""
+def by_sampler(data: Row) -> Iterable[Row]:
+    """The rows of each sampler, the sampler with the most tokens per forward in its first row first; the first row has
+    the sampler's name and AUP."""
     groups = defaultdict(list)
     for row in data["results"]:
         groups[row["sampler"]].append(row)
     for name, rows in sorted(groups.items(), key=lambda item: -item[1][0]["tokens_per_forward"]):
-        shown = [row for row in rows if not row["changes"]] or rows[:1] if defaults_only else rows
-        for index, row in enumerate(shown):
+        for index, row in enumerate(rows):
             first = {"name": f"`{name}`", "aup": data["aup"].get(name)} if not index else {"name": "", "aup": None}
             yield row | first | {"setting": setting(row["changes"])}
 
 
-def compare_table(data: Row, defaults_only: bool) -> str:
+def compare_table(data: Row) -> str:
     """Right answers and forwards of `paradec compare`."""
     rows = []
-    for row in by_sampler(data, defaults_only):
+    for row in by_sampler(data):
         one, many = row["one_answer"], row["many_answers"]
         shares = {"one": one[0] / one[1], "many": many[0] / many[1]}
         rows.append(row | shares | {"padding": row["padding_forwards"] / (one[1] + many[1])})
@@ -111,14 +113,6 @@ def heldout_table(first: Row, second: Row) -> str:
     head = f"sampler | setting | chosen by: right of {num_prompts} | right of {num_prompts} others | 95 % | forwards"
     cells = "`{sampler}` | {setting} | {right[0]} | {right[1]} | {bounds[0]:.0f}-{bounds[1]:.0f} | {forwards:.2f}"
     return table(rows, head + " | of the baseline's", cells + " | {share:.2f}")
-
-
-def headline_table(data: Row) -> str:
-    """The best setting of one token per step beside the default sampler, of benchmarks/headline.py."""
-    default, baseline = data["reporting"][:2]
-    rows = {f"one token per step, in {_blocks(baseline)}": baseline, "`threshold`, the default": default}
-    head = f"| right, of {baseline['of']} prompts | forwards per answer | tokens per answer"
-    return table(named(rows), head, "{name} | {right} | {forwards:.1f} | {tokens:.1f}")
 
 
 def _blocks(row: Row) -> str:
@@ -146,9 +140,6 @@ def _headline_rows(data: Row) -> list[Row]:
     return [*data["reporting"][:2], data["reporting"][-1]]
 
 
-DECODERS = {"llada": "LLaDA", "dream": "Dream", "fast_dllm": "Fast-dLLM", "dinfer": "dInfer", "dkv_cache": "dKV-Cache"}
-
-
 def _cases(data: Row) -> list[Row]:
     """What was measured beside public code: ours, theirs, and what is said of ours over theirs."""
     cases = []
@@ -166,18 +157,6 @@ def _cases(data: Row) -> list[Row]:
 PEAKS = "{ours[peak_mib]:.0f} / {theirs[peak_mib]:.0f}"
 
 
-def beside_table(data: Row) -> str:
-    """What README.md says of benchmarks/peers/text.py: CPU time and memory over those of the public decoders."""
-    rows = []
-    for key, name in DECODERS.items():
-        for row in _cases(data):
-            if row["peer"] == key and row["tokens"] != "drawn":
-                cache = row["case"].partition(" ")[2] or ("its own" if key == "dkv_cache" else "none")
-                rows.append(row | {"name": name, "cache": cache})
-    head = "the public code of | cache | our CPU time over its | peak MiB, ours / its | tokens"
-    return table(rows, head, f"{{name}} | {{cache}} | {{cpu_over[1]:.2f}} | {PEAKS} | {{tokens}}")
-
-
 def peers_text_table(data: Row) -> str:
     """Whole decodes beside public decoders of LLaDA and Dream, with quartiles."""
     rows = _cases(data)
@@ -189,13 +168,6 @@ def peers_text_table(data: Row) -> str:
     low, high = data["load_average"]
     about = f"({data['processor']}, load average {low:.1f} to {high:.1f}.)"
     return "\n".join([table(rows, head + " | patched", cells + " | {patched}"), "", about])
-
-
-def peers_text_line(data: Row) -> str:
-    """The same in one line: CPU time over theirs, and what is left beside the products."""
-    return (
-        "; ".join(f"{row['case']} {row['cpu_over'][1]:.2f}, {row['cpu_beyond'][1]:.2f}" for row in _cases(data)) + "."
-    )
 
 
 def peers_rule_table(data: Row) -> str:
@@ -249,11 +221,11 @@ def _difference(name: str, digits: int) -> str:
     return f"{{{name}:+.{digits}f}} ({low} to {high})"
 
 
-def antibody_table(data: Row, defaults_only: bool) -> str:
+def antibody_table(data: Row) -> str:
     """Recovered residues and forwards of benchmarks/antibody.py."""
     head = "sampler | setting | fillings | forwards | recovered, % | versus baseline (95 %) | AUP"
     cells = "{name} | {setting} | {fillings} | {forwards:.1f} | {recovery:.1f} | "
-    return table(by_sampler(data, defaults_only), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
+    return table(by_sampler(data), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
 
 
 PROTEIN = "recovered, % | versus baseline (95 %) | score | versus baseline (95 %)"
@@ -303,7 +275,7 @@ QUALITY = (
 
 
 def digits_table(data: Row, short: bool) -> str:
-    """Forwards and quality of benchmarks/digits.py; short: the rows of docs/samplers_data.md, without intervals."""
+    """Forwards and quality of benchmarks/digits.py; short: one setting for each sampler, without intervals."""
     rows = {row["label"]: row | {"exact": "yes" if row["lossless"] else "no"} for row in data["settings"]}
     for row in rows.values():
         row["drafter"] = f"{row['draft_forwards']:.1f}" if row["draft_forwards"] else "-"
@@ -634,112 +606,133 @@ def _strayed(row: Row) -> str:
     return f"{_error(row)}; {row['blocks']:.0%}, {row['cpu']:.0%}"
 
 
+def numbers_table(headline: Row, peers: Row, proteins: Row, digits: Row) -> str:
+    """The main numbers: what paradec takes, and what it is compared with."""
+    default, baseline = headline["reporting"][:2]
+    equal = [row for row in _cases(peers) if row["tokens"] == "equal"]
+    cpu = [row["cpu_over"][1] for row in equal]
+    memory = {key: [row[key]["peak_mib"] for row in equal] for key in ("ours", "theirs")}
+    residues = [row["residues"] for row in proteins["chains"]]
+    calls = [median(row["calls"]) for row in proteins["designs"] if row["sampler"] == "jacobi"]
+    pictures = {row["label"]: row["forwards"][0] for row in digits["settings"]}
+    lines = [
+        (
+            "forwards per answer, packaged text model",
+            f"{default['forwards']:.1f} with `threshold`; {default['right']} of {default['of']} right",
+            f"{baseline['forwards']:.1f} at one token per step; {baseline['right']} right",
+        ),
+        ("forwards per picture of 49 codes", f"{pictures['scd']:.1f} with `scd`", f"{pictures['ar']:.1f} code by code"),
+        (
+            f"calls per protein design of {min(residues)} to {max(residues)} residues",
+            f"{min(calls):g} to {max(calls):g} (medians), the same tokens",
+            "one per residue",
+        ),
+        ("CPU time per answer", f"{min(cpu):.2f} to {max(cpu):.2f}, the same tokens", "1: the public code"),
+        (
+            "memory per answer, MiB",
+            "{:.0f} to {:.0f}".format(min(memory["ours"]), max(memory["ours"])),
+            "{:.0f} to {:.0f}: the public code".format(min(memory["theirs"]), max(memory["theirs"])),
+        ),
+        ("anything on a GPU or with 8B weights", "not measured", ""),
+    ]
+    return table(({"cells": " | ".join(line)} for line in lines), "measured | paradec | compared with", "{cells}")
+
+
+def to_csv(text: str) -> str:
+    """A table of Markdown as comma-separated values; lines around the table are left out."""
+    buffer = io.StringIO()
+    rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    cells = (re.split(r" ?\| ?", row.replace("`", ""))[1:-1] for row in rows)
+    csv.writer(buffer, lineterminator="\n").writerows(cells)
+    return buffer.getvalue()
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
     Raises:
-        SystemExit: a file has no place for one of its tables.
+        SystemExit: a page has no place for one of its tables.
     """
-    taylorseer, digits_masked = taylorseer_tables(_result("taylorseer")), _result("digits_masked")
-    names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
-    compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
-    canvases, probes = _result("canvases"), _result("probes")
+    names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "digits_masked", "headline")
+    compare, compare_heldout, antibody, antibody_heldout, digits, digits_masked, headline = map(_result, names)
+    canvases, probes, token_stats = _result("canvases"), _result("probes"), _result("token_stats")
+    taylorseer, many = taylorseer_tables(_result("taylorseer")), _result("many")
     ranking = {name: _result(f"ranking_{name}") for name in ("packaged-64", "packaged-256", "antibody")}
-    headline = _result("headline")
-    token_stats = _result("token_stats")
-    tables = {
-        "README.md": {"headline": headline_table(headline), "beside": beside_table(_result("peers_text"))},
-        "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
-        "docs/caches.md": {
-            "caches": caches_table(_result("caches")),
-            "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
-            "caches_prefix": caches_prefix_table(_result("caches_prefix")),
-            "suffix": suffix_table(_result("suffix")),
-            "suffix_accuracy": suffix_accuracy_table(_result("suffix_accuracy")),
-        },
-        "docs/canvases.md": {
-            "canvases": canvases_table(canvases),
-            "canvases_wait": canvases_wait_table(canvases),
-            "canvases_memory": canvases_memory_table(canvases),
-        },
-        "docs/comparison.md": {
-            "headline_rows": schedules_table(_headline_rows(headline)),
-            "compare_defaults": compare_table(compare, True),
-            "compare_heldout": heldout_table(compare, compare_heldout),
-            "antibody_defaults": antibody_table(antibody, True),
-        },
-        "docs/comparison_data.md": {
-            "compare": compare_table(compare, False),
-            "schedules": schedules_table(headline["choosing"]),
-            "schedules_heldout": schedules_table(headline["reporting"]),
-            "antibody": antibody_table(antibody, False),
-            "antibody_heldout": antibody_table(antibody_heldout, False),
-            "protein": protein_table(_result("protein")),
-            "protein_few": protein_few_table(_result("protein_few")),
-        },
-        "docs/performance.md": {"token_stats_draws": steps_table(token_stats, "draws")},
-        "docs/proteins.md": {"protein_exact": protein_exact_table(_result("protein_exact"))},
-        "docs/ranking.md": {
-            "ranking_places": ranking_places_table(ranking),
-            "ranking_answers": ranking_answers_table(ranking),
-            "ranking_64": ranking_table(ranking["packaged-64"]),
-            "ranking_256": ranking_table(ranking["packaged-256"]),
-            "ranking_antibody": ranking_table(ranking["antibody"]),
-            "ranking_alone": ranking_alone_table(ranking["packaged-64"]),
-        },
-        "docs/diffusion_data.md": {
-            "probes": probes_table(probes),
-            "probes_even": probes_even_table(probes),
-            "probes_published": probes_published_table(probes),
-            "taylorseer": taylorseer[0],
-            "taylorseer_costs": taylorseer[1],
-            "digits_dit": evaluations_table(digits_masked["dit"]),
-            "digits_dit_even": evenly_table(digits_masked["dit"]),
-            "skipping": skipping_table(_result("skipping")),
-        },
-        "docs/images.md": {
-            "digits": digits_table(digits, short=False),
-            "jacobi": jacobi_table(jacobi),
-            "digits_masked": evaluations_table(digits_masked["masked"]),
-        },
-        "docs/text.md": {
-            "many": many_table(_result("many")),
-            "occupancy": occupancy_table(_result("many")),
-        },
+    peers, proteins = _result("peers_text"), _result("protein_exact")
+    pages = {
+        "README.md": {"numbers": numbers_table(headline, peers, proteins, digits)},
         "docs/serving.md": {
             "server": server_table(_result("server")),
             "conversations": conversations_table(_result("conversations")),
         },
-        "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
-        "docs/samplers.md": {"headline_rows": schedules_table(_headline_rows(headline))},
-        "docs/samplers_data.md": {
-            "settings": settings_table(),
+        "docs/results.md": {
+            "headline_rows": schedules_table(_headline_rows(headline)),
+            "compare_heldout": heldout_table(compare, compare_heldout),
+            "many": many_table(many),
+            "occupancy": occupancy_table(many),
+            "suffix_accuracy": suffix_accuracy_table(_result("suffix_accuracy")),
             "digits": digits_table(digits, short=True),
-        },
-        "docs/performance_data.md": {
-            "peers_text": peers_text_table(_result("peers_text")),
-            "peers_text_intel": peers_text_line(_result("peers_text_intel")),
-            "peers_rule": peers_rule_table(_result("peers_rule")),
-            "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
-            "token_stats_steps": steps_table(token_stats, "steps"),
-            "peers_text_words": peers_text_table(_result("peers_text_words")),
-            "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
+            "token_stats_draws": steps_table(token_stats, "draws"),
             "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
-            "peers_pictures": peers_pictures_table(
-                *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
-            ),
         },
     }
-    found = {}
-    for file, named in tables.items():
+    files = {
+        "settings": settings_table(),
+        "compare": compare_table(compare),
+        "schedules": schedules_table(headline["choosing"]),
+        "schedules_heldout": schedules_table(headline["reporting"]),
+        "antibody": antibody_table(antibody),
+        "antibody_heldout": antibody_table(antibody_heldout),
+        "protein": protein_table(_result("protein")),
+        "protein_few": protein_few_table(_result("protein_few")),
+        "protein_exact": protein_exact_table(proteins),
+        "ranking_places": ranking_places_table(ranking),
+        "ranking_answers": ranking_answers_table(ranking),
+        "ranking_64": ranking_table(ranking["packaged-64"]),
+        "ranking_256": ranking_table(ranking["packaged-256"]),
+        "ranking_antibody": ranking_table(ranking["antibody"]),
+        "ranking_alone": ranking_alone_table(ranking["packaged-64"]),
+        "sparsed": sparsed_table(_result("sparsed")),
+        "caches": caches_table(_result("caches")),
+        "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
+        "caches_prefix": caches_prefix_table(_result("caches_prefix")),
+        "suffix": suffix_table(_result("suffix")),
+        "canvases_wait": canvases_wait_table(canvases),
+        "canvases": canvases_table(canvases),
+        "canvases_memory": canvases_memory_table(canvases),
+        "digits": digits_table(digits, short=False),
+        "digits_masked": evaluations_table(digits_masked["masked"]),
+        "jacobi": jacobi_table(_result("jacobi")),
+        "digits_scales": digits_scales_table(_result("digits_scales")),
+        "digits_dit": evaluations_table(digits_masked["dit"]),
+        "digits_dit_even": evenly_table(digits_masked["dit"]),
+        "probes": probes_table(probes),
+        "probes_even": probes_even_table(probes),
+        "probes_published": probes_published_table(probes),
+        "skipping": skipping_table(_result("skipping")),
+        "taylorseer": taylorseer[0],
+        "taylorseer_costs": taylorseer[1],
+        "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
+        "token_stats_steps": steps_table(token_stats, "steps"),
+        "peers_rule": peers_rule_table(_result("peers_rule")),
+        "peers_pictures": peers_pictures_table(
+            *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
+        ),
+    }
+    files |= {
+        name: peers_text_table(_result(name))
+        for name in ("peers_text", "peers_text_intel", "peers_text_words", "peers_text_bfloat16")
+    }
+    texts = {f"docs/tables/{name}.csv": to_csv(text) for name, text in files.items()}
+    for file, tables in pages.items():
         text = (ROOT / file).read_text(encoding="utf-8")
-        for name, table in named.items():
+        for name, content in tables.items():
             pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             if not pattern.search(text):
                 raise SystemExit(f"{file} has no <!-- {name} --> ... <!-- /{name} -->")
-            text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
-        found[file] = text
-    return found
+            text = pattern.sub(lambda match, content=content: match[1] + content + "\n" + match[2], text)
+        texts[file] = text
+    return texts
 
 
 def _result(name: str) -> Any:
@@ -747,6 +740,7 @@ def _result(name: str) -> Any:
 
 
 def main() -> None:
+    (ROOT / "docs" / "tables").mkdir(exist_ok=True)
     for file, text in rendered().items():
         (ROOT / file).write_text(text, encoding="utf-8")
         print(f"written to {file}")

@@ -14,7 +14,7 @@ method strays from the model that it replaces.
 
 Ours are measured on three schedules with equally many full steps: the public code's, diffusers', and one spread evenly.
 cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json and
-prints the tables of docs/diffusion_data.md.
+prints the tables of docs/tables/taylorseer.csv and taylorseer_costs.csv.
 """
 
 from __future__ import annotations

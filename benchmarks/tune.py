@@ -6,7 +6,7 @@
 `packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
 the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
 
-Then every setting made by hand that docs/comparison_data.md lists - defaults and `sweep` of the samplers whose defaults
+Then every setting made by hand that docs/tables/compare.csv lists - defaults and `sweep` of the samplers whose defaults
 take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named, by one rule, the fewest
 forwards at most a point below the best score: the one that it takes on the half that chose (`fair`), and the one that
 it would take on the reported half itself, which nobody can know beforehand (`oracle`). The preset is compared with both

@@ -91,7 +91,7 @@ class Request:
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
         share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
-            themselves only (docs/attention.md); None is as the model was loaded. `Output.attention` has its cost.
+            themselves only (docs/caches.md); None is as the model was loaded. `Output.attention` has its cost.
         suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64: the nearest 64), or a text
             ("gaussian:256"); None is all. For bidirectional models and answers of several blocks (docs/caches.md).
         blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",

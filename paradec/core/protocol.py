@@ -9,7 +9,7 @@ while not state.done:
 
 `step` is `query` (what to evaluate), the model call, and `propose` (read the answer); hosts that own the model
 call use the halves. The families (masked, draft and verify, forecast, continuous) share this file and differ in what
-a query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
+a query holds and in the one decision of their paper. The invariants are listed in `docs/fidelity.md`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def load(
     ends too.
 
     Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
-    and others (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon, Janus and GLM-Image's
+    and others (docs/images.md has the table), and in transformers' format for Emu3, Chameleon, Janus and GLM-Image's
     prior (also from the folder of its pipeline). Six small ones are inside the package: "digits-ar",
     "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked), "digits-lpd" (in any order), "digits-var" and
     "digits-var-small" (by scales).

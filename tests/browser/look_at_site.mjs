@@ -34,17 +34,17 @@ async function shot(page, name) { await page.screenshot({ path: join(folder, `si
 const count = (page, what) => page.locator(what).count();
 
 { // styled, highlighted, with its navigation; the search finds
-  const page = await open("quick_start/");
+  const page = await open("text/");
   const colours = await page.evaluate(() => new Set([...document.querySelectorAll("pre code span")].map(span => getComputedStyle(span).color)).size);
-  check(colours >= 3, `quick start: code is in ${colours} colours`);
-  check(await page.evaluate(() => getComputedStyle(document.querySelector(".md-header")).position) === "sticky", "quick start: no styles");
-  check(await count(page, ".md-nav--primary a") > 25, "quick start: the navigation is short");
+  check(colours >= 3, `text: code is in ${colours} colours`);
+  check(await page.evaluate(() => getComputedStyle(document.querySelector(".md-header")).position) === "sticky", "text: no styles");
+  check(await count(page, ".md-nav--primary a") > 25, "text: the navigation is short");
   await page.locator("input.md-search__input").fill("localleap");
   await page.waitForSelector(".md-search-result__item", { timeout: 10000 }).catch(() => {});
   check(await count(page, ".md-search-result__item") > 0, "the search finds nothing");
   await page.keyboard.press("Escape");
   await page.waitForTimeout(500);
-  await shot(page, "quick_start");
+  await shot(page, "text");
 }
 { // docstrings: settings as tables, no raw markup left
   const page = await open("api/samplers/");

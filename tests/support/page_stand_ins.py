@@ -22,10 +22,6 @@ NOW = "stand_in"
 KNOWN = {"Natalia sold 48 clips in April and half as many in May. How many in all?": "Sort: pear fig apple"}
 """The packaged model has words of its own."""
 SUBSTITUTES: dict[str, dict[str, str]] = {
-    "README.md": {
-        'paradec.load("GSAI-ML/LLaDA-8B-Instruct", device="cuda")': "paradec.load()",
-        "Anna sold 48 clips in May and half as many in June. How many in all?": "Sort: pear fig apple",
-    },
     "text.md": {
         'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()",
         'paradec.load("Dream-org/Dream-v0-Instruct-7B"' + CUDA: "paradec.load()",
@@ -46,7 +42,7 @@ SUBSTITUTES: dict[str, dict[str, str]] = {
         'GlmImagePipeline.from_pretrained("zai-org/GLM-Image")': f"{NOW}.glm_image",
         '"a fox in the snow", height=1024, width=1024': '"a fox", height=64, width=64, num_inference_steps=2',
     },
-    "schedulers.md": {
+    "diffusion.md": {
         'paradec.load("inclusionAI/LLaDA2.0-mini"' + CUDA: f"paradec.load({NOW}.blocks)",
         'pipe("Why is the sky blue?", gen_length=64)': f'pipe("w1 w2 w3", **{NOW}.asked)',
         'AmusedPipeline.from_pretrained("amused/amused-256")': f"{NOW}.amused",
