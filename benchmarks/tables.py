@@ -667,18 +667,17 @@ def rendered() -> dict[str, str]:
         },
         "docs/results.md": {
             "headline_rows": schedules_table(_headline_rows(headline)),
-            "compare_heldout": heldout_table(compare, compare_heldout),
-            "many": many_table(many),
-            "occupancy": occupancy_table(many),
-            "suffix_accuracy": suffix_accuracy_table(_result("suffix_accuracy")),
             "digits": digits_table(digits, short=True),
-            "token_stats_draws": steps_table(token_stats, "draws"),
-            "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
         },
     }
     files = {
         "settings": settings_table(),
         "compare": compare_table(compare),
+        "compare_heldout": heldout_table(compare, compare_heldout),
+        "many": many_table(many),
+        "occupancy": occupancy_table(many),
+        "suffix_accuracy": suffix_accuracy_table(_result("suffix_accuracy")),
+        "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
         "schedules": schedules_table(headline["choosing"]),
         "schedules_heldout": schedules_table(headline["reporting"]),
         "antibody": antibody_table(antibody),
@@ -713,6 +712,7 @@ def rendered() -> dict[str, str]:
         "taylorseer": taylorseer[0],
         "taylorseer_costs": taylorseer[1],
         "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
+        "token_stats_draws": steps_table(token_stats, "draws"),
         "token_stats_steps": steps_table(token_stats, "steps"),
         "peers_rule": peers_rule_table(_result("peers_rule")),
         "peers_pictures": peers_pictures_table(
