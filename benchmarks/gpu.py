@@ -1,7 +1,6 @@
 """Checks and timings on one CUDA device: kernels, and whole decoding steps. Made for an H100 or H200; under 10 minutes.
 
-    python benchmarks/gpu.py [--only statistics step sparsed recipe] [--out benchmarks/results/gpu.json]
-    python benchmarks/gpu.py --weights LLaDA-8B-Instruct    # a folder; without it the hub's cache is looked through
+    python benchmarks/gpu.py [--only statistics step sparsed] [--out benchmarks/results/gpu.json]
     python benchmarks/gpu.py --dry-run    # on a CPU: every line of this with tiny shapes, for nothing but typing errors
 
 Every kernel is first checked against a float64 reference on fresh random inputs; then it is timed.
@@ -15,7 +14,6 @@ Every kernel is first checked against a float64 reference on fresh random inputs
   that finds them; and as yardstick a loop as the public codes have it: all 1024 positions at every step, float64
   softmax over them. Random weights make times, not texts.
 - sparsed: see benchmarks/gpu_sparsed.py.
-- recipe: LLaDA-8B on one of recipes/, if its weights are on this disk; see benchmarks/gpu_recipe.py.
 
 Writes one JSON file with the device's name and, where that is the default one, the tables of docs/results.md. What
 fails, or does not fit into its section's time, is listed under "problems" there, beside what was measured. Exit code 2
@@ -35,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpu_recipe
 import gpu_sparsed
 import numpy as np
 import torch
@@ -47,7 +44,9 @@ from paradec.batching.batch import Batch
 from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.kernels.token_stats import IN_ONE_READ, TokenDraws, interpreting, reference_stats, token_stats
-from paradec.samplers.masked.device import step as engine
+from paradec.samplers.masked.device import graphs
+from paradec.samplers.masked.device import step as device_step
+from paradec.samplers.masked.device.engine import DeviceEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -266,7 +265,7 @@ def check_steps(device: torch.device, scale: Scale) -> int:
                 for rows in prompts:
                     plain, graphed = (sampler.start(model, rows, **request) for _ in range(2))
                     decode(sampler, model, plain)
-                    engine.decode(sampler, model, graphed, capture=device.type == "cuda")
+                    device_step.decode(sampler, model, graphed, capture=device.type == "cuda")
                     what = f"captured {name} with cache {cache}, prediction {prediction}"
                     check(torch.equal(plain.canvas, graphed.canvas), f"{what}: tokens")
                     check(bool((plain.counts == graphed.counts).all()), f"{what}: counts")
@@ -360,9 +359,9 @@ class Steps:
         are the eager ones."""
         state, batch = self.start(shorter), self.batch
         with torch.inference_mode():
-            table = engine.block_table(state)
-            layout = engine.Layout.of(self.sampler, state, table[0], self.device.type == "cuda")
-            device = engine.Engine(layout)
+            table = graphs.block_table(state)
+            layout = graphs.StepLayout.of(self.sampler, state, table[0], self.device.type == "cuda")
+            device = DeviceEngine(layout)
             device.load(self.model, state, table)
             device._play("full", batch, device.columns)
             width = device._width(int(device.flags[2]))
@@ -384,7 +383,7 @@ class Steps:
             query, _ = device._query("window", rows, device.running, device.length, width)
             forward: Any = lambda: self.model(query, device.store)  # noqa: E731
             if layout.capture:
-                forward = engine.captured(device, forward)
+                forward = graphs.captured(device, forward)
             alone = milliseconds(lambda _: forward(), self.device, self.scale.repeats) * 1e-3
         return {
             "graphed_per_second": 1 / seconds,
@@ -400,10 +399,10 @@ class Steps:
             state = self.start()
             self.wait()
             begin = time.perf_counter()
-            engine.decode(self.sampler, self.model, state, capture=self.device.type == "cuda")
+            device_step.decode(self.sampler, self.model, state, capture=self.device.type == "cuda")
             self.wait()
             seconds.append(time.perf_counter() - begin)
-        engine.clear_graphs(self.model)
+        device_step.clear_graphs(self.model)
         return {"first_request_seconds": seconds[0], "next_request_seconds": seconds[1]}
 
     def plain(self) -> dict[str, float]:
@@ -460,7 +459,7 @@ def run_steps(section: Section, device: torch.device, peaks: tuple[float, float]
 # ---- together -------------------------------------------------------------------------------------------------------
 
 
-HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": "SparseD", "recipe": "A recipe"}
+HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": "SparseD"}
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -472,7 +471,6 @@ def tables(result: dict[str, Any]) -> str:
         rows = result.get(section, {}).get("rows")
         if rows:
             parts += [f"{heading}:", markdown(rows)]
-        parts += [f"{heading}: {sentence}." for sentence in result.get(section, {}).get("skipped", ())]
     problems = [problem for section in HEADINGS for problem in result.get(section, {}).get("problems", ())]
     if problems:
         parts.append("Not measured: " + "; ".join(" ".join(problem.split()) for problem in problems) + ".")
@@ -490,8 +488,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(HEADINGS), default=tuple(HEADINGS))
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}, and the tables with it")
-    parser.add_argument("--recipe", type=Path, default=gpu_recipe.DEFAULT, help="of the section recipe")
-    parser.add_argument("--weights", type=Path, help="the folder of that recipe's weights")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU; times mean nothing")
     arguments = parser.parse_args()
     dry = arguments.dry_run
@@ -513,7 +509,7 @@ def main() -> int:
     }
     print(f"{name}: a copy moves {copied / 1e12:.2f} TB/s", flush=True)
     peaks = known or (copied, float("inf"))
-    seconds = {"statistics": 90, "step": 220, "sparsed": 140, "recipe": 120}  # together less than ten minutes
+    seconds = {"statistics": 90, "step": 220, "sparsed": 140}  # together less than ten minutes
 
     def section_of(name: str) -> Section:
         return Section(float("inf") if dry else seconds[name])
@@ -523,13 +519,6 @@ def main() -> int:
         "step": lambda: run_steps(section_of("step"), device, peaks, scale),
         "sparsed": lambda: gpu_sparsed.run(
             section_of("sparsed"), device, gpu_sparsed.DRY if dry else gpu_sparsed.Scale()
-        ),
-        "recipe": lambda: gpu_recipe.run(
-            section_of("recipe"),
-            device,
-            gpu_recipe.DRY if dry else gpu_recipe.Scale(),
-            arguments.recipe,
-            arguments.weights,
         ),
     }
     for section in arguments.only:
