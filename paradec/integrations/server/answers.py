@@ -60,15 +60,17 @@ MAX_DRAFTS = 4
 
 @dataclass
 class Service:
-    """One model under one name."""
+    """One model under one name.
+
+    Args:
+        presets: fields of a request by name. max_answer: tokens that a client may ask for.
+    """
 
     engine: Engine
     metrics: Metrics
     name: str
     presets: Mapping[str, Mapping[str, Any]]
-    """Fields of a request by name."""
     max_answer: int
-    """Tokens that a client may ask for."""
 
     def __post_init__(self) -> None:
         self.model = self.engine.model
@@ -95,9 +97,9 @@ class Service:
         ids, text = await asyncio.to_thread(encode_chat, self.model, body, tools)
         await self._prepare(body, changes, [ids], required)
         end = None if changes["constraint"] else reasoning_end(tokenizer, text)
-        template = template if tools else None
-        reply = Reply(self, call, body, changes, [ids], marker_tokens(tokenizer, template, end))
-        return await reply.respond(partial(AnswerParser, end, template, tools))
+        parser = partial(AnswerParser, end, template if tools else None, tools)
+        markers = marker_tokens(tokenizer, template if tools else None, end)
+        return await Reply(self, call, body, changes, [ids], parser, markers).respond()
 
     async def complete(self, call: Call, body: TextBody) -> Response:
         """Answer a body of /v1/completions. Raises ApiError."""
@@ -106,8 +108,8 @@ class Service:
         rows = await asyncio.to_thread(self._encode_prompts, body)
         await self._prepare(body, changes, rows, None)
         echoes = await asyncio.to_thread(self._echo, body, rows) if body.echo else []
-        reply = Reply(self, call, body, changes, rows, {})
-        return await reply.respond(partial(AnswerParser, None, None, None), echoes)
+        parser = partial(AnswerParser, None, None, None)
+        return await Reply(self, call, body, changes, rows, parser, {}, echoes).respond()
 
     async def _prepare(
         self, body: ChatBody | TextBody, changes: dict[str, Any], rows: list[list[int]], required: Any
@@ -154,37 +156,27 @@ class Service:
         return echoes
 
 
-@dataclass
 class Answer:
     """One choice of a response."""
 
-    index: int
-    prompt: list[int]
-    tokenizer: Any
-    cutter: StopCutter
-    parser: AnswerParser
-    scores: TokenScores | None
-    is_complete: Callable[[list[int]], bool]
-    """Whether ids are a complete answer although no token ended it."""
-    dropped: frozenset[int] | None
-    """Special tokens that are not in the text; None for all."""
-    text: str = ""
-    """Decoded so far."""
-    num_tokens: int = 0
-    num_calls: int = 0
-    num_reused: int = 0
-    """Tokens of the prompt that were not evaluated."""
-
-    def __post_init__(self) -> None:
-        self.decoder = DecodeStream([], skip_special_tokens=self.dropped is None)
+    def __init__(self, reply: Reply, index: int):
+        self.index, self.prompt, self._reply = index, reply.rows[index // reply.n], reply
+        self.num_tokens = self.num_calls = self.num_reused = 0  # reused: tokens of the prompt that were not evaluated
+        stops = reply.changes.get("stop_strings") or ()
+        self.cutter, self._parser = StopCutter((stops,) if isinstance(stops, str) else stops), reply.make_parser()
+        self._tokenizer, self._text = reply.service.model.tokenizer, ""
+        self._decoder = DecodeStream([], skip_special_tokens=False)
+        begin = len(reply.echoes[index // reply.n].content) if reply.echoes else 0
+        has_scores = reply.body.num_logprobs is not None
+        self.scores = TokenScores(self._tokenizer, begin, reply.markers) if has_scores else None
 
     def feed(self, ids: list[int], scores: LogProbs | None) -> Piece:
         """Add final tokens of a stream."""
         self.num_tokens += len(ids)
         if self.scores is not None and scores is not None:
             self.scores.add(ids, scores)
-        step = self.decoder.step
-        return self._cut("".join(step(self.tokenizer._tokenizer, token) or "" for token in self._in_text(ids)), False)
+        step = self._decoder.step
+        return self._cut("".join(step(self._tokenizer._tokenizer, token) or "" for token in self._in_text(ids)), False)
 
     def finish(self, output: Output) -> Piece:
         """Add the tokens that were not streamed, and characters that the decoder holds back."""
@@ -192,20 +184,19 @@ class Answer:
         if self.scores is not None and output.logprobs is not None:
             new = slice(self.num_tokens, len(ids))
             self.scores.add(ids[new], output.logprobs.placed(lambda tensor, _: tensor[:, output.filled[0]][:, new]))
-        self.num_tokens, self.num_reused, text = len(ids), sum(output.reused), str(output.text)
-        if self.dropped is not None:
-            text = self.tokenizer.decode(self._in_text(ids), clean_up_tokenization_spaces=False)
-        piece = self._cut(text.removeprefix(self.text) if text.startswith(self.text) else "", True)
-        is_whole = output.finished[0] or self.cutter.is_over or self.is_complete(ids)
+        self.num_tokens, self.num_reused = len(ids), sum(output.reused)
+        text = self._tokenizer.decode(self._in_text(ids))
+        piece = self._cut(text.removeprefix(self._text) if text.startswith(self._text) else "", True)
+        is_whole = output.finished[0] or self.cutter.is_over or self._reply.is_complete(ids)
         return piece._replace(finish_reason=("tool_calls" if self.num_calls else "stop") if is_whole else "length")
 
     def _in_text(self, ids: list[int]) -> list[int]:
-        return ids if self.dropped is None else [token for token in ids if token not in self.dropped]
+        return [token for token in ids if token not in self._reply.dropped]
 
     def _cut(self, text: str, is_last: bool) -> Piece:
-        self.text += text
+        self._text += text
         text = self.cutter.feed(text, is_last)
-        piece = self.parser.feed(text, is_last)
+        piece = self._parser.feed(text, is_last)
         self.num_calls += len(piece.calls)
         if self.scores is not None:
             self.scores.num_sent += len(text)
@@ -243,48 +234,49 @@ class Streamer:
 
 @dataclass
 class Reply:
-    """The answers to the prompts of a body: `n` to each. Raises ApiError for too many answers."""
+    """The `n` answers to each prompt of a body.
+
+    Args:
+        changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
+        echoes: for each prompt the piece that its answers begin with.
+
+    Raises:
+        ApiError: too many answers.
+    """
 
     service: Service
     call: Call
     body: ChatBody | TextBody
     changes: dict[str, Any]
-    """Fields of `paradec.Request`."""
     rows: list[list[int]]
-    """The ids of the prompts."""
+    make_parser: Callable[[], AnswerParser]
     markers: dict[int, str]
-    """Special tokens that stay in the texts."""
+    echoes: Sequence[Piece] = ()
 
     def __post_init__(self) -> None:
         self.n, self.is_chat = self.body.n or 1, isinstance(self.body, ChatBody)
-        if (count := len(self.rows) * self.n) > MAX_CHOICES:
+        if len(self.rows) * self.n > MAX_CHOICES:
             reason = f"{len(self.rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers"
             raise ApiError(reason, 400, "n")
-        self.count, self.answers = count, list[Answer]()
+        model = self.service.model
+        special = {token for token, entry in model.tokenizer.added_tokens_decoder.items() if entry.special}
+        self.dropped = special - {*self.markers} | {model.facts.mask_token_id}
+        self.is_complete = partial(is_complete, self.changes["constraint"], model)
+        self.answers = [Answer(self, index) for index in range(len(self.rows) * self.n)]
         self._queue: asyncio.Queue[tuple[Answer, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        added = self.service.model.tokenizer.added_tokens_decoder.items() if self.markers else ()
-        special = frozenset(token for token, entry in added if entry.special)
-        self.dropped = special - {*self.markers} if self.markers else None
         name = "chatcmpl" if self.is_chat else "cmpl"
         self.head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.service.name}
 
-    async def respond(self, make_parser: Callable[[], AnswerParser], echoes: Sequence[Piece] = ()) -> Response:
+    async def respond(self) -> Response:
         """The response, or its stream.
-
-        Args:
-            make_parser: builds an answer's parser. echoes: for each prompt the piece that its answers begin with.
 
         Raises:
             ApiError: a prompt or a field that cannot be used, or an answer that fails.
         """
-        self.answers = [
-            self._make_answer(number, make_parser(), echoes[number // self.n] if echoes else None)
-            for number in range(self.count)
-        ]
         try:
             for answer in self.answers:
-                self._submit(answer, can_be_empty=bool(echoes))
+                self._submit(answer)
         except (ValueError, TypeError, EngineStopped) as error:
             raise to_api_error(error) from error
         if self.body.stream:
@@ -293,32 +285,18 @@ class Reply:
         async for answer, piece in self._pieces():
             pieces[answer.index].append(piece)
         choices = [self._choice(*pair) for pair in zip(self.answers, pieces)]
-        fields: Any = {**self.head, "choices": choices, "usage": self._usage()}
-        if self.is_chat:
-            return Response(to_json(ChatCompletion(object="chat.completion", **fields)), media_type="application/json")
-        return Response(to_json(Completion(object="text_completion", **fields)), media_type="application/json")
+        return Response(self._to_json(choices, usage=self._usage()), media_type="application/json")
 
-    def _make_answer(self, index: int, parser: AnswerParser, echo: Piece | None) -> Answer:
-        changes, model, tokenizer = self.changes, self.service.model, self.service.model.tokenizer
-        scores = None
-        if self.body.num_logprobs is not None:
-            scores = TokenScores(tokenizer, len(echo.content) if echo else 0, self.markers)
-        stops = changes.get("stop_strings") or ()
-        cutter = StopCutter((stops,) if isinstance(stops, str) else stops)
-        complete = partial(is_complete, changes["constraint"], model)
-        answer = Answer(index, self.rows[index // self.n], tokenizer, cutter, parser, scores, complete, self.dropped)
-        if echo is not None:
-            self._queue.put_nowait((answer, echo))
-        return answer
-
-    def _submit(self, answer: Answer, can_be_empty: bool) -> None:
-        """Give the prompt of an answer to the engine."""
+    def _submit(self, answer: Answer) -> None:
+        """Give the prompt of an answer to the engine, and its echo to the client."""
         service, model, facts, size = self.service, self.service.model, self.service.model.facts, len(answer.prompt)
+        if self.echoes:
+            self._queue.put_nowait((answer, self.echoes[answer.index // self.n]))
         new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
         if new is None:  # as many as there is room for
             room = min(model.default_max_new_tokens, service.max_answer)
             new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
-        check_int("max_tokens", new, low=0 if can_be_empty else 1, high=service.max_answer)
+        check_int("max_tokens", new, low=0 if self.echoes else 1, high=service.max_answer)
         facts.check_length(size + new, new)
         if new == 0:  # an echo alone
             self._queue.put_nowait((answer, Piece(finish_reason="length")))
@@ -359,12 +337,13 @@ class Reply:
             yield answer, event
 
     async def _stream(self) -> AsyncIterator[str]:
-        """Server-sent events; what has come meanwhile is sent together."""
+        """Server-sent events; those that are ready together are sent together."""
         began, started, events = time.perf_counter(), set[int](), ""
         try:
             role: Any = {"role": "assistant", "content": ""}
             for answer in self.answers if self.is_chat else []:
-                yield self._event([ChunkChoice(index=answer.index, delta=role, finish_reason=None)])
+                choice = ChunkChoice(index=answer.index, delta=role, finish_reason=None)
+                yield f"data: {self._to_json([choice])}\n\n"
             async for answer, piece in self._pieces():
                 if answer.num_tokens and answer.index not in started:
                     started.add(answer.index)
@@ -372,23 +351,26 @@ class Reply:
                 if piece.draft:  # a comment, since clients read all data as chunks
                     events += f": {piece.draft}\n\n"
                 elif any(piece):
-                    events += self._event([self._choice(answer, [piece], is_chunk=True)])
+                    events += f"data: {self._to_json([self._choice(answer, [piece])])}\n\n"
                 if events and self._queue.empty():
                     yield events
                     events = ""
             if self.body.stream_options.include_usage:
-                events += self._event([], usage=self._usage())
+                events += f"data: {self._to_json([], usage=self._usage())}\n\n"
             yield f"{events}data: [DONE]\n\n"
         except ApiError as error:
             yield f"{events}data: {json.dumps(error.body)}\n\n"
 
-    def _event(self, choices: list[Any], **more: Any) -> str:
-        fields: Any = {**self.head, "choices": choices, **more}
-        if self.is_chat:
-            return f"data: {to_json(ChatCompletionChunk(object='chat.completion.chunk', **fields))}\n\n"
-        return f"data: {to_json(Completion(object='text_completion', **fields))}\n\n"
+    def _to_json(self, choices: list[Any], **more: Any) -> str:
+        """Write a response, or a chunk of a stream."""
+        chat = (
+            (ChatCompletionChunk, "chat.completion.chunk") if self.body.stream else (ChatCompletion, "chat.completion")
+        )
+        kind, name = chat if self.is_chat else (Completion, "text_completion")
+        fields: Any = {"object": name, **self.head, "choices": choices, **more}
+        return str(kind(**fields).model_dump_json(exclude_unset=True, warnings=False))
 
-    def _choice(self, answer: Answer, pieces: Sequence[Piece], is_chunk: bool = False) -> Any:
+    def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> Any:
         """A choice, or a part of it in a stream."""
         scores = [score for piece in pieces for score in piece.scores]
         content = "".join(piece.content for piece in pieces)
@@ -401,29 +383,21 @@ class Reply:
             for piece in pieces
             for call in piece.calls
         ]
-        if is_chunk:  # the calls of this piece are the last ones so far
+        if self.body.stream:  # the calls of this piece are the last ones so far
             first = answer.num_calls - len(calls)
             calls = [{"index": index, **call} for index, call in enumerate(calls, first)]
-        message: Any = {} if is_chunk else {"role": "assistant", "content": None if calls else ""}
+        message: Any = {} if self.body.stream else {"role": "assistant", "content": None if calls else ""}
         texts = {"content": content, "reasoning_content": "".join(piece.reasoning for piece in pieces)}
         message |= {name: value for name, value in {**texts, "tool_calls": calls}.items() if value}
-        if scores or (not is_chunk and answer.scores is not None):
+        if scores or (not self.body.stream and answer.scores is not None):
             fields["logprobs"] = chat_logprobs(scores)
-        return ChunkChoice(delta=message, **fields) if is_chunk else ChatChoice(message=message, **fields)
+        return ChunkChoice(delta=message, **fields) if self.body.stream else ChatChoice(message=message, **fields)
 
     def _usage(self) -> CompletionUsage:
         """The tokens of all answers; a prompt counts once."""
         prompt, completion = sum(map(len, self.rows)), sum(answer.num_tokens for answer in self.answers)
         reused = [answer.num_reused for answer in self.answers]
         cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
-        return CompletionUsage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details={"cached_tokens": cached},  # type: ignore[arg-type]
-        )
-
-
-def to_json(response: Any) -> str:
-    """Write the fields of a response that were set."""
-    return str(response.model_dump_json(exclude_unset=True, warnings=False))
+        details: Any = {"cached_tokens": cached}
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return CompletionUsage(**counts, prompt_tokens_details=details)

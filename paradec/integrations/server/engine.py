@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,20 +19,14 @@ from paradec.batching.slots import BatchClosed, Cancelled, Ticket
 from paradec.core.checks import shown
 
 log = logging.getLogger(__name__)
-MAX_FAILURES = 3
-"""Consecutive steps that fail with an error of no single prompt before the engine stops."""
-IDLE_SECONDS = 0.5
-"""How often an idle thread checks whether the engine is closed."""
+MAX_FAILURES = 3  # consecutive failures of whole steps that stop the engine
+IDLE_SECONDS = 0.5  # between checks of an idle thread whether the engine is closed
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineStopped(RuntimeError):
     """Decoding has stopped: the engine was closed, or its steps failed again and again."""
-
-
-class ModelFailed(RuntimeError):
-    """The model raises for every input, as after the loss of its device."""
 
 
 class Engine:
@@ -47,9 +42,7 @@ class Engine:
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
         self.failure: BaseException | None = None
-        """The error that stopped it."""
-        self.steps, self.seconds_per_answer = 0, 0.0
-        """Steps so far, and a moving mean of the seconds from `submit` to the end of an answer."""
+        self.steps, self.seconds_per_answer = 0, 0.0  # the seconds are a moving mean
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
         self._thread.start()
@@ -128,26 +121,24 @@ class Engine:
                 if self.batch.wait(IDLE_SECONDS):
                     self.steps += 1  # before clients read answers of this step
                     ended = self.batch.step()
-                    failures = 0
+                    failures = MAX_FAILURES - 1  # a failed check stops the engine at once
                     self._check_model(ended)
+                    failures = 0
             except Exception as error:  # the batch is as after its last commit
                 failures += 1
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
-                if failures == MAX_FAILURES or isinstance(error, ModelFailed):
+                if failures == MAX_FAILURES:
                     self.failure = error
                     self.batch.close(self._stopped())
                     return
 
     def _check_model(self, ended: list[Ticket]) -> None:
-        """Raise `ModelFailed` if a row failed alone and the model then fails for another prompt too."""
+        """Raise what the model raises for another prompt, if a row failed alone."""
         for ticket in ended:
             error = None if ticket.output is None else ticket.output.error
             if ticket.isolated and error is not None and not isinstance(error, Cancelled):
                 log.error("prompt %s failed", ticket.number, exc_info=error)
-                try:
-                    generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
-                except Exception as failure:
-                    raise ModelFailed(f"the model fails: {shown(failure)}") from failure
+                generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
 
 
 class Metrics:
@@ -173,16 +164,17 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens of prompts and answers.", "of")
         self.row_calls = counter("row_calls", "Forwards that each answer took, added.")
         self.positions = counter("positions", "Positions that these evaluated.")
-        for name, text, count in (
-            ("rows_occupied", "Rows that are decoded.", lambda: engine.occupied),
-            ("prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
-            ("steps", "Steps of the batch since the start.", lambda: engine.steps),
-            ("prefix_rows", "Rows that began with stored keys and values.", lambda: getattr(prefixes, "hits", 0)),
-            ("prefix_tokens", "Positions that these did not evaluate.", lambda: getattr(prefixes, "saved", 0)),
-            ("prefix_bytes", "Bytes of stored beginnings.", lambda: getattr(prefixes, "nbytes", 0)),
-            ("alive", "1 until decoding stops.", lambda: engine.alive),
+        for name, text, owner, attribute in (
+            ("rows_occupied", "Rows that are decoded.", engine, "occupied"),
+            ("prompts_waiting", "Prompts that wait for a row.", engine, "waiting"),
+            ("steps", "Steps of the batch since the start.", engine, "steps"),
+            ("prefix_rows", "Rows that began with stored keys and values.", prefixes, "hits"),
+            ("prefix_tokens", "Positions that these did not evaluate.", prefixes, "saved"),
+            ("prefix_bytes", "Bytes of stored beginnings.", prefixes, "nbytes"),
+            ("alive", "1 until decoding stops.", engine, "alive"),
         ):
-            Gauge(f"paradec_{name}", text, registry=self.registry).set_function(count)
+            gauge = Gauge(f"paradec_{name}", text, registry=self.registry)
+            gauge.set_function(partial(getattr, owner, attribute, 0))
 
     def record_answer(self, ticket: Ticket) -> None:
         """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
