@@ -20,7 +20,7 @@ from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.answers import Service
 from paradec.integrations.server.decisions import DecisionBody, Decisions
 from paradec.integrations.server.engine import Engine, Metrics
-from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, to_api_error
+from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, from_validation
 from paradec.integrations.server.request_body import ChatBody, TextBody
 
 PAGE = """<!doctype html>
@@ -72,8 +72,8 @@ def build_app(
     Raises:
         ValueError: an argument out of its range, or a model without such a tokenizer.
     """
-    limits = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests, "max_work": max_work}
-    for argument, value in limits.items():
+    counts: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
+    for argument, value in {"max_answer": max_answer, **counts}.items():
         check_int(argument, value, low=1)
     check_number("timeout", timeout, low=0, open_low=True)
     if api_key is not None and not api_key.strip():
@@ -135,15 +135,14 @@ def build_app(
         if isinstance(error, HTTPException):
             error = ApiError(str(error.detail), error.status_code, **(error.headers or {}))
         elif isinstance(error, RequestValidationError):
-            error = to_api_error(error)
+            error = from_validation(error)
         elif not isinstance(error, ApiError):
             error = ApiError(f"{type(error).__name__} in the server", 500)
         return error.to_response()
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, show_error)
-    limited: dict[str, Any] = {"api_key": api_key, "max_body": max_body, "max_requests": max_requests}
-    app.add_middleware(Limits, engine=engine, metrics=metrics, max_work=max_work, timeout=timeout, **limited)
+    app.add_middleware(Limits, engine=engine, metrics=metrics, api_key=api_key, timeout=timeout, **counts)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app

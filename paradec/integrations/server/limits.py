@@ -28,17 +28,15 @@ PATHS = {
     "GET /health": "200, or 503 after decoding has stopped",
     "GET /metrics": "counts and times, for Prometheus",
 }
-OPEN_PATHS = ("/", "/health")
-"""Paths that need no key."""
+OPEN_PATHS = ("/", "/health")  # these need no key
 MAX_DRAINED = 64 * 2**20
 """Bytes of a refused body that are read and dropped, so that a client that still sends reads the response."""
 CALL = "paradec.call"
 """The key of the `Call` in the ASGI scope."""
-MAX_MESSAGE = 2000
-"""Characters of a message, which may quote a body."""
+MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CLIENT_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-"""Fields of `paradec.Request` that a body calls otherwise."""
+"""The body's fields by the fields of `paradec.Request` with another name."""
 
 
 class ApiError(Exception):
@@ -49,21 +47,19 @@ class ApiError(Exception):
         self.status, self.param = status, param
         self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
 
-    def to_response(self) -> JSONResponse:
-        """The response of this error."""
-        return JSONResponse(self.body, self.status, self.headers)
-
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response."""
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
+    def to_response(self) -> JSONResponse:
+        """The response of this error."""
+        return JSONResponse(self.body, self.status, self.headers)
+
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert an error of the library. The client can mend a ValueError or TypeError."""
-    if isinstance(error, RequestValidationError):
-        return _from_validation(error)
+    """Convert an error of the library: a client can correct a ValueError or TypeError."""
     message = str(error) or f"{type(error).__name__} in the server"
     for inner, outer in CLIENT_NAMES.items():
         message = re.sub(rf"\b{inner}\b", outer, message)
@@ -78,17 +74,16 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
     return ApiError(message, status, param or (name[1] if name else None))
 
 
-def _from_validation(error: RequestValidationError) -> ApiError:
+def from_validation(error: RequestValidationError) -> ApiError:
     """Convert the first error of pydantic."""
     first = error.errors()[0]
-    path = ".".join(map(str, first["loc"][1:]))
     if first["type"] == "json_invalid":
         return ApiError("the body is not JSON")
-    if not path:
+    if not (path := first["loc"][1:]):
         return ApiError("the body must be a JSON object (content-type application/json)", 422)
     value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
-    return ApiError(f"{shown(path)[1:-1]}{value}: {reason}", 422, shown(str(first["loc"][1]))[1:-1])
+    return ApiError(f"{shown('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, shown(str(path[0]))[1:-1])
 
 
 class Call:
@@ -104,13 +99,13 @@ class Call:
         Raises:
             ApiError: 400 if they never fit; 429 if they do not fit now.
         """
-        limits, most = self.limits, self.limits.max_work
-        if tokens > most:
-            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {most}")
+        limits, limit = self.limits, self.limits.max_work
+        if tokens > limit:
+            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {limit}")
         with limits.lock:
-            if limits.num_reserved + tokens > most:
-                held = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {most}"
-                raise ApiError(f"{held}; try again", 429, retry_after=limits.engine.retry_after())
+            if limits.num_reserved + tokens > limit:
+                used = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {limit}"
+                raise ApiError(f"{used}; try again", 429, retry_after=limits.engine.retry_after())
             limits.num_reserved += tokens
             self._reserved += tokens
 
@@ -132,21 +127,24 @@ class Call:
 
 @dataclass
 class Limits:
-    """An ASGI middleware, which gives each POST request a `Call`."""
+    """An ASGI middleware, which gives each POST request a `Call`.
+
+    Args:
+        api_key: the key in "Authorization: Bearer ..."; None admits everybody.
+        max_body: bytes of a body.
+        max_requests: requests that are handled at once; more get 429.
+        max_work: tokens of prompts and possible answers at once; more get 429.
+        timeout: seconds in which a client must send its body, or take a piece of an answer.
+    """
 
     app: Any
     engine: Engine
     metrics: Metrics
     api_key: str | None = None
-    """The key in "Authorization: Bearer ..."; None lets everybody in."""
     max_body: int = 2**20
-    """Bytes of a body."""
     max_requests: int = 512
-    """Requests that are handled at once; more get 429."""
     max_work: int = 2**20
-    """Tokens of prompts and possible answers at once; more get 429."""
     timeout: float = 60.0
-    """Seconds in which a client must send the rest of its body, or take a piece of an answer."""
 
     def __post_init__(self) -> None:
         self.num_running = self.num_reserved = 0
@@ -180,21 +178,22 @@ class Limits:
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
-    def _refuse(self, scope: Any) -> ApiError | None:
-        """The reason why a request is not handled: a wrong key, or too many requests."""
+    def _check(self, scope: Any) -> None:
+        """Raise ApiError for a wrong key, or too many requests."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if self.api_key is not None and scope["path"] not in OPEN_PATHS:
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key.encode()):
-                return ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
+                raise ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
         if scope["method"] == "POST" and self.num_running >= self.max_requests:
             wait = self.engine.retry_after()
-            return ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
-        return None
+            raise ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
 
     async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        if (refusal := self._refuse(scope)) is not None:
+        try:
+            self._check(scope)
+        except ApiError:
             await self._read_body(receive, 0)
-            raise refusal
+            raise
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
@@ -207,19 +206,17 @@ class Limits:
 
     async def _answer(self, scope: Any, receive: Any, send: Any, body: bytes) -> None:
         """Run the application with a body that was read, and watch whether the client leaves."""
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        call, has_left = Call(self), asyncio.Event()
+        messages, call = [{"type": "http.request", "body": body, "more_body": False}], Call(self)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            has_left.set()
             call.end()
 
         async def replay() -> Any:
             if messages:
                 return messages.pop()
-            await has_left.wait()
+            await asyncio.wait([watcher])
             return {"type": "http.disconnect"}
 
         watcher = asyncio.create_task(watch())
@@ -231,20 +228,18 @@ class Limits:
 
     async def _read_body(self, receive: Any, limit: int) -> bytes | None:
         """Read a body of at most `limit` bytes, where 0 drops all; None if the client leaves. Raises ApiError."""
-        parts, length = [], 0
+        body, length, message = bytearray(), 0, {"more_body": True}
         try:
             async with asyncio.timeout(self.timeout):
-                while True:
+                while message.get("more_body") and length <= limit + MAX_DRAINED:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     length += len(message.get("body", b""))
-                    parts += [message.get("body", b"")] if length <= limit else []
-                    if not message.get("more_body") or length > limit + MAX_DRAINED:
-                        break
+                    body += message.get("body", b"") if length <= limit else b""
         except TimeoutError:
             reason = f"the body did not come within {self.timeout:g} s"
             raise ApiError(reason, 408, connection="close") from None
         if length > limit > 0:
             raise ApiError(f"the body is longer than {limit} bytes", 413, connection="close")
-        return b"".join(parts)
+        return bytes(body)
