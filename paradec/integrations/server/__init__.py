@@ -12,8 +12,7 @@ import importlib.util
 import socket
 from typing import Any
 
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
-"""Packages of the extra `serve`."""
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")  # of the extra `serve`
 LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}
 
 

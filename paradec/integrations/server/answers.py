@@ -16,6 +16,7 @@ from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.completion_usage import PromptTokensDetails
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
@@ -27,35 +28,20 @@ from paradec.core.checks import check_int, shown
 from paradec.core.logprobs import LogProbs
 from paradec.core.prompt_ids import is_rows_of_ids
 from paradec.core.prompts import Prompts, encode
-from paradec.integrations.server.chat import (
-    HERMES,
-    AnswerParser,
-    Piece,
-    StopCutter,
-    choose_tools,
-    encode_chat,
-    marker_tokens,
-    reasoning_end,
-    response_template_of,
-)
+from paradec.integrations.server import chat, request_body
+from paradec.integrations.server.chat import AnswerParser, Piece, StopCutter
 from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
 from paradec.integrations.server.limits import ApiError, Call, to_api_error
 from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
-from paradec.integrations.server.request_body import (
-    OWN,
-    ChatBody,
-    TextBody,
-    check_room,
-    find_format,
-    is_complete,
-    read_changes,
-    read_constraint,
-)
+from paradec.integrations.server.request_body import OWN, ChatBody, TextBody
 
-MAX_CHOICES = 1024
-"""Answers to one body."""
-MAX_DRAFTS = 4
-"""Waiting events beyond which no draft is added."""
+OBJECTS = {
+    Completion: "text_completion",
+    ChatCompletion: "chat.completion",
+    ChatCompletionChunk: "chat.completion.chunk",
+}
+MAX_CHOICES = 1024  # answers to one body
+MAX_DRAFTS = 4  # waiting events beyond which no draft is added
 
 
 @dataclass
@@ -75,6 +61,8 @@ class Service:
     def __post_init__(self) -> None:
         self.model = self.engine.model
         self.compiler = Compiler(self.model.tokenizer, self.model.facts.vocab_size)
+        added = self.model.tokenizer.added_tokens_decoder.items()
+        self.hidden = {token for token, entry in added if entry.special} | {self.model.facts.mask_token_id}
 
     def check_name(self, name: Any) -> None:
         """Raise ApiError for the name of another model."""
@@ -84,27 +72,27 @@ class Service:
     async def chat(self, call: Call, body: ChatBody) -> Response:
         """Answer a body of /v1/chat/completions. Raises ApiError."""
         self.check_name(body.model)
-        changes, tokenizer = read_changes(body, self.presets), self.model.tokenizer
+        changes, tokenizer = request_body.read_changes(body, self.presets), self.model.tokenizer
         if "chat" in body.paradec:
             raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
-        tools, required = choose_tools(body)
-        template = response_template_of(tokenizer)
-        if required and template is not HERMES:
+        tools, required = chat.choose_tools(body)
+        template = chat.response_template_of(tokenizer)
+        if required and template is not chat.HERMES:
             reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
             raise ApiError(f"tool_choice={shown(body.tool_choice)} {reason}", 422, "tool_choice")
-        ids, text = await asyncio.to_thread(encode_chat, self.model, body, tools)
+        ids, text = await asyncio.to_thread(chat.encode_chat, self.model, body, tools)
         await self._prepare(body, changes, [ids], required)
-        end = None if changes["constraint"] else reasoning_end(tokenizer, text)
+        end = None if changes["constraint"] else chat.reasoning_end(tokenizer, text)
         parser = partial(AnswerParser, end, template if tools else None, tools)
-        markers = marker_tokens(tokenizer, template if tools else None, end)
+        markers = chat.marker_tokens(tokenizer, template if tools else None, end)
         return await Reply(self, call, body, changes, [ids], parser, markers).respond()
 
     async def complete(self, call: Call, body: TextBody) -> Response:
         """Answer a body of /v1/completions. Raises ApiError."""
         self.check_name(body.model)
-        changes = read_changes(body, self.presets)
+        changes = request_body.read_changes(body, self.presets)
         rows = await asyncio.to_thread(self._encode_prompts, body)
         await self._prepare(body, changes, rows, None)
         echoes = await asyncio.to_thread(self._echo, body, rows) if body.echo else []
@@ -116,10 +104,12 @@ class Service:
     ) -> None:
         """Set the constraint, whose automaton is made, and the number of log-probabilities. Raises ApiError."""
         changes["constraint"] = None
-        if (form := find_format(body, required)) is not None:
+        if (form := request_body.find_format(body, required)) is not None:
             if changes.get("stop_strings"):
                 raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
-            changes["constraint"] = await asyncio.to_thread(read_constraint, *form, self.model, self.compiler)
+            changes["constraint"] = await asyncio.to_thread(
+                request_body.read_constraint, *form, self.model, self.compiler
+            )
         if body.num_logprobs is not None:
             changes["logprobs"] = min(body.num_logprobs, self.model.facts.vocab_size)
             await asyncio.to_thread(spelling_of, self.model.tokenizer)  # it reads the whole vocabulary once
@@ -129,7 +119,7 @@ class Service:
     def _encode_prompts(self, body: TextBody) -> list[list[int]]:
         """The ids of each prompt. Raises ApiError."""
         rows, is_chat = [], body.paradec.get("chat", False)
-        for prompt in body.prompts:
+        for prompt in body.prompt:
             if not (prompt.strip() if isinstance(prompt, str) else is_rows_of_ids([prompt])):
                 reason = "must be a text with a word in it, a list of ids, or a list of these"
                 raise ApiError(f"prompt={shown(prompt)} {reason}", 422, "prompt")
@@ -147,7 +137,7 @@ class Service:
         if count is not None and model.facts.topology != "causal":
             reason = "needs a causal model: others give the tokens of a prompt no log-probabilities"
             raise ApiError(f"echo=true with logprobs {reason}", 400, "echo")
-        for prompt, ids in zip(body.prompts, rows, strict=True):
+        for prompt, ids in zip(body.prompt, rows, strict=True):
             scores = TokenScores(model.tokenizer, is_prompt=True)
             if count is not None:
                 scores.add(ids, score_prompt(model, ids, min(count, model.facts.vocab_size)))
@@ -259,9 +249,8 @@ class Reply:
             reason = f"{len(self.rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers"
             raise ApiError(reason, 400, "n")
         model = self.service.model
-        special = {token for token, entry in model.tokenizer.added_tokens_decoder.items() if entry.special}
-        self.dropped = special - {*self.markers} | {model.facts.mask_token_id}
-        self.is_complete = partial(is_complete, self.changes["constraint"], model)
+        self.dropped = self.service.hidden - {*self.markers}
+        self.is_complete = partial(request_body.is_complete, self.changes["constraint"], model)
         self.answers = [Answer(self, index) for index in range(len(self.rows) * self.n)]
         self._queue: asyncio.Queue[tuple[Answer, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -302,7 +291,7 @@ class Reply:
             self._queue.put_nowait((answer, Piece(finish_reason="length")))
             return
         if self.changes["constraint"] is not None:
-            check_room(self.changes["constraint"], model, new)
+            request_body.check_room(self.changes["constraint"], model, new)
         changes = {**self.changes, "max_new_tokens": new, "cache_salt": self.body.cache_salt}
         if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
             changes["seed"] = (seed + number) % 2**63
@@ -363,11 +352,10 @@ class Reply:
 
     def _to_json(self, choices: list[Any], **more: Any) -> str:
         """Write a response, or a chunk of a stream."""
-        chat = (
-            (ChatCompletionChunk, "chat.completion.chunk") if self.body.stream else (ChatCompletion, "chat.completion")
-        )
-        kind, name = chat if self.is_chat else (Completion, "text_completion")
-        fields: Any = {"object": name, **self.head, "choices": choices, **more}
+        kind: Any = Completion
+        if self.is_chat:
+            kind = ChatCompletionChunk if self.body.stream else ChatCompletion
+        fields: Any = {"object": OBJECTS[kind], **self.head, "choices": choices, **more}
         return str(kind(**fields).model_dump_json(exclude_unset=True, warnings=False))
 
     def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> Any:
@@ -379,7 +367,7 @@ class Reply:
             logprobs = text_logprobs(scores) if scores else None
             return CompletionChoice.model_construct(text=content, logprobs=logprobs, **fields)
         calls: list[dict[str, Any]] = [
-            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
+            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call.model_dump()}
             for piece in pieces
             for call in piece.calls
         ]
@@ -398,6 +386,5 @@ class Reply:
         prompt, completion = sum(map(len, self.rows)), sum(answer.num_tokens for answer in self.answers)
         reused = [answer.num_reused for answer in self.answers]
         cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
-        details: Any = {"cached_tokens": cached}
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return CompletionUsage(**counts, prompt_tokens_details=details)
+        counts: Any = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return CompletionUsage(**counts, prompt_tokens_details=PromptTokensDetails(cached_tokens=cached))

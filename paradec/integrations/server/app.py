@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from paradec.core.checks import check_int, check_number
@@ -122,7 +122,7 @@ def build_app(
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")
     async def show_index(request: Request) -> HTMLResponse:
@@ -132,15 +132,13 @@ def build_app(
         return HTMLResponse(PAGE.format(about=about, base=base, rows=ROWS, key=key), headers=HEADERS)
 
     async def show_error(_: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            return from_validation(error).to_response()
         if isinstance(error, HTTPException):
-            error = ApiError(str(error.detail), error.status_code, **(error.headers or {}))
-        elif isinstance(error, RequestValidationError):
-            error = from_validation(error)
-        elif not isinstance(error, ApiError):
-            error = ApiError(f"{type(error).__name__} in the server", 500)
-        return error.to_response()
+            return ApiError(str(error.detail), error.status_code, **(error.headers or {})).to_response()
+        return ApiError(f"{type(error).__name__} in the server", 500).to_response()
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (RequestValidationError, HTTPException, Exception):  # `Limits` answers an ApiError
         app.add_exception_handler(kind, show_error)
     app.add_middleware(Limits, engine=engine, metrics=metrics, api_key=api_key, timeout=timeout, **counts)
     if cors:

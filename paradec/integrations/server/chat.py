@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -47,24 +48,18 @@ RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_te
 """Names that `chat_template_kwargs` may not have; a template is a program."""
 
 
-class ToolCall(NamedTuple):
-    """A call in an answer."""
-
-    name: str
-    arguments: str
-
-
 class Piece(NamedTuple):
-    """A part of an answer."""
+    """A part of an answer.
+
+    Fields: finish_reason: of the last piece. draft: JSON of the tokens to the right.
+    """
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[Function, ...] = ()
     scores: Sequence[TokenScore] = ()
     finish_reason: Any = None
-    """Of the last piece."""
     draft: str = ""
-    """JSON of the tokens to the right of the text."""
 
 
 class AnswerParser:
@@ -81,7 +76,7 @@ class AnswerParser:
 
     def feed(self, text: str, is_last: bool = False) -> Piece:
         """Split the next piece. Text that may belong to a marker, and space before a call, waits for the next one."""
-        held, reasoning, content, calls = self._held + text, "", "", list[ToolCall]()
+        held, reasoning, content, calls = self._held + text, "", "", list[Function]()
         if (end := self._reasoning_end) is not None:
             reasoning, marker, held = held.partition(end)
             if not marker:
@@ -105,15 +100,15 @@ class AnswerParser:
         self._held = held[size:]
         return Piece(content + held[:size], reasoning, tuple(calls))
 
-    def _read_call(self, text: str) -> ToolCall | None:
+    def _read_call(self, text: str) -> Function | None:
         """Parse a call; None for a text that is none, which is content."""
         try:
             (call,) = parse_response(text, self._template, prefix="", tools=self._tools)["tool_calls"]
             name, arguments = call["function"]["name"], call["function"]["arguments"]
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            return Function(name=name, arguments=arguments)
         except (ValueError, RuntimeError, KeyError, TypeError):
             return None
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(name, arguments) if isinstance(name, str) else None
 
 
 class StopCutter:
@@ -173,16 +168,20 @@ def marker_tokens(tokenizer: Any, template: Any, end: str | None) -> dict[int, s
 
 def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
     """The tools of the prompt, and those of which one must be called; None for none. Raises ApiError."""
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
-    choice = body.tool_choice
-    if choice in (None, "auto", "none"):
-        return (None if choice == "none" else tools or None), None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and not isinstance(name, str):
-        allowed = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-        raise ApiError(f"tool_choice={shown(choice)} {allowed}", 422, "tool_choice")
-    required = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    tools, choice = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice
+    name: Any = None
+    match choice:
+        case None | "auto":
+            return tools or None, None
+        case "none":
+            return None, None
+        case "required":
+            required = tools
+        case {"type": "function", "function": {"name": str(name)}}:
+            required = [tool for tool in tools if tool["function"]["name"] == name]
+        case _:
+            allowed = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+            raise ApiError(f"tool_choice={shown(choice)} {allowed}", 422, "tool_choice")
     if not required:
         reason = f"tool_choice: {shown(name)} is none of the tools" if tools else "tool_choice needs tools"
         raise ApiError(reason, 422, "tool_choice")
@@ -192,9 +191,8 @@ def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict
 def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) -> tuple[list[int], str]:
     """The ids of a chat's prompt, and its text. Raises ApiError."""
     param, variables = "chat_template_kwargs", body.chat_template_kwargs
-    for name in variables:
-        if name in RESERVED:
-            raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
+    if name := next((name for name in variables if name in RESERVED), None):
+        raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     render = model.tokenizer.apply_chat_template
     try:

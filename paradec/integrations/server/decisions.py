@@ -27,18 +27,6 @@ class DecisionBody(BaseModel):
     assets: dict[str, Any] = {}
 
 
-def read_config(model: Any) -> Any:
-    """Read transformers' `DecisionConfig` from the model's folder. Raises ValueError for a malformed decision.json."""
-    folder = getattr(model.module, "name_or_path", None)
-    has_folder = isinstance(folder, str) and os.path.isdir(folder)
-    try:
-        return import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
-    except ImportError:
-        return None
-    except Exception as error:  # of any kind: the file can hold anything
-        raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
-
-
 def build_questions(body: DecisionBody, config: Any) -> dict[str, Question]:
     """Build questions for `paradec.decide`. Raises ApiError, and ValueError for text that is not UTF-8."""
     check_json("questions", body.questions)
@@ -69,7 +57,16 @@ class Decisions:
     """Answers bodies with questions, one at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.config, self._turn = engine, read_config(engine.model), asyncio.Lock()
+        self.engine, self._turn = engine, asyncio.Lock()
+        self.config: Any = None
+        folder = getattr(engine.model.module, "name_or_path", None)
+        has_folder = isinstance(folder, str) and os.path.isdir(folder)
+        try:
+            self.config = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
+        except ImportError:  # `answer` says so
+            pass
+        except Exception as error:  # of any kind: the file can hold anything
+            raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
 
     async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
         """Answer the questions of a body until the client leaves. Raises ApiError."""
@@ -77,15 +74,14 @@ class Decisions:
             raise ApiError(f"state={shown(body.state)} must be a text, an object or a list", 422, "state")
         if body.assets:
             raise ApiError("assets are images, and this server answers about text; leave them out", 400, "assets")
-        has_room = False
+        counts = list[int]()
 
         def before_call(tokens: int) -> None:
-            nonlocal has_room
             if call.has_ended:
                 raise Cancelled("the client has left")
-            if not has_room:
+            if not counts:  # the first call of several reserves for all
                 call.reserve(tokens)
-            has_room = True
+            counts.append(tokens)
 
         try:
             self.engine.check_alive()

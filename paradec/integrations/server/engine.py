@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from paradec.api.generate import generate
 from paradec.batching.batch import Batch
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # that stopped it
         self.steps, self.seconds_per_answer = 0, 0.0  # the seconds are a moving mean
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
@@ -192,7 +192,3 @@ class Metrics:
         if ticket.committed:
             self.committed.observe(ticket.committed - ticket.added)
             self.per_token.observe((time.perf_counter() - ticket.began) / max(1, tokens))
-
-    def to_text(self) -> bytes:
-        """Write all of them in Prometheus' text format."""
-        return generate_latest(self.registry)

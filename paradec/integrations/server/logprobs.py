@@ -15,23 +15,22 @@ from paradec.core.family_queries import whole_rows
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
 from paradec.core.weights import weights_lock
 
-IMPOSSIBLE = -9999.0
-"""OpenAI's number for a token without a probability."""
-MAX_LOGITS = 2**27
-"""Logits of a prompt that are held at once."""
+IMPOSSIBLE = -9999.0  # OpenAI's number for a token without a probability
+MAX_LOGITS = 2**27  # logits of a prompt that are held at once
 
 
 class TokenScore(NamedTuple):
-    """A token with its bytes."""
+    """A token with its bytes.
+
+    Fields: logprob: None for the first token of a prompt. offset: whole characters of the text before it. best: the
+    likeliest tokens, in descending order.
+    """
 
     token: int
     text: bytes
     logprob: float | None
-    """None for the first token of a prompt."""
     offset: int = 0
-    """Whole characters of the text before it."""
     best: Sequence[TokenScore] = ()
-    """The likeliest tokens, in descending order."""
 
     @property
     def name(self) -> str:
@@ -56,10 +55,8 @@ class TokenScores:
         self._tokenizer, self._spelling, self._is_prompt = tokenizer, spelling_of(tokenizer), is_prompt
         self._markers = markers or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = self.num_sent = begin
-        """Characters of the text so far, and those that are sent."""
-        self._last: list[int] = []
-        self._waiting: list[TokenScore] = []
+        self._offset = self.num_sent = begin  # characters of the text so far, and those that are sent
+        self._last, self._waiting = list[int](), list[TokenScore]()
 
     def add(self, ids: Sequence[int], scores: LogProbs | StepLogProbs) -> None:
         """Add tokens [N] and their scores [1, N]."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
-from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
@@ -41,12 +40,12 @@ IGNORED = (
     "parallel_tool_calls",
 )
 """Fields of OpenAI's that do not change an answer."""
-ONLY: dict[str, tuple[Any, ...]] = {
-    **{"best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
-    **{"min_p": (0,), "min_tokens": (0,), "ignore_eos": (False,), "logit_bias": ({},), "modalities": (["text"],)},
-    **{"skip_special_tokens": (True,), "verbosity": ("medium",), "suffix": ("",), "echo": (False,)},
+ONLY: dict[str, Any] = {
+    **{"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0},
+    **{"min_tokens": 0, "ignore_eos": False, "logit_bias": {}, "modalities": ["text"], "skip_special_tokens": True},
+    **{"verbosity": "medium", "suffix": "", "echo": False},
 }
-"""Fields that are not supported, and the values besides null that change nothing."""
+"""Fields that are not supported, and the value besides null that changes nothing."""
 MAX_STOPS, MAX_STOP_LENGTH, MAX_DEPTH = 16, 256, 64
 
 
@@ -75,10 +74,12 @@ def _join_parts(value: Any) -> Any:
     return " ".join(part["text"] for part in parts) if isinstance(value, list) else "" if value is None else value
 
 
-class Part(BaseModel):
-    """A part of a body, of which other fields go to the chat template too."""
+def _list_prompts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) and not all(isinstance(part, int) for part in value) else [value]
 
-    model_config = ConfigDict(extra="allow")
+
+class Part(BaseModel, extra="allow"):
+    """A part of a body, of which other fields go to the chat template too."""
 
 
 class CalledFunction(Part):
@@ -118,10 +119,9 @@ class Tool(Part):
     function: Function
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid"):
     """`stream_options` of a body."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: StrictBool | None = None
     include_obfuscation: StrictBool | None = None
 
@@ -130,10 +130,9 @@ Object = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is 
 Count = Annotated[StrictInt, Field(ge=0, le=20)]
 
 
-class Body(BaseModel):
+class Body(BaseModel, extra="allow"):
     """The fields of both endpoints; `SAMPLING`, `FORMATS`, `ONLY` and `IGNORED` are others."""
 
-    model_config = ConfigDict(extra="allow")
     model: Any = None
     stream: StrictBool | None = None
     stream_options: StreamOptions = StreamOptions()
@@ -166,45 +165,38 @@ class ChatBody(Body):
 class TextBody(Body):
     """A body for /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[list[Any], BeforeValidator(_list_prompts)]
     echo: StrictBool | None = None
     logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of likeliest tokens; None without log-probabilities."""
+        """As for a chat."""
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[Any]:
-        """The prompts, of which a list has one or several."""
-        is_list = isinstance(self.prompt, list) and not all(isinstance(part, int) for part in self.prompt)
-        return self.prompt if is_list else [self.prompt]
 
 
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Read the fields of `paradec.Request`, but its constraint. Those of the body win over those of a preset.
+    """Read the fields of `paradec.Request` but the constraint. Those of the body have priority over a preset's.
 
     Raises:
         ApiError: an unknown field or preset, a value that is not supported, or two fields for the same.
     """
+    known = (*type(body).model_fields, *SAMPLING, *FORMATS, *ONLY, *IGNORED)
     for name, value in (body.model_extra or {}).items():
-        known = {*type(body).model_fields, *SAMPLING, *FORMATS, *ONLY, *IGNORED}
         if name not in known:
-            raise ApiError(unknown("field", name, known), 422, shown(name)[1:-1])
-        if name in ONLY and value is not None and value not in ONLY[name]:
-            allowed = " or ".join(map(json.dumps, ONLY[name]))
+            raise ApiError(unknown("field", name, {*known}), 422, shown(name)[1:-1])
+        if name in ONLY and value is not None and value != ONLY[name]:
+            allowed = json.dumps(ONLY[name])
             raise ApiError(f"{name}={shown(value)} is not supported; leave it out, or give {allowed}", 422, name)
     if body.preset is not None and (not isinstance(body.preset, str) or body.preset not in presets):
         allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"
         raise ApiError(f"preset={shown(body.preset)} must be {allowed}", 400, "preset")
-    own = _read_own(body)
-    sampling: dict[str, Any] = {}
+    own, sampling = _read_own(body), dict[str, Any]()
     for outer, inner in SAMPLING.items():
         value = body.field(outer)
         if value is None or (outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)):
             continue
-        if inner in own or (inner in sampling and sampling[inner] != value):
+        if inner in own or sampling.get(inner, value) != value:
             other = f"{OWN}.{inner}" if inner in own else "max_tokens"
             raise ApiError(f"{outer} and {other} say the same; give one", 400, outer)
         sampling[inner] = value
@@ -230,9 +222,9 @@ def _read_own(body: Body) -> dict[str, Any]:
             _check_component(name, value)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
-    own = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
     try:
-        return Request.from_dict(own)
+        others = ("drafts", "chat", "constraint")
+        return Request.from_dict({name: value for name, value in body.paradec.items() if name not in others})
     except (ValueError, TypeError) as error:
         raise ApiError(str(error), 400, OWN) from error
 
@@ -249,16 +241,17 @@ def _check_component(name: str, value: Any) -> None:
     """Raise ApiError for a setting that is not a number: it may name a file."""
     if not isinstance(value, (str, Mapping, type(None))):
         raise ApiError(f"{name}={shown(value)} must be a name, or an object of it and its settings", 422, OWN)
-    settings = [*value.items()] if isinstance(value, Mapping) else []
-    if isinstance(value, str):
-        try:
-            settings = [pair for component in parse_components(name, value) for pair in component.settings.items()]
-        except ValueError:  # `Request` refuses it
-            return
-    for setting, entry in settings:
-        if setting != name and not isinstance(entry, (bool, int, float, type(None))):
-            reason = "must be a number here; others go into a preset"
-            raise ApiError(f"{name}: {setting}={shown(entry)} {reason}", 422, OWN)
+    try:
+        components = (
+            [component.settings for component in parse_components(name, value)] if isinstance(value, str) else []
+        )
+    except ValueError:  # `Request` raises it
+        return
+    for settings in [value] if isinstance(value, Mapping) else components:
+        for setting, entry in settings.items():
+            if setting != name and not isinstance(entry, (bool, int, float, type(None))):
+                reason = "must be a number here; others go into a preset"
+                raise ApiError(f"{name}: {setting}={shown(entry)} {reason}", 422, OWN)
 
 
 def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
@@ -267,10 +260,11 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError, OSError: no folder, no such file in it, or a file of another kind.
     """
-    if folder is not None and not folder.is_dir():
+    if folder is None:
+        return {}
+    if not folder.is_dir():
         raise ValueError(f"presets={str(folder)!r} is no folder")
-    files = [] if folder is None else sorted(folder.glob("*.json"))
-    if folder is not None and not files:
+    if not (files := sorted(folder.glob("*.json"))):
         raise ValueError(f"presets={str(folder)!r} holds no .json file; Request.save writes one")
     for file in files:
         Request.load(file)  # its messages name the file
@@ -298,7 +292,6 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
     Raises:
         ApiError: a malformed value, one that is not supported, or one that takes too much time or memory.
     """
-    constraint: Any
     try:
         if name == "tool_choice":
             constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value])
@@ -306,10 +299,7 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
             constraint = compiler.compile(constraint_of, "constraint", data)
         elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
             raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
-        if isinstance(constraint, Grammar) and model.facts.topology == "causal":
-            _grammar_texts(constraint, model)
-        else:
-            _automaton(constraint, model)
+        _texts(constraint, model)
     except (ValueError, ModuleNotFoundError, RecursionError) as error:
         param, hint = ("tools", "; tool_choice='auto' does not need them") if name == "tool_choice" else (name, "")
         raise ApiError(f"{param}: {error}{hint}", 422, param) from error
@@ -320,19 +310,20 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
 
 def _read_format(name: str, value: Any) -> Any:
     """A constraint as `paradec.Request` takes it in plain data. Raises ValueError for another form."""
-    entries: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
     if name == OWN:
         return value
     if name == "response_format":
-        kind, entry = entries.get("type"), entries.get("json_schema")
-        if kind not in ("json_object", "json_schema"):
-            raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
-        if kind == "json_schema" and not (isinstance(entry, Mapping) and "schema" in entry):
-            raise ValueError(f'json_schema={shown(entry)} must be an object with a "schema"')
-        return {"json_schema": entry["schema"] if kind == "json_schema" and entry else ANY_OBJECT}
+        match value:
+            case {"type": "json_object"}:
+                return {"json_schema": ANY_OBJECT}
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                return {"json_schema": schema}
+            case {"type": "json_schema"}:
+                raise ValueError(f'json_schema={shown(value.get("json_schema"))} must be an object with a "schema"')
+        raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
     kinds = ", ".join((*CONSTRAINTS, "json_object"))
-    parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else entries
-    if len(parts) != 1:
+    parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
+    if not isinstance(parts, Mapping) or len(parts) != 1:
         raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}")
     ((kind, argument),) = parts.items()
     if kind == "json_object" and argument is True:
@@ -344,20 +335,18 @@ def _read_format(name: str, value: Any) -> Any:
 
 def check_room(constraint: Constraint, model: Any, new: int) -> None:
     """Raise ApiError where no text of a constraint fits `new` tokens; the shortest one of a grammar is not known."""
-    if not isinstance(constraint, Grammar) and not _automaton(constraint, model).reach(new)[0]:
+    if not isinstance(constraint, Grammar) and not _texts(constraint, model).reach(new)[0]:
         raise ApiError(f"max_tokens={new} is too few: no answer of this form is that short", 400, "max_tokens")
 
 
 def is_complete(constraint: Constraint | None, model: Any, ids: list[int]) -> bool:
     """Whether an answer that `max_tokens` ended is a whole text of its constraint: automata close every text."""
-    is_grammar = isinstance(constraint, Grammar)
-    return _grammar_texts(constraint, model).accepts(ids) if is_grammar else constraint is not None
+    return _texts(constraint, model).accepts(ids) if isinstance(constraint, Grammar) else constraint is not None
 
 
-def _automaton(constraint: Constraint, model: Any) -> TokenAutomaton:
+def _texts(constraint: Constraint, model: Any) -> Any:
+    """The texts of a constraint in a model's tokens: the automaton, or the matcher of a grammar on a causal model."""
     facts = model.facts
+    if isinstance(constraint, Grammar) and facts.topology == "causal":
+        return GrammarTexts(constraint.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
     return automaton_of(model, constraint, tuple(sorted(facts.eos_token_ids)), (), reserved_tokens(facts, True))
-
-
-def _grammar_texts(constraint: Any, model: Any) -> GrammarTexts:
-    return GrammarTexts(constraint.grammar, model.tokenizer, model.facts.vocab_size, model.facts.eos_token_ids)
