@@ -1,7 +1,6 @@
 """The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
 
-A method decides whether to evaluate (`evaluates`, from a `RunProgress` alone), what to remember, and how to forecast.
-The query, guidance and the solver's step are here. The solver is a diffusers scheduler; all rows are at the same step.
+The solver is a diffusers scheduler; all rows are at the same step.
 """
 
 from __future__ import annotations
@@ -10,20 +9,24 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from paradec.core.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number, shown
 from paradec.core.family_queries import LatentProposal, LatentQuery
-from paradec.core.memory import Memory
+from paradec.core.memory import Memory, MemorySpec
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
-from paradec.samplers.forecast.refresh import RunProgress
+from paradec.samplers.forecast.bac import BlockSchedule
+from paradec.samplers.forecast.bases import BASES, Basis, History
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Probe, Rule, RunProgress, StepRule, Verification
 from paradec.samplers.start import row_keys
 
 
@@ -42,12 +45,20 @@ class ForecastState(State):
     positions: int
     """Positions (patches) that one evaluation costs per row."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """The method's values on the host, for all rows; only `commit` replaces them."""
+    """Number of tensors in the memory, their steps and dtype; only `commit` replaces them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.course = RunProgress(total=self.total)
         self.input = self._model_input()
+
+    @property
+    def history(self) -> History | None:
+        """The evaluated features, from the memory."""
+        if not self.notes:
+            return None
+        tensors = self.memory["history"].unbind(1)[: self.notes["count"]]
+        return History(tensors, self.notes["nodes"], self.notes["dtype"])
 
     @property
     def index(self) -> int:
@@ -82,31 +93,34 @@ class ForecastState(State):
 
 
 @dataclass(frozen=True)
-class ForecastSampler(Sampler):
-    """Base of the family. A subclass implements `evaluates`, `memory`, `remember` and `forecast`."""
+class FeatureForecast(Sampler):
+    """Base of the samplers that forecast by a rule and a basis. A subclass implements `general`."""
 
     family: ClassVar[str] = "forecast"
     models: ClassVar[tuple[str, ...]] = ("latent",)
 
+    def general(self) -> Any:
+        """The sampler as a `forecast.Forecast`."""
+        raise NotImplementedError
+
+    @cached_property
+    def rule(self) -> Rule:
+        """When to evaluate."""
+        rule: Any = self.general().when
+        return rule or Every()
+
+    @cached_property
+    def forecaster(self) -> Basis:
+        """How to forecast."""
+        settings = self.general()
+        basis: Any = settings.how or BASES[self.rule.how]()
+        return replace(basis, guard=self.rule.guard, order=basis.order if settings.order is None else settings.order)
+
     def evaluates(self, course: RunProgress) -> bool:
-        """Whether the model is evaluated at the next step of a run, or forecast. It must be evaluated at the first."""
-        raise NotImplementedError
-
-    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        """Note in the course how the model's input changed from one step to the next."""
-
-    def remember(
-        self, state: ForecastState, output: Tensor, full: bool
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        """New values of the memory and the notes after `state.index`, evaluated or (not `full`) forecast.
-
-        output: [B, ...]. An empty mapping changes nothing.
-        """
-        raise NotImplementedError
-
-    def forecast(self, state: ForecastState) -> Tensor:
-        """The output [B, ...] at `state.index`, from the memory. Changes nothing."""
-        raise NotImplementedError
+        """Whether the model is evaluated at the next step of a run, or forecast."""
+        # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
+        assert isinstance(self.rule, StepRule)
+        return not course.nodes or self.rule.is_full(course)
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
@@ -136,9 +150,11 @@ class ForecastSampler(Sampler):
             conditions: what the model asks for: `class_labels` for DiT.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, before any work; the message names it.
+            ValueError, TypeError: an argument out of its range, or a setting of the sampler that needs the inside of a
+                transformer; before any work.
         """
         self.check_model(model)
+        self._check_output_only()
         if not isinstance(latent, Tensor) or not latent.is_floating_point():
             raise TypeError(f"latent must be a floating tensor, not {getattr(latent, 'dtype', type(latent).__name__)}")
         if latent.ndim < 2 or latent.numel() == 0 or not latent.isfinite().all():
@@ -154,11 +170,10 @@ class ForecastSampler(Sampler):
         scheduler = copy.deepcopy(scheduler)
         generator = _generators(scheduler, seed, generator, latent)
         scheduler.set_timesteps(num_inference_steps, device=latent.device)
+        spec = {"history": MemorySpec((self.forecaster.slots, "latent"), self.forecaster.dtype, reset="sequence")}
         state = ForecastState(
             batch=len(latent),
-            memory=Memory.allocate(
-                self.memory(), len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype
-            ),
+            memory=Memory.allocate(spec, len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype),
             scheduler=scheduler,
             latent=latent,
             conditions=conditions,
@@ -169,7 +184,21 @@ class ForecastSampler(Sampler):
         if trace:
             request = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
             state.trace = Trace(canvas=[], settings=self.to_dict() | request, family=self.family)
+        self.rule.check_run(state.total, scheduler, guidance_scale)
         return state
+
+    def _check_output_only(self) -> None:
+        rule, settings = self.rule, self.general()
+        within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
+        within = within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
+        where = settings.where or rule.where
+        inside = {"max_memory": settings.max_memory, "when": rule if within else None}
+        for setting, value in {**inside, "where": None if where == "output" else where}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
+                    "with paradec.accelerate; this loop forecasts the whole output"
+                )
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
         """The whole model on all rows, or nothing where the output is forecast."""
@@ -191,7 +220,11 @@ class ForecastSampler(Sampler):
         """The model's output under guidance, or its forecast. outputs: [R, ...], one per query."""
         cost = Cost(queries, state.batch)
         if not queries:
-            return LatentProposal(state.rows, self.forecast(state), cost, kind="forecast", made_at=state.commits)
+            assert state.history is not None  # the first step is evaluated
+            output = self.forecaster.forecast(state.history, state.index)
+            if output is state.history.tensors[0]:
+                output = output.clone()  # callers may write into a proposal, not into the memory
+            return LatentProposal(state.rows, output, cost, kind="forecast", made_at=state.commits)
         output = outputs[0]
         if queries[0].branches == 2:
             conditional, unconditional = output.chunk(2)
@@ -210,14 +243,20 @@ class ForecastSampler(Sampler):
         if full:
             message = f"the model returned NaN or infinite values for row {{row}} at step {state.index}"
             check_finite(proposal.values.flatten(1).isfinite().all(1), proposal.rows, message)
-        remembered, notes = self.remember(state, proposal.values, full)
-        before = state.input
+        history, basis, index, before = state.history, self.forecaster, state.index, state.input
+        if full:
+            history = basis.update(history, proposal.values, index)
+        elif basis.rolls:
+            assert history is not None  # a forecast follows an evaluation
+            history = basis.roll(history, proposal.values)
         state.advance(proposal.values, full)  # first: a scheduler that raises leaves the memory as it was
-        for name, value in remembered.items():
-            state.memory[name] = value
-        state.notes = notes or state.notes
-        if not state.done:
-            self.watch(state.course, before, state.input)
+        if history is not None and (full or basis.rolls):
+            tensors = torch.stack(history.tensors, dim=1)
+            missing = basis.slots - len(history.tensors)
+            state.memory["history"] = pad(tensors, (0, 0) * (tensors.ndim - 2) + (0, missing))
+            state.notes = {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
+        if not state.done and isinstance(self.rule, StepRule):
+            self.rule.changed(state.course, before, state.input)
         state.count(proposal.cost)
         state.commits += 1
         return Commit(proposal.rows, state.latent, kind=proposal.kind)

@@ -5,101 +5,35 @@ When, how and where are three values; methods of the literature are combinations
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from paradec.core.checks import LARGEST_INT64, check_int, shown
-from paradec.core.memory import MemorySpec
+from paradec.core.component_text import parse_component
+from paradec.core.registry import unknown
 from paradec.samplers.forecast.bac import BlockSchedule
-from paradec.samplers.forecast.base import ForecastSampler, ForecastState
-from paradec.samplers.forecast.bases import BASES, Basis, History, basis_from
-from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Probe, Rule, RunProgress, StepRule, Verification
-from paradec.samplers.forecast.rules import rule_from
+from paradec.samplers.forecast.base import FeatureForecast
+from paradec.samplers.forecast.bases import Basis, basis_from
+from paradec.samplers.forecast.dicache import DiCache
+from paradec.samplers.forecast.easycache import EasyCache
+from paradec.samplers.forecast.first_block import DBCache, FirstBlock
+from paradec.samplers.forecast.magcache import MagCache
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
+from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.step_masks import MASKS, StepMask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules, where_from
 
-
-@dataclass(frozen=True)
-class FeatureForecast(ForecastSampler):
-    """Base of the samplers that forecast features by a rule and a basis. A subclass implements `general`."""
-
-    def general(self) -> Forecast:
-        """The sampler as a `Forecast`."""
-        raise NotImplementedError
-
-    @cached_property
-    def rule(self) -> Rule:
-        """When to evaluate."""
-        return rule_from(self.general().when) or Every()
-
-    @cached_property
-    def forecaster(self) -> Basis:
-        """How to forecast."""
-        settings = self.general()
-        basis = basis_from(settings.how) or BASES[self.rule.how]()
-        return replace(basis, guard=self.rule.guard, order=basis.order if settings.order is None else settings.order)
-
-    # ---- when and how -----------------------------------------------------------------------------------------------
-
-    def evaluates(self, course: RunProgress) -> bool:
-        # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
-        assert isinstance(self.rule, StepRule)
-        return not course.nodes or self.rule.is_full(course)
-
-    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        if isinstance(self.rule, StepRule):
-            self.rule.changed(course, before, now)
-
-    # ---- paradec's own loop -----------------------------------------------------------------------------------------
-
-    def start(self, model: Any, latent: Tensor, **request: Any) -> ForecastState:
-        """As `ForecastSampler.start`; refuses settings that need the inside of a transformer."""
-        rule, settings = self.rule, self.general()
-        within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
-        within = within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
-        where = settings.where or rule.where
-        inside = {"max_memory": settings.max_memory, "when": rule if within else None}
-        for setting, value in {**inside, "where": None if where == "output" else where}.items():
-            if value is not None:
-                raise ValueError(
-                    f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
-                    "with paradec.accelerate; this loop forecasts the whole output"
-                )
-        state = super().start(model, latent, **request)
-        rule.check_run(state.total, state.scheduler, state.guidance_scale)
-        return state
-
-    def memory(self) -> Mapping[str, MemorySpec]:
-        return {"history": MemorySpec((self.forecaster.slots, "latent"), self.forecaster.dtype, reset="sequence")}
-
-    def remember(
-        self, state: ForecastState, output: Tensor, full: bool
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        if not full and not self.forecaster.rolls:
-            return {}, {}
-        history = _history(state)
-        if full:
-            history = self.forecaster.update(history, output, state.index)
-        else:
-            assert history is not None  # a forecast follows an evaluation
-            history = self.forecaster.roll(history, output)
-        tensors = torch.stack(history.tensors, dim=1)
-        missing = state.memory["history"].shape[1] - len(history.tensors)
-        tensors = pad(tensors, (0, 0) * (tensors.ndim - 2) + (0, missing))
-        return {"history": tensors}, {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
-
-    def forecast(self, state: ForecastState) -> Tensor:
-        history = _history(state)
-        assert history is not None
-        output = self.forecaster.forecast(history, state.index)
-        # callers may write into a proposal, not into the memory
-        return output.clone() if output is history.tensors[0] else output
+RULES: Mapping[str, Any] = {
+    rule.name: rule
+    for rule in (
+        *(Every, StepMask, Verification, AccumulatedChange),
+        *(FirstBlock, DBCache, MagCache, DiCache, SeaCache, EasyCache),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -155,12 +89,39 @@ class Forecast(FeatureForecast):
         return self
 
 
-def _history(state: ForecastState) -> History | None:
-    """The history in a state's memory."""
-    if not state.notes:
-        return None
-    tensors = state.memory["history"].unbind(1)[: state.notes["count"]]
-    return History(tensors, state.notes["nodes"], state.notes["dtype"])
+def rule_from(value: Any) -> Rule | None:
+    """A rule from a list of steps, a step mask's name, a file of steps (".json"), a rule's name, perhaps with settings
+    ("first_block(threshold=0.05)"), or its `to_dict`; rules and None are returned. Raises ValueError otherwise."""
+    if value is None or isinstance(value, Rule):
+        return value
+    if isinstance(value, (list, tuple, range)):
+        return StepSchedule(tuple(value))
+    if isinstance(value, int):
+        raise ValueError(f"when={shown(value)}: one step in so many is Every({shown(value)})")
+    data = value
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
+        data = SavedAsJson.read(value)
+    elif isinstance(value, str):
+        name, settings = parse_component("when", value) if "(" in value else (value, {})
+        data = {"when": "step_mask", "mask": value} if value in MASKS else {"when": name, **settings}
+    if not isinstance(data, Mapping):
+        classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
+        raise ValueError(
+            f"when={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
+            f"(.json), or a step mask: {', '.join(MASKS)}"
+        )
+    if "when" not in data:
+        return (BlockSchedule if "modules" in data else StepSchedule).from_dict(data)
+    settings = dict(data)
+    name = settings.pop("when")
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(unknown("when", name, RULES))
+    allowed = [field.name for field in fields(RULES[name])]
+    for key in settings:
+        if key not in allowed:
+            raise ValueError(unknown(f"setting of when={name!r}", key, allowed))
+    rule: Rule = RULES[name](**settings)
+    return rule
 
 
 def read_bytes(value: Any) -> int | None:

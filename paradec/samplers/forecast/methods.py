@@ -15,10 +15,9 @@ from paradec.core.component_text import parse_component
 from paradec.core.registry import unknown
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.first_block import FirstBlock
-from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
+from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
 from paradec.samplers.forecast.magcache import MagCache
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
-from paradec.samplers.forecast.rules import RULES
 from paradec.samplers.forecast.seacache import SeaCache
 from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer

@@ -1,6 +1,6 @@
 """When a model is evaluated instead of forecast: what rules read, their bases, and the rules that decide once a step.
 
-`rules` has all values of `Forecast(when=...)` by name. Every rule goes with every basis (`bases`).
+`forecast.RULES` has all values of `Forecast(when=...)` by name. Every rule goes with every basis (`bases`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Rule:
         return []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.rule_from`."""
+        """Plain data, for `forecast.rule_from`."""
         return {"when": self.name} | asdict(self)
 
 

@@ -24,7 +24,7 @@ import paradec
 from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, accelerate
 from paradec.integrations.diffusers.hooks.blocks import residual_blocks
 from paradec.integrations.diffusers.hooks.memory import estimate
-from paradec.integrations.diffusers.hooks.watched import unpacked
+from paradec.integrations.diffusers.hooks.transformer import unpacked
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast import seacache
 

@@ -32,9 +32,8 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
-from paradec.samplers.forecast.forecast import Forecast
+from paradec.samplers.forecast.forecast import RULES, Forecast
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
-from paradec.samplers.forecast.rules import RULES
 from paradec.samplers.forecast.seacache import SeaCache
 from paradec.samplers.forecast.step_masks import StepMask
 from paradec.samplers.forecast.step_schedule import StepSchedule
