@@ -34,18 +34,13 @@ from paradec.samplers.start import row_keys
 class ForecastState(State):
     """What changes while a latent is denoised. `B` rows."""
 
-    scheduler: Any
-    """The request's own copy of the diffusers scheduler, its timesteps set."""
-    latent: Tensor
-    """[B, ...] float."""
+    scheduler: Any  # the request's copy of the diffusers scheduler, its timesteps set
+    latent: Tensor  # [B, ...] float
     conditions: dict[str, Tensor]
     guidance_scale: float
-    generator: torch.Generator | list[torch.Generator] | None
-    """Where a stochastic scheduler draws its noise: one generator per row, or the caller's."""
-    positions: int
-    """Positions (patches) that one evaluation costs per row."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """Number of tensors in the memory, their steps and dtype; only `commit` replaces them."""
+    generator: torch.Generator | list[torch.Generator] | None  # of a stochastic scheduler: one per row, or the caller's
+    positions: int  # positions (patches) that one evaluation costs per row
+    notes: Mapping[str, Any] = field(default_factory=dict)  # of the memory: number of tensors, their steps and dtype
 
     def __post_init__(self) -> None:
         super().__post_init__()

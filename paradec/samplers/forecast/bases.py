@@ -26,16 +26,12 @@ RIDGE = 1e-8
 class History(NamedTuple):
     """One feature [B, ...] at earlier evaluations."""
 
-    tensors: tuple[Tensor, ...]
-    """Derivatives (order 0 first), or earlier features (newest first), by basis."""
-    nodes: tuple[int, ...]
-    """Steps of the evaluations in use, newest first."""
-    dtype: torch.dtype
-    """The feature's own type, which forecasts have too."""
+    tensors: tuple[Tensor, ...]  # by basis: derivatives (order 0 first), or earlier features (newest first)
+    nodes: tuple[int, ...]  # steps of the evaluations in use, newest first
+    dtype: torch.dtype  # the feature's, which forecasts have too
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -246,22 +242,16 @@ class DMD(Basis):
         while even < min(len(nodes), self.window) and nodes[even - 1] - nodes[even] == spacing:
             even += 1
         if even < 4:
-            factors = backward_differences(tensors, nodes, self.order)
+            level, factors = list(tensors), [tensors[0]]  # backward differences
+            while len(factors) <= self.order and len(level) > 1:
+                level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
+                factors.append(level[0])
             weights = hermite_weights(step - nodes[0], self.sigma, len(factors))
             weighted = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
             return sum(weighted[1:], start=weighted[0])
         rows = torch.stack(tensors[:even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
         ahead = (step - nodes[0]) / spacing
         return torch.stack([mode_forecast(row, ahead) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
-
-
-def backward_differences(features: tuple[Tensor, ...], nodes: tuple[int, ...], order: int) -> list[Tensor]:
-    """Backward differences of orders 0 to `order` of features (newest first)."""
-    level, differences = list(features), [features[0]]
-    while len(differences) <= order and len(level) > 1:
-        level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
-        differences.append(level[0])
-    return differences
 
 
 def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
@@ -290,10 +280,10 @@ BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newt
 
 
 def basis_from(value: Any) -> Basis | None:
-    """A basis from itself, its name ("hermite", "hermite(sigma=0.7)"), or its `to_dict`; None is none.
+    """A basis from its name ("hermite", "hermite(sigma=0.7)") or `to_dict`; a basis and None are returned.
 
     Raises:
-        ValueError: something else, or a setting that the basis has not.
+        ValueError: another value or setting.
     """
     if value is None or isinstance(value, Basis):
         return value

@@ -16,7 +16,6 @@ import numpy as np
 from torch import Tensor
 
 from paradec.core.checks import check_number, shown
-from paradec.core.text_files import write_json
 from paradec.samplers.forecast.refresh import Probe, RunProgress, SavedAsJson, integer, number
 
 
@@ -55,16 +54,9 @@ class MagRatios(SavedAsJson):
     def to_dict(self) -> dict[str, Any]:
         return {"mag_ratios": list(self.values)}
 
-    def save(self, path: str | Path) -> None:
-        write_json(path, self.to_dict(), indent=None)
-
     @classmethod
     def from_dict(cls, data: Any) -> MagRatios:
-        """Ratios from themselves, a sequence or tensor [steps], plain data, or a file.
-
-        Raises:
-            ValueError: something else.
-        """
+        """Ratios from themselves, a sequence or tensor [steps], plain data, or a file. Raises ValueError otherwise."""
         if isinstance(data, cls):
             return data
         if isinstance(data, (str, os.PathLike)):

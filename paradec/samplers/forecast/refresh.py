@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -26,33 +26,23 @@ WATCHED = ("modulated", "hidden", "latent")
 
 @dataclass
 class RunProgress:
-    """What a rule reads of a run, or of one call of its steps. Steps are counted from 0."""
+    """What a rule reads of a run, or of one call of its steps."""
 
     total: int | None = None
     index: int = 0
-    first: int = 0
-    """Steps of the scheduler that the run leaves out at its start (image to image)."""
-    nodes: tuple[int, ...] = ()
-    """The latest two evaluated steps, newest first."""
-    forecasts: int = 0
-    """Forecasts since the latest evaluation."""
-    skips: int = 0
-    """Forecasts of the run."""
-    change: float = 0.0
-    """Sum of the rule since the latest evaluation, and below its product."""
-    product: float = 1.0
-    error: float | None = None
-    """Relative error of the latest forecast that was verified since then (`Verification`)."""
-    latent: Tensor | None = None
-    """What the transformer was given in this call [B, ...]."""
-    level: float = 0.0
-    """The noise level of this step, where the rule reads `noise_levels`."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What the rule remembers from step to step."""
+    first: int = 0  # steps of the scheduler that the run leaves out at its start (image to image)
+    nodes: tuple[int, ...] = ()  # the latest two evaluated steps, newest first
+    forecasts: int = 0  # since the latest evaluation
+    skips: int = 0  # forecasts of the run
+    change: float = 0.0  # the rule's sum since the latest evaluation
+    product: float = 1.0  # the rule's product since then
+    error: float | None = None  # relative error of the latest forecast that `Verification` checked
+    latent: Tensor | None = None  # the transformer's input in this call [B, ...]
+    level: float = 0.0  # the noise level of this step, from `Probe.noise_levels`
+    memory: dict[str, Any] = field(default_factory=dict)  # the rule's, from step to step
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the remembered tensors."""
         return sum(value.nbytes for value in self.memory.values() if isinstance(value, Tensor))
 
     def finished(self, full: bool) -> None:
@@ -105,8 +95,7 @@ class Rule:
 
     @property
     def guard(self) -> int:
-        """The last step at which no differences are taken: as in TaylorSeer's public code, before the last two of the
-        first steps."""
+        """The last step at which no differences are taken, as in TaylorSeer's public code."""
         return int(getattr(self, "first_enhance", 1)) - 2
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
@@ -136,18 +125,17 @@ class StepRule(Rule):
         raise NotImplementedError
 
     def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        """Note in the course how the watched input [B, ...] changed from one step to the next."""
+        """Record how the watched input [B, ...] changed from one step to the next."""
 
     def evaluated(self, course: RunProgress, latent: Tensor, output: Tensor) -> None:
-        """Note the transformer's input and output, both [B, ...], of the call that decided for its step."""
+        """Record the transformer's input and output, both [B, ...], of the call that decided for its step."""
 
 
 @dataclass(frozen=True)
 class Probe(Rule):
     """Base of the rules that decide in every call, from what the first blocks (the probe) return or from a table.
 
-    The blocks between the probe and the last ones are evaluated or forecast together, as one residual. A subclass
-    implements `is_full`.
+    The blocks between the probe and the last ones are evaluated or forecast together, as one residual.
     """
 
     where = "stack"
@@ -171,12 +159,9 @@ class Probe(Rule):
         return 0
 
     def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        """Whether the blocks after the probe are evaluated in this call. Keeps in `state` what later calls need.
+        """Whether the blocks after the probe are evaluated in this call, which is true if `forced`.
 
-        Args:
-            first: [B, ...] hidden states before the first block.
-            probe: [B, ...] hidden states after the probe; None without one.
-            forced: the answer is yes in any case, as in the first call.
+        first: [B, ...] hidden states before the first block. probe: after the probe; None without one.
         """
         raise NotImplementedError
 
@@ -184,9 +169,7 @@ class Probe(Rule):
         """Raise ValueError if the rule cannot serve this transformer."""
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
-        """The noise level of each step of a run, where the rule reads them; else nothing.
-
-        scheduler: the pipeline's, before or in a run; None for a transformer by itself.
+        """The noise level of each step of a run, where the rule reads them; scheduler is None without a pipeline.
 
         Raises:
             ValueError: the rule cannot serve such a scheduler.
@@ -198,7 +181,7 @@ class Probe(Rule):
         return state.index
 
     def evaluated(self, state: RunProgress, residual: Tensor) -> None:
-        """Note what the blocks that were evaluated added to the hidden states [B, ...] in this call."""
+        """Record what the evaluated blocks added to the hidden states [B, ...]."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +227,7 @@ class Verification(StepRule):
 
     The last block is also evaluated at forecast steps, on the forecast features, and compared with its own forecast,
     which is used. If the mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next*
-    step is evaluated. After an evaluation comes a forecast, also among the first steps. The public code asks for all
-    four numbers; these defaults are ours.
+    step is evaluated. A forecast follows each evaluation. The public code has no defaults.
 
     Args:
         base_threshold: relative error allowed at the first step.
@@ -340,50 +322,27 @@ class AccumulatedChange(StepRule):
         bound = self.max_forecasts is not None and course.forecasts >= self.max_forecasts
         return bool(course.index < self.first_enhance or late or bound or course.change >= self.threshold)
 
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"coefficients": list(self.coefficients)}
-
 
 class SavedAsJson:
-    """A value that is written to a JSON file and read from one."""
+    """A value with `to_dict` and `from_dict` that is written to a JSON file and read from one."""
 
     setting: ClassVar[str] = "when"
-    """The setting that takes the file, for messages."""
     content: ClassVar[str] = "schedule file"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in the file."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: data of another form.
-        """
-        raise NotImplementedError
+    to_dict: Any
+    from_dict: Any
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
         write_json(path, self.to_dict())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, or not of this form.
-        """
+    def load(cls, path: str | os.PathLike[str]) -> Any:
+        """Read a file that `save` wrote. Raises ValueError for another one."""
         return cls.from_dict(cls.read(path))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Any:
-        """The data in a file.
-
-        Raises:
-            ValueError: no such file, or no JSON.
-        """
+        """The data in a file. Raises ValueError if it is missing or no JSON."""
         try:
             return parse_json(read_text(path))
         except (OSError, ValueError) as error:

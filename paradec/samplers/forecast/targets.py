@@ -49,11 +49,7 @@ class Modules:
 
 
 def where_from(value: Any) -> str | Modules | None:
-    """A place from its name, a list of patterns, or `Modules` and its `to_dict`; None is none.
-
-    Raises:
-        ValueError: something else.
-    """
+    """A place from its name, a list of patterns, or `Modules` and its `to_dict`. Raises ValueError otherwise."""
     if value is None or isinstance(value, Modules):
         return value
     if isinstance(value, (list, tuple)):

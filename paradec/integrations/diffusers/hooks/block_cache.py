@@ -26,12 +26,9 @@ class BlockCacheReport:
     """What a `BlockCache` did since it was attached."""
 
     calls: int = 0
-    evaluated: int = 0
-    """Positions evaluated, all rows together."""
-    whole: int = 0
-    """Positions that the pipeline would have evaluated without the cache."""
-    bytes: int = 0
-    """Of keys and values, at most."""
+    evaluated: int = 0  # positions, all rows together
+    whole: int = 0  # positions that would have been evaluated without the cache
+    bytes: int = 0  # of keys and values, at most
 
     short = property(str, doc="One line, as `str`.")
 
@@ -76,11 +73,7 @@ class BlockCache(Attached):
         self._probe(int(config["block_length"]))
         self.cached = pipe.model = CachedModel(model, pipe, self._report)
 
-    def __repr__(self) -> str:
-        return f"BlockCache({type(self.pipe).__name__}: {self._report})"
-
     def report(self) -> BlockCacheReport:
-        """The report so far."""
         return self._report
 
     def reset(self) -> None:
@@ -101,29 +94,25 @@ class BlockCache(Attached):
         generator = torch.Generator().manual_seed(0)
         first, second, other = (torch.randint(vocab, (1, block), generator=generator).to(device) for _ in range(3))
         positions = torch.arange(2 * block, device=device).unsqueeze(0)
-        mask = torch.ones_like(positions)
+
+        def logits(input_ids: Tensor, cache: Any = None) -> Tensor:
+            over = {} if cache is None else {"use_cache": True, **cache_keyword(model, cache)}
+            ids = positions[:, -input_ids.shape[1] :]
+            output: Tensor = model(
+                input_ids, attention_mask=torch.ones_like(positions), position_ids=ids, **over
+            ).logits
+            return output
+
         cache = _new_cache()
-        whole = model(torch.cat((first, second), 1), attention_mask=mask, position_ids=positions).logits
-        model(
-            torch.cat((first, other), 1),
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **cache_keyword(model, cache),
-        )
+        whole = logits(torch.cat((first, second), 1))
+        logits(torch.cat((first, other), 1), cache)
         if not len(cache) or cache.get_seq_length() != 2 * block:
             raise ValueError(
                 f"{type(model).__name__} wrote nothing into its key/value cache; cache='block' needs its keys"
             )
-        left = model(torch.cat((first, other), 1), attention_mask=mask, position_ids=positions).logits[:, :block]
+        left = logits(torch.cat((first, other), 1))[:, :block]
         cache.crop(-block)
-        joined = model(
-            second,
-            attention_mask=mask,
-            position_ids=positions[:, block:],
-            use_cache=True,
-            **cache_keyword(model, cache),
-        ).logits
+        joined = logits(second, cache)
         limit = TOLERANCE.get(whole.dtype, 0.1) * whole.abs().max()
         if (left - whole[:, :block]).abs().max() > limit:
             raise ValueError(

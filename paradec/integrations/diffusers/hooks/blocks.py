@@ -26,20 +26,15 @@ Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 class Place:
     """A hooked module.
 
-    Args:
-        name: within the transformer; "" is the transformer.
-        kind: what is forecast: its output ("forecast", "output" of the transformer), its residual ("residual"), the
-            residual of all blocks ("stack"), or what it feeds ("skip").
-        block: the name of its block.
-        sink: of a skipped module, the forecast module that it feeds; None if unknown.
-        narrow: whether its stand-in may have width 0.
+    kind says what is forecast: its output ("forecast", "output" of the transformer), its residual, the residual of all
+    blocks ("stack"), or what it feeds ("skip").
     """
 
-    name: str
+    name: str  # within the transformer; "" is the transformer
     kind: Kind
     block: str
-    sink: str | None = None
-    narrow: bool = False
+    sink: str | None = None  # the forecast module that a skipped one feeds, if known
+    narrow: bool = False  # whether the stand-in of a skipped one may have width 0
 
 
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
@@ -199,11 +194,10 @@ def find_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
 def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
     """The modules to hook for a value of `where`, in the order of the module tree.
 
-    Args:
-        main_only: leave out blocks of other streams than the denoised one, as a stack does.
+    main_only: leave out blocks of other streams than the denoised one, as a stack does.
 
     Raises:
-        ValueError: the transformer has no such blocks, or a block without a known branch.
+        ValueError: no such blocks, or a block without a known branch.
     """
     if where == "output":
         return [Place("", "output", "")]
@@ -253,10 +247,14 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
         for pattern in patterns:
             hits = [name for name in names if re.fullmatch(pattern, name)]
             if not hits:
-                known = [place.name for place in _known(transformer)][:6]
+                known = [
+                    branch
+                    for name, block in residual_blocks(transformer).items()
+                    for branch in branches(block, f"{name}.")
+                ]
                 raise ValueError(
                     f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
-                    f"names look like {', '.join(known or names[:6])}"
+                    f"names look like {', '.join((known or names)[:6])}"
                 )
             for name in hits:
                 if chosen.get(name, kind) != kind:
@@ -275,10 +273,3 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
             f"the last forecast is {found[last]!r}. Add one to modules=..., or do not skip them"
         )
     return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in found]
-
-
-def _known(transformer: nn.Module) -> list[Place]:
-    try:
-        return places(transformer, "module")
-    except ValueError:
-        return []

@@ -21,18 +21,13 @@ from torch import Tensor
 class Run:
     """One run of a pipeline, or of a loop over a transformer."""
 
-    index: int = 0
-    """The solver step."""
+    index: int = 0  # the solver step
     is_open: bool = True
-    states: dict[str, Any] = field(default_factory=dict)
-    """Of the transformers, by name."""
-    strays: int = 0
-    """Calls of the transformers that were not the run's."""
+    states: dict[str, Any] = field(default_factory=dict)  # of the transformers, by name
+    strays: int = 0  # calls of the transformers that were not the run's
     thread: int | None = None
-    is_stepped: bool = False
-    """Whether the scheduler has made a step."""
-    is_named: bool | None = None
-    """Whether its calls are made in a `cache_context`; None before the first."""
+    is_stepped: bool = False  # whether the scheduler has made a step
+    is_named: bool | None = None  # whether its calls are made in a `cache_context`; None before the first
     timestep: float | None = None
     direction: float = 0.0
 
@@ -49,26 +44,18 @@ class Clock:
 
     Args:
         pipe: the pipeline whose scheduler is observed; None for a transformer alone.
-        on_begin: called when a run begins. on_end: called with a run that ends.
+        on_begin: called when a run begins.
     """
 
-    def __init__(
-        self,
-        pipe: Any = None,
-        on_begin: Callable[[], None] = lambda: None,
-        on_end: Callable[[Run], None] = lambda run: None,
-    ):
+    def __init__(self, pipe: Any = None, on_begin: Callable[[], None] = lambda: None):
         self.pipe: Any = None
-        self.on_begin, self.on_end = on_begin, on_end
+        self.on_begin = on_begin
         self.runs = 0
         self.run = Run(is_open=False)
-        self.lock = threading.RLock()
-        """Held during a call of the transformer."""
-        self.displaced: set[int] = set()
-        """Threads in the middle of whose run another one was begun."""
+        self.lock = threading.RLock()  # held during a call of the transformer
+        self.displaced: set[int] = set()  # threads in the middle of whose run another one was begun
         self.scheduler: Any = None
-        self.before: dict[str, Any] = {}
-        """The scheduler's own attributes of the names of the replaced methods."""
+        self.before: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
         if pipe is not None:
             self.observe(pipe)
 
@@ -107,10 +94,11 @@ class Clock:
         return self.run
 
     def end(self) -> None:
-        """End the run, if one is going on."""
+        """End the run, if one is going on, and free its histories."""
         if self.run.is_open:
             self.run.is_open = False
-            self.on_end(self.run)
+            for state in self.run.states.values():
+                state.forget()
 
     def see(self, timestep: Any, context: str | None) -> Run | None:
         """The run of the coming call with this timestep and `cache_context`; None outside of runs.

@@ -95,6 +95,10 @@ class Hook(ModelHook):
 class Attached:
     """Base of what attaches to a pipeline: a context manager that detaches when it is left."""
 
+    def report(self) -> Any:
+        """The report of the latest run, or so far; `.short` is one line."""
+        raise NotImplementedError
+
     def detach(self) -> None:
         """Restore the pipeline; detaching twice does nothing."""
         raise NotImplementedError
@@ -104,6 +108,9 @@ class Attached:
 
     def __exit__(self, *error: Any) -> None:
         self.detach()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.report().short})"
 
 
 class _Empty:

@@ -22,10 +22,8 @@ from paradec.samplers.forecast.targets import PLACES, Modules
 class Size:
     """Bytes of the histories of one call of a step."""
 
-    slot: int
-    """Of one tensor of each history."""
-    rule: int = 0
-    """Of the rule's memory."""
+    slot: int  # of one tensor of each history
+    rule: int = 0  # of the rule's memory
 
     def needed(self, settings: Forecast) -> int:
         """Bytes at the settings' order."""

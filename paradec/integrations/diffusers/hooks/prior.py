@@ -31,10 +31,8 @@ class PriorReport:
     """The latest run of a `PriorSession`."""
 
     runs: int
-    prior: ImageOutput | None
-    """The prior's codes, forwards and seconds; None before the first run."""
-    forecast: Any = None
-    """The report of the sampler on the DiT."""
+    prior: ImageOutput | None  # the prior's codes, forwards and seconds; None before the first run
+    forecast: Any = None  # the report of the sampler on the DiT
 
     @property
     def short(self) -> str:
@@ -135,7 +133,6 @@ class PriorSession(Attached):
         return torch.cat((input_ids, self.latest.tokens.to(input_ids)), 1)
 
     def report(self) -> PriorReport:
-        """The report of the latest run; `.short` is one line."""
         return PriorReport(self.runs, self.latest, None if self.forecast is None else self.forecast.report())
 
     def detach(self) -> None:
@@ -143,6 +140,3 @@ class PriorSession(Attached):
             del self.encoder.generate
         if self.forecast is not None:
             self.forecast.detach()
-
-    def __repr__(self) -> str:
-        return f"PriorSession({self.given}, {self.report().short})"

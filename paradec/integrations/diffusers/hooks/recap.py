@@ -20,10 +20,8 @@ from paradec.samplers.masked.rules.recap import Recap
 class RecapReport:
     """What a `RecapSession` did since it was attached."""
 
-    cells: list[tuple[int, int]] = field(default_factory=list)
-    """Per call of the transformer: evaluated cells of each image, and all cells."""
-    bytes: int = 0
-    """Of keys, values and hidden states, at most."""
+    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated cells of an image, and all
+    bytes: int = 0  # of keys, values and hidden states, at most
 
     short = property(str, doc="One line, as `str`.")
 
@@ -76,12 +74,9 @@ class RecapSession(Attached):
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
         self._report = RecapReport()
-        self.cell = 2 if transformer.down_block.downsample is not None else 1
-        """Tokens along the side of a cell."""
-        self.local: Tensor | None = None
-        """[R, M] int64: the cells of a local step."""
-        self.hidden: Tensor | None = None
-        """[R, N, D]: the last layer's output of all cells."""
+        self.cell = 2 if transformer.down_block.downsample is not None else 1  # tokens along a side
+        self.local: Tensor | None = None  # [R, M] int64: the cells of a local step
+        self.hidden: Tensor | None = None  # [R, N, D]: the last layer's output of all cells
         self.run: object | None = None
         pipe.scheduler = scheduler
         self.attention = [layer.attn1 for layer in layers]
@@ -96,11 +91,7 @@ class RecapSession(Attached):
             Hook(layers[-1], self._last, "paradec_last"),  # around the first, where there is one layer
         ]
 
-    def __repr__(self) -> str:
-        return f"RecapSession({type(self.pipe).__name__}: {self._report})"
-
     def report(self) -> RecapReport:
-        """The report so far."""
         return self._report
 
     def detach(self) -> None:

@@ -24,15 +24,11 @@ class CallRecord:
 
     transformer: str
     step: int
-    branch: str
-    """The pipeline's name for the call ("cond", "uncond"), where it gives one, and its number within the step."""
-    kind: str
-    """"full" (all hooked modules evaluated), "forecast" (none), or "mixed"."""
-    evaluated: int
-    forecast: int
-    """Numbers of hooked modules that were evaluated, and forecast or left out."""
-    bytes: int
-    """Of this transformer's histories after the call."""
+    branch: str  # the `cache_context` ("cond"), where the pipeline opens one, and the number within the step
+    kind: str  # "full" (all hooked modules evaluated), "forecast" (none), or "mixed"
+    evaluated: int  # hooked modules that were evaluated
+    forecast: int  # hooked modules that were forecast or left out
+    bytes: int  # of this transformer's histories after the call
     clocked: Any = field(repr=False, default=None)
 
     @property
@@ -49,15 +45,12 @@ class CallRecord:
 class Report:
     """The latest run of a session."""
 
-    settings: dict[str, Forecast]
-    """Of each transformer, with the place and order that `max_memory` chose."""
+    settings: dict[str, Forecast]  # of each transformer, with the place and order that `max_memory` chose
     modules: dict[str, list[str]]
-    coverage: dict[str, float]
-    """Share of each transformer's parameters that a forecast step leaves out."""
+    coverage: dict[str, float]  # share of each transformer's parameters that a forecast step leaves out
     runs: int
     calls: list[CallRecord]
-    notes: list[str]
-    """Automatic decisions."""
+    notes: list[str]  # automatic decisions
 
     @property
     def full_steps(self) -> list[int]:
@@ -142,13 +135,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         return str(drawing("report")(self))
-
-    def __repr__(self) -> str:
-        kinds = [call.kind for call in self.calls]
-        return (
-            f"Report({', '.join(self.settings)}: run {self.runs}, {len(kinds)} calls, {kinds.count('full')} full, "
-            f"{kinds.count('forecast')} forecast)"
-        )
 
     def __str__(self) -> str:
         lines = [self.summary]

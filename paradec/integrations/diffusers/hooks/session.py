@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model
-from paradec.integrations.diffusers.hooks.clock import Clock, Run
+from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
@@ -34,7 +34,7 @@ class Session(Attached):
         if isinstance(sampler.rule, Probe):
             sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
-        self.clock = Clock(None, self._begin, _forget)
+        self.clock = Clock(None, self._begin)
         try:
             self._attach(components)
         except BaseException:
@@ -51,13 +51,10 @@ class Session(Attached):
         """Attach to transformers that were exchanged since the last run."""
         components = transformers_of(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
-            self._remove()
+            for transformer in self.transformers:
+                transformer.remove()
+            self.transformers = []
             self._attach(components)
-
-    def _remove(self) -> None:
-        for transformer in self.transformers:
-            transformer.remove()
-        self.transformers = []
 
     def report(self) -> Report:
         """The report of the latest run so far; `print` shows it as a table, `.short` is one line."""
@@ -86,19 +83,6 @@ class Session(Attached):
             self.clock.release()
             for transformer in self.transformers:
                 transformer.remove()
-
-    def __repr__(self) -> str:
-        parts = [
-            f"{t.name} by {self.method.name} (where={t.settings.where!r}, {len(t.names)} modules hooked)"
-            for t in self.transformers
-        ]
-        calls = sum(len(state.records) for state in self.clock.run.states.values())
-        return f"Session({'; '.join(parts)}; {self.clock.runs} runs, the latest of {calls} calls)"
-
-
-def _forget(run: Run) -> None:
-    for state in run.states.values():
-        state.forget()
 
 
 def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None, **settings: Any) -> Any:

@@ -34,7 +34,6 @@ class Form:
     spec: Any
 
     def build(self, streams: dict[str, Tensor]) -> Any:
-        """The block's output with these streams."""
         pairs = zip(self.names, self.constants, strict=True)
         return tree_unflatten([constant if name is None else streams[name] for name, constant in pairs], self.spec)
 
@@ -44,17 +43,13 @@ class StackHistory:
     """The stack's history in one call of a step. Positions count the calls of blocks."""
 
     probed: RunProgress = field(default_factory=RunProgress)
-    places: dict[int, Place] = field(default_factory=dict)
-    """The blocks that were called when the stack was evaluated."""
+    places: dict[int, Place] = field(default_factory=dict)  # the blocks of the latest evaluation
     forms: dict[int, Form] = field(default_factory=dict)
-    ends: dict[int, int] = field(default_factory=dict)
-    """The last position of each segment, by its first."""
-    histories: dict[int, dict[str, History]] = field(default_factory=dict)
-    """Residuals by the last position of a segment, and stream."""
+    ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first
+    histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all histories and of the rule's memory."""
         return self.probed.nbytes + sum(one.nbytes for streams in self.histories.values() for one in streams.values())
 
 
@@ -66,19 +61,14 @@ class Walk:
     entry: dict[str, Tensor]
     position: int = -1
     probe: Tensor | None = None
-    full: bool | None = None
-    """Whether the blocks after the probe are evaluated; None until that was decided."""
+    full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
     step: float = 0.0
-    start: dict[str, Tensor] = field(default_factory=dict)
-    """The streams that the open segment's residual is added to."""
-    begin: int = -1
+    start: dict[str, Tensor] = field(default_factory=dict)  # what the open segment's residual is added to
+    begin: int = -1  # positions of the open segment's first and latest blocks; -1 without one
     end: int = -1
-    """Positions of the open segment's first and latest blocks; -1 without one."""
-    place: Place | None = None
-    """The latest evaluated block, and its output."""
+    place: Place | None = None  # the latest evaluated block, and its output
     returned: dict[str, Tensor] = field(default_factory=dict)
-    residual: Tensor | None = None
-    """What the latest evaluated segment added to the denoised stream."""
+    residual: Tensor | None = None  # what the latest evaluated segment added to the denoised stream
 
 
 class Stack:

@@ -21,14 +21,12 @@ from paradec.samplers.forecast.refresh import relative_error
 class ModuleHistory:
     """The flattened output of a module, in one branch."""
 
-    leaves: list[Any]
-    """Values of the output; None where there is a history. Of a skipped module, what it returns."""
+    leaves: list[Any]  # values of the output; None where there is a history
     histories: list[History | None]
     spec: Any
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all histories."""
         return sum(history.nbytes for history in self.histories if history is not None)
 
 

@@ -1,12 +1,8 @@
 """One transformer of a session: the hooks on its modules, and the state of its run.
 
-The pipeline owns the loop: it calls the transformer, guides, and takes the solver's steps. The sampler is asked from
-inside the pipeline's calls:
-
-- once per solver step, by the first hooked module that is called; the answer holds for all modules and both guidance
-  branches (a `BlockSchedule` lists the steps of each module instead).
-- every tap updates and expands the histories of its module when the module is called.
-- a step ends with the first call of the next one.
+The pipeline owns the loop. The first hooked module that is called in a solver step asks the sampler; the answer holds
+for all modules and both guidance branches (a `BlockSchedule` lists the steps of each module instead). A step ends with
+the first call of the next one.
 """
 
 from __future__ import annotations
@@ -41,8 +37,7 @@ from paradec.samplers.forecast.refresh import FEW_STEPS, Probe, RunProgress, Ste
 from paradec.samplers.forecast.targets import Modules
 
 logger = logging.getLogger("paradec")
-WATCH = "paradec_watch"
-"""The name of hooks that watch: the same modules may be forecast."""
+WATCH = "paradec_watch"  # the name of hooks on modules that may be forecast too
 
 
 class _Found(Exception):
@@ -53,20 +48,15 @@ class _Found(Exception):
 class RunState:
     """The state of one transformer in one run."""
 
-    settings: Forecast
-    """As used in this run, with the place and order that `max_memory` chose."""
     course: RunProgress
-    decision: bool | None = None
-    """Whether this step evaluates; None before its first module is called."""
+    decision: bool | None = None  # whether this step evaluates; None before its first module is called
     watched: Tensor | None = None
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
-    counts: dict[str | None, int] = field(default_factory=dict)
-    """Calls in this step, by the pipeline's name for them."""
+    counts: dict[str | None, int] = field(default_factory=dict)  # calls in this step, by their `cache_context`
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
-    is_deciding: bool = False
-    """Whether the present call decided for its step."""
+    is_deciding: bool = False  # whether the present call decided for its step
 
     def advance_to_step(self, index: int) -> None:
         """Begin a call at this solver step, and end the step before if it is the first call."""
@@ -83,7 +73,6 @@ class RunState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all histories."""
         return sum(history.nbytes for branch in self.branches.values() for history in branch.values())
 
 
@@ -102,27 +91,21 @@ class Transformer:
         self.logged: set[str] = set()
         self.choose = choose
         self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
-        self.is_inside = False
-        """Whether the transformer is being called for a run; else its modules are left alone."""
+        self.is_inside = False  # whether it is being called for a run; else its modules are left alone
         self.course = RunProgress()
-        self.state = RunState(settings, self.course)
-        self.latent: Tensor | None = None
-        """The latent of the present call, and the noise level of its step."""
+        self.state = RunState(self.course)
+        self.latent: Tensor | None = None  # of the present call, and the noise level of its step
         self.level = 0.0
-        self.histories: dict[str, Any] = {}
-        """Of the branch that is being called."""
+        self.histories: dict[str, Any] = {}  # of the branch that is being called
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.call_counts: dict[str, int] = {}
         self.hooks: list[Hook] = []
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
-        self.attention: nn.Module | None = None
-        """Whose input is watched where blocks decide."""
-        self.hidden: Tensor | None = None
-        """The first block's input, watched where modules inside blocks decide."""
-        self.compiled: list[tuple[nn.Module, Any]] = []
-        """Compiled blocks that run eagerly while modules inside them are hooked."""
+        self.attention: nn.Module | None = None  # its input is watched where blocks decide
+        self.hidden: Tensor | None = None  # the first block's input, watched where modules inside blocks decide
+        self.compiled: list[tuple[nn.Module, Any]] = []  # run eagerly while modules inside them are hooked
         self._check()
         try:
             self._tap(settings)
@@ -190,7 +173,7 @@ class Transformer:
         self.coverage = sum(covered.values()) / max(total, 1)
 
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
-        """Prepare to read a watched tensor that is not the input of the module that decides."""
+        """Prepare to read a tensor that is not the input of the module that decides."""
         if watch == "hidden" and self.settings.where == "module":
             block = modules[places_of(self.base, "block", True)[0].name]
             self.hooks.append(Hook(block, partial(self._see_hidden, block), WATCH))
@@ -317,7 +300,7 @@ class Transformer:
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
-        state = RunState(self.settings, RunProgress(clock.total, run.index, clock.first))
+        state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
         if isinstance(rule, Probe):
             state.levels = rule.noise_levels(clock.scheduler)
@@ -387,11 +370,10 @@ class Transformer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the histories of the run that is served."""
         return self.state.nbytes
 
     def _fit(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before a branch is called for the first time: choose what fits into `max_memory`."""
+        """Choose what fits into `max_memory`, before a branch's first call."""
         branches, known = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
         chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, known)
         order = chosen.forecaster.order
@@ -400,7 +382,6 @@ class Transformer:
         if chosen.where != self.settings.where:  # at the first step, when guidance makes its second call
             self.state.branches = {branch: {} for branch in self.state.branches}
         self._tap(chosen)
-        self.state.settings = chosen
         self._note("memory", f"max_memory={self.asked.max_memory} chose where={chosen.where}, order {order} {choice}")
 
     def _note(self, topic: str, text: str) -> None:
@@ -413,7 +394,7 @@ class Transformer:
 
 
 def guidance_of(pipe: Any) -> float | None:
-    """The guidance scale that a pipeline keeps for its run (also in a guider), or None where it keeps none."""
+    """The guidance scale that a pipeline (or its guider) keeps for its run, or None."""
     for owner, name in ((pipe, "_guidance_scale"), (getattr(pipe, "guider", None), "guidance_scale")):
         value = getattr(owner, name, None)
         if isinstance(value, (int, float)):
@@ -422,7 +403,7 @@ def guidance_of(pipe: Any) -> float | None:
 
 
 def _signature(leaf: Any) -> Any:
-    """The part of an argument that must be equal for a history to go on: shapes, dtypes and switches, not values."""
+    """The part of an argument that must stay for a history to go on: shapes, dtypes and switches."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
