@@ -19,6 +19,7 @@ registry = Registry.from_stub(
     MAR="mar",
     VAR="var",
     CoDe="code",
+    TaylorSeer="taylorseer",
 )
 names = registry.names
 get = registry.get

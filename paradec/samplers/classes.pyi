@@ -48,7 +48,7 @@ from paradec.samplers.causal.speculative import Speculative as Speculative
 from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
 from paradec.samplers.causal.zipar import ZipAR as ZipAR
 from paradec.samplers.forecast.forecast import Forecast as Forecast
-from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+from paradec.samplers.forecast.methods import TaylorSeer as TaylorSeer
 from paradec.samplers.pictures.continuous import MAR as MAR
 from paradec.samplers.pictures.nar import NAR as NAR
 from paradec.samplers.pictures.distilled import Distilled as Distilled

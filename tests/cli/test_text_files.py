@@ -19,7 +19,7 @@ from paradec.core import text_files
 from paradec.core.trace import Trace
 from paradec.request import Request
 from paradec.samplers.forecast.bac import BlockSchedule
-from paradec.samplers.forecast.magcache import MagRatios
+from paradec.samplers.forecast.rules import MagRatios
 from paradec.tools.evaluation import read_questions
 from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.training.learn2pd import read_prompts as read_for_learn2pd

@@ -38,18 +38,13 @@ Progress = Callable[[str, float], None]
 class StepTuning:
     """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents, for each seed."""
 
-    even: StepSchedule
-    """The best even steps on the choosing seeds."""
-    found: StepSchedule
-    """The best of all steps on these seeds."""
+    even: StepSchedule  # the best even steps on the choosing seeds
+    found: StepSchedule  # the best of all steps on these seeds
     seeds: tuple[int, ...]
     report: tuple[int, ...]
-    errors: dict[str, dict[str, list[float]]]
-    """By "even" and "found", then "choose" and "report"."""
-    looked_at: int
-    """Number of evaluated sets."""
-    sampler: Forecast
-    """For `accelerate(pipe, tuned.sampler)`, with the chosen steps."""
+    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"
+    looked_at: int  # number of evaluated sets
+    sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
 
     @property
     def difference(self) -> tuple[float, float, float]:
@@ -114,25 +109,19 @@ def tune_steps(
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
     A set of steps is judged by the final latents (the last `scheduler.step`) of several seeds against those of full
-    runs. From the best of several even sets it anneals, then climbs; a set that is worse on the first seeds is not run
-    on the others. The best even set and the best found one are then run with other seeds, and the found one is chosen
-    if it is better beyond the paired interval.
+    runs. The search anneals from the best of several even sets, then climbs. On other seeds, the best set is chosen if
+    it is better than the best even one beyond the paired interval.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
-        run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use; other prompts for
-            other seeds make the steps more general.
+        run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use.
         budget: n: steps to evaluate.
-        seeds: that choose: a number (0 to seeds - 1), or the seeds. report: as many that report, after these, or the
-            seeds; none may be among those that choose.
+        seeds: those that choose, or their number (from 0). report: those that report, or their number.
         sampler: what forecasts, or its name, without a schedule or rule; by default `Forecast(where="output")`.
-        runs: new sets to look at, each up to as many runs as seeds; full runs, even starts and the report come on top.
-        study: a JSON file that keeps what was measured, after every set; the same call goes on with it.
+        runs: new sets to look at; full runs, even starts and the report come on top.
+        study: a JSON file of the measurements; the same call goes on with it.
         seed: of the search.
         progress: called with what is measured and the share that is done.
-
-    Returns:
-        A `StepTuning`.
 
     Raises:
         TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
@@ -202,10 +191,8 @@ class _Work:
     progress: Progress | None
     total: int = 0
     guidance: float | None = None
-    known: dict[Steps, dict[int, float]] = field(default_factory=dict)
-    """Errors by set and seed."""
-    full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
-    """By seed: the full run's final latent, and its distance from the noise."""
+    known: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
+    full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, and distance from the noise
 
     def begin(self, budget: int, runs: int, seed: int) -> None:
         """Make the full runs, and read the study."""
@@ -241,7 +228,6 @@ class _Work:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
             for steps, row in there["errors"]:
                 self.known[tuple(steps)] = {each: error for each, error in row}
-        self.share = 0.0
         self.most = (runs + 3) * len(self.choosing)
 
     def schedule(self, steps: Steps) -> StepSchedule:
@@ -251,15 +237,12 @@ class _Work:
     def loss(self, steps: Steps, bound: float) -> float:
         """The mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
         total, count = 0.0, len(self.choosing)
-        for each in self.choosing:
-            total += self.error(steps, each)
+        for seed in self.choosing:
+            total += self.error(steps, seed)
             if total >= bound * count:
                 break
-        else:
-            self._keep(steps)
-            return total / count
         self._keep(steps)
-        return math.inf
+        return math.inf if total >= bound * count else total / count
 
     def errors(self, steps: Steps, seeds: Sequence[int]) -> list[float]:
         found = [self.error(steps, each) for each in seeds]
@@ -329,7 +312,7 @@ class _Latents:
 
 def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
     """The mean of new - old, pair by pair, and the ends of its 95 % interval by Student's t."""
-    each = [a - b for a, b in zip(new, old, strict=True)]
-    mean, count = statistics.fmean(each), len(each)
-    half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(each) / math.sqrt(count)
+    differences = [a - b for a, b in zip(new, old, strict=True)]
+    mean, count = statistics.fmean(differences), len(differences)
+    half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)
     return mean, mean - half, mean + half

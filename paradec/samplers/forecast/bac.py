@@ -1,9 +1,8 @@
 """BAC: for each module of a transformer, the solver steps at which it is evaluated.
 
-Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456: the adaptive
-caching schedule and the bubbling union. Where text and public code differ, the code is followed: a segment is scored
-by its similarity to the features at its first step, not between neighbours, and any module may be given the union.
-`paradec.integrations.diffusers.hooks.bac.calibrate` measures the scores in runs of a pipeline.
+Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456. Where text and
+public code differ, the code is followed: a segment is scored by its similarity to the features at its first step, not
+between neighbours, and any module may be given the bubbling union.
 """
 
 from __future__ import annotations

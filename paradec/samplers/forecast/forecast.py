@@ -1,7 +1,4 @@
-"""`Forecast`: at some solver steps a model is evaluated, at the others what it would have computed is forecast.
-
-When, how and where are three values; methods of the literature are combinations of them (`methods`, `taylorseer`).
-"""
+"""`Forecast`: at some solver steps a model is evaluated, at the others what it would have computed is forecast."""
 
 from __future__ import annotations
 
@@ -17,12 +14,8 @@ from paradec.core.registry import unknown
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
-from paradec.samplers.forecast.dicache import DiCache
-from paradec.samplers.forecast.easycache import EasyCache
-from paradec.samplers.forecast.first_block import DBCache, FirstBlock
-from paradec.samplers.forecast.magcache import MagCache
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
-from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.rules import DBCache, DiCache, EasyCache, FirstBlock, MagCache, SeaCache
 from paradec.samplers.forecast.step_masks import MASKS, StepMask
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules, where_from
@@ -44,13 +37,12 @@ class Forecast(FeatureForecast):
     the whole output is, under guidance the guided one.
 
     Args:
-        when: when to evaluate. A schedule: `Every(interval, ...)`, the default; a list of steps with step 0; the name
-            of one of cache-dit's step masks, "slow", "medium", "fast" or "ultra"; or a `StepSchedule`
-            (`paradec.tune_steps`) or `BlockSchedule` (BAC's `calibrate`), or its file. Or a rule that measures:
-            `Verification`, `AccumulatedChange`, `EasyCache`, and, deciding in every call, `FirstBlock`, `DBCache`,
-            `MagCache`, `DiCache`, `SeaCache`. All also by name, with settings: "every(interval=6, first_enhance=3)".
-        how: how features are forecast: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in
-            parentheses, or such an object of `bases`. None is taylor, or what `when` was published with.
+        when: a schedule (`Every`, the default; a list of steps with step 0; a step mask of cache-dit: "slow", "medium",
+            "fast" or "ultra"; a `StepSchedule` of `paradec.tune_steps` or a `BlockSchedule` of BAC's `calibrate`, or
+            its file), or a rule that measures (`Verification`, `AccumulatedChange` or one of `rules`). Also by name,
+            with settings: "every(interval=6, first_enhance=3)".
+        how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or such an object of
+            `bases`. None is taylor, or what `when` was published with.
         where: what is forecast in a pipeline: "module" (attention and feed-forward outputs before their gates),
             "block" (each block's residual), "stack" (what all blocks add, as one), "output" (the transformer is skipped
             as a whole; least memory), or a list of patterns of modules (`targets.Modules`). None is "module" there, or

@@ -1,26 +1,92 @@
-"""Methods of the literature as short constructors, and what `paradec.accelerate` takes by name.
-
-`TaylorSeer`, `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache` and `EasyCache` have files of their own.
-"""
+"""Methods of the literature as short constructors (others: `rules`), and what `paradec.accelerate` takes by name."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, ClassVar, Self
 
-from paradec.core.checks import shown
+from paradec.core.checks import check_int, shown
 from paradec.core.component_text import parse_component
 from paradec.core.registry import unknown
 from paradec.samplers.forecast.bases import Taylor
-from paradec.samplers.forecast.first_block import FirstBlock
-from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
-from paradec.samplers.forecast.magcache import MagCache
+from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast, read_bytes
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
-from paradec.samplers.forecast.seacache import SeaCache
-from paradec.samplers.forecast.targets import Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.samplers.forecast.rules import FirstBlock, MagCache, SeaCache
+from paradec.samplers.forecast.targets import Modules, where_from
+
+LITE = {"order": 2, "where": "output", "first_enhance": 3}
+
+
+@dataclass(frozen=True)
+class TaylorSeer(FeatureForecast):
+    """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
+
+    In between, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, D_i the backward differences:
+    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. By default evaluations are
+    spread evenly, as in the public code for Wan and HunyuanVideo; measurements are in docs/diffusion.md. Preset "paper"
+    (or "flux") is the public code's schedule for FLUX.1-dev; other presets have those of other models ("lite_*" are set
+    for the whole output).
+
+    Args:
+        interval: N; None is 5, or 2 in runs of at most 8 steps.
+        order: O: derivatives in the expansion; 0 reuses the last feature.
+        first_enhance: solver steps at the start that are all evaluated.
+        where: as in `Forecast`.
+        max_memory: as in `Forecast`.
+
+    Raises:
+        ValueError: a value out of its range. TypeError: a setting of `Forecast`.
+    """
+
+    interval: int | None = None
+    order: int = 1
+    _: KW_ONLY
+    first_enhance: int = 1
+    where: str | Modules | None = None
+    max_memory: int | None = None
+
+    name = "taylorseer"
+    paper = "TaylorSeer"
+    arxiv = "2503.06923"
+    summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"interval": 6, "first_enhance": 3},
+        "flux": {"interval": 6, "first_enhance": 3},
+        "dit": {"interval": 4, "first_enhance": 2, "order": 4},
+        "hunyuan_video": {"interval": 5},
+        "wan": {"interval": 5},
+        "hidream": {"interval": 4, "order": 2},
+        "lite_fast": LITE | {"interval": 5},
+        "lite_medium": LITE | {"interval": 4},
+        "lite_detailed": LITE | {"interval": 3},
+    }
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        others = [name for name in settings if name not in cls.__dataclass_fields__]
+        if others:
+            names = {"refresh": "when", "basis": "how", "target": "where"}
+            general = {names.get(name, name): value for name, value in settings.items() if name in (*others, "where")}
+            if "interval" in settings and "when" not in general:
+                general["when"] = f"every(interval={settings['interval']})"
+            text = ", ".join(f"{name}={value!r}" for name, value in general.items())
+            raise TypeError(
+                f"TaylorSeer takes interval, order, first_enhance, where and max_memory, not {', '.join(others)}; "
+                f"write paradec.Forecast({text})"
+            )
+        return super().__new__(cls, *args, **settings)
+
+    def __post_init__(self) -> None:
+        check_int("interval", self.interval, low=1, none=True)
+        check_int("order", self.order, low=0)
+        check_int("first_enhance", self.first_enhance, low=1)
+        object.__setattr__(self, "where", where_from(self.where))
+        object.__setattr__(self, "max_memory", read_bytes(self.max_memory))
+
+    def general(self) -> Forecast:
+        when = Every(self.interval, self.first_enhance)
+        return Forecast(when, Taylor(self.order), self.where, max_memory=self.max_memory)
 
 
 def TeaCache(
@@ -52,19 +118,14 @@ def SpeCa(
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
     The next step is evaluated when mean(|forecast - real| / |real|) > base_threshold decay_rate^(t / T). The arguments
-    are those of `Verification` (`min_taylor_steps` and `max_taylor_steps` of the public code are `min_forecasts` and
-    `max_forecasts`), and the order of the expansion.
+    are those of `Verification`, and the order of the expansion.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
 
 
 def FoCa(interval: int | None = None, first_enhance: int = 1) -> Forecast:
-    """FoCa in cache-dit's form: even evaluations, and a forecast that is corrected by those before it (`bases.FoCa`).
-
-    Args:
-        interval: one evaluation in this many steps. first_enhance: steps at the start that are all evaluated.
-    """
+    """FoCa in cache-dit's form: `Every(interval, first_enhance)`, and forecasts corrected by those before them."""
     return Forecast(Every(interval, first_enhance), "foca", "module")
 
 
@@ -84,10 +145,10 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "forecast": Forecast,
     **RULES,
 }
-"""By name; spelling is free of case, "_" and "-"."""
+"""By name; case, "_" and "-" do not count."""
 
+# names of other tools, without "_" and "-", and settings of other tools
 NAMES = {"fbcache": "first_block", "blockcache": "first_block", "fbc": "first_block", "cachedit": "dbcache"}
-"""Names of other tools, without "_" and "-", and what they are called here."""
 SETTINGS = {
     "cache_interval": ("interval",),
     "fresh_threshold": ("interval",),
@@ -101,15 +162,10 @@ SETTINGS = {
     "basis": ("how",),
     "target": ("where",),
 }
-"""Settings of other tools, and what they may be called here."""
 
 
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
-    """The sampler or rule of a name, which may have settings in parentheses: "taylorseer(interval=3)".
-
-    Raises:
-        ValueError: no such name or setting, or a wrong value.
-    """
+    """The sampler or rule of a name, perhaps with settings: "taylorseer(interval=3)". Raises ValueError otherwise."""
     name, in_text = parse_component("sampler", text) if "(" in text else (text.strip(), {})
     spelt = {key.replace("_", ""): key for key in METHODS}
     plain = name.lower().replace("_", "").replace("-", "")
@@ -122,7 +178,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     if make is not ReCAP:  # which checks its settings itself
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
-            allowed = [field.name for field in dataclasses.fields(make)]
+            allowed = [field.name for field in fields(make)]
         for key in settings:
             ours = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
             if key not in allowed and ours is not None:
@@ -159,8 +215,7 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
     return method
 
 
-ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"
-"""The modules that diffusers' TaylorSeer hooks by default."""
+ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"  # what diffusers' TaylorSeer hooks by default
 
 
 def _taylorseer_config(config: Any) -> Forecast:

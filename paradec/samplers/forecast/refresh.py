@@ -1,7 +1,4 @@
-"""When a model is evaluated instead of forecast: what rules read, their bases, and the rules that decide once a step.
-
-`forecast.RULES` has all values of `Forecast(when=...)` by name. Every rule goes with every basis (`bases`).
-"""
+"""When a model is evaluated instead of forecast: what rules read, their bases, and rules that decide once a step."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
 STYLES = ("reference", "diffusers")
-FEW_STEPS = 8
-"""Solver steps of a run up to which little can be skipped."""
+FEW_STEPS = 8  # solver steps of a run up to which little can be skipped
 WATCHED = ("modulated", "hidden", "latent")
 
 
@@ -99,7 +95,7 @@ class Rule:
         return int(getattr(self, "first_enhance", 1)) - 2
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        """Names of facts of a run that the rule is bound to and that are unknown (None).
+        """Facts of a run that the rule is bound to and that are unknown (None), by name.
 
         Raises:
             ValueError: the rule cannot serve a run of `total` solver steps with these.
@@ -273,8 +269,8 @@ class AccumulatedChange(StepRule):
             itself.
         max_forecasts: forecasts in a row after which the next step is evaluated; None sets no bound.
         watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
-            the first block; or "latent". None is the first thing that a forecast would replace: "modulated" with
-            `where="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
+            the first block; or "latent". None is the input of what is forecast first: "modulated" with
+            `where="module"`, "hidden" with "block" and "stack", "latent" with "output".
         last_steps: steps at the end of a run that are all evaluated (1 in the public code).
         first_enhance: solver steps at the start that are all evaluated.
     """

@@ -21,8 +21,8 @@ from paradec.integrations.diffusers.hooks import magcache
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.forecast import DBCache, DiCache, FirstBlock, MagCache, rule_from
-from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.refresh import RunProgress
+from paradec.samplers.forecast.rules import MagRatios
 
 RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
 PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {

@@ -26,7 +26,7 @@ from paradec.integrations.diffusers.hooks.blocks import residual_blocks
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.integrations.diffusers.hooks.transformer import unpacked
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.samplers.forecast import seacache
+from paradec.samplers.forecast import rules
 
 SEACACHE = golden("images-autumn") / "seacache"
 CASES = [case for path in sorted(SEACACHE.glob("cases.json")) for case in read_json(path)]
@@ -71,19 +71,19 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
     with replay(f"seacache, case {number}"):
         seen: list[Tensor] = []
 
-        def observe(*arguments: Any, filtered: Any = seacache.filtered) -> Tensor:
+        def observe(*arguments: Any, filtered: Any = rules.filtered) -> Tensor:
             seen.append(filtered(*arguments))
             return seen[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(seacache, "filtered", observe)
+            patch.setattr(rules, "filtered", observe)
             with accelerate(wan, SeaCache(**case["config"])) as session:
                 latents = recorded(wan, number)
         branches = len(seen) // case["steps"]
         assert branches and len(seen) == branches * case["steps"] and case["changes"][0] is None
         for branch in range(branches):
             rows = [zip(new, old, strict=True) for old, new in itertools.pairwise(seen[branch::branches])]
-            found = [np.mean([seacache.relative_change(new, old) for new, old in pairs]) for pairs in rows]
+            found = [np.mean([rules.relative_change(new, old) for new, old in pairs]) for pairs in rows]
             np.testing.assert_allclose(found, case["changes"][1:], atol=1e-5)
         assert full_steps(session) == case["full_steps"]
         expected, plain, noise = (arrays[f"{number}/{part}"] for part in ("latents", "plain", "noise"))

@@ -33,12 +33,12 @@ from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubb
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
 from paradec.samplers.forecast.forecast import RULES, Forecast
+from paradec.samplers.forecast.methods import TaylorSeer
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
-from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.rules import SeaCache
 from paradec.samplers.forecast.step_masks import StepMask
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 LABELS = [1, 2, 7]
 

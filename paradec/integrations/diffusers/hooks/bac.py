@@ -37,9 +37,9 @@ def calibrate(
 
     Args:
         pipe: a diffusers pipeline, or a transformer alone; restored at the end.
-        run: makes one plain run with all steps; different prompts or seeds make the schedule more general.
+        run: makes one plain run with all steps.
         updates: n: evaluations of each module in a run, before the bubbling union adds some.
-        runs: calls of `run`; the measurements are averaged.
+        runs: calls of `run`, which are averaged.
         metric: how features at two steps are compared: "cosine" (the paper's), "l1" or "mse".
         bubbling: modules that get the bubbling union, as in `bubbling_union`.
         samples: compared entries of a feature, evenly strided (4 bytes each, per module and step).

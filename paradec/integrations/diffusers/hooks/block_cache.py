@@ -44,8 +44,7 @@ class BlockCache(Attached):
     """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     `pipe.model` is exchanged for a `CachedModel`, which calls the model with the positions from the open block on (and
-    once with a block that was finished), a transformers `DynamicCache` of the tokens before them, the whole attention
-    mask and their position ids. The cached tokens and mask are compared with those of every call.
+    once with a finished block) over a transformers `DynamicCache`. Cached tokens and mask are compared in every call.
 
     Raises:
         TypeError: another kind of pipeline. ValueError: a model without a key/value cache, or (tested with random
@@ -156,7 +155,8 @@ class CachedModel(nn.Module):
             **cache_keyword(self.inner, kept.cache),
         )
         report = self.report
-        report.bytes = max(report.bytes, _bytes(kept.cache))
+        layers = [layer for layer in kept.cache.layers if layer.keys is not None]
+        report.bytes = max(report.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
         kept.cache.crop(-block)
         # copies: the pipeline writes into its block
         kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
@@ -254,7 +254,3 @@ def _new_cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
-
-
-def _bytes(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)

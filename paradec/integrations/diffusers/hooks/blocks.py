@@ -39,12 +39,10 @@ class Place:
 
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
+# norms, modulations and parts of a branch
 NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
-"""Children with such names that are norms, modulations or parts of a branch."""
-
+# children of single-stream blocks where the last sums attention and feed-forward (FLUX): the others are left out
 FUSED = ("attn", "proj_mlp", "proj_out")
-"""Children of single-stream blocks where the last sums attention and feed-forward (FLUX): it is forecast, and the
-others are left out."""
 
 NARROW = (
     "FluxSingleTransformerBlock",
@@ -55,12 +53,10 @@ NARROW = (
 )
 """Such blocks that only concatenate what the left-out modules return: a stand-in of width 0 is enough."""
 
+# lists of blocks that work on texts or a control video, not on the denoised stream
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
-"""Names of lists of blocks that work on texts or a control video, not on the denoised stream."""
-
 STREAMS = ("hidden_states", "encoder_hidden_states")
-MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")
-"""Names of the argument that holds the denoised stream."""
+MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # the argument that holds the denoised stream
 ENCODER_FIRST: tuple[str, ...] = STREAMS[::-1]
 RETURNS = {
     name: ENCODER_FIRST
@@ -89,15 +85,12 @@ RETURNS = {
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
 """Arguments that the returned tensors continue, by class. Others: `STREAMS`."""
+TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns rows of the text before those of the latent
 
 
-TEXT_FIRST = ("QwenImage21Transformer2DModel",)
-"""Transformers that return rows of the text before those of the latent."""
-
-
-def parameters_of(module: nn.Module) -> list[str]:
-    """Names of a module's arguments, in order."""
-    return _parameters(type(module).forward)
+def arguments_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's call by name."""
+    return dict(zip(_parameters(type(module).forward), args)) | kwargs
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,7 +100,7 @@ def _parameters(forward: Any) -> list[str]:
 
 def streams_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The inputs of a block that its outputs may continue, by their argument's name."""
-    arguments = dict(zip(parameters_of(module), args)) | kwargs
+    arguments = arguments_of(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     names = [name for name in RETURNS.get(type(module).__name__, STREAMS) if name in tensors]
     return {name: tensors[name] for name in names or list(tensors)[:1]}
@@ -133,7 +126,7 @@ def main_name(streams: dict[str, Tensor]) -> str:
 
 def main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The denoised stream among the arguments of a block or a module inside of one."""
-    arguments = dict(zip(parameters_of(module), args)) | kwargs
+    arguments = arguments_of(module, args, kwargs)
     return latent_of((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
 
 

@@ -31,24 +31,12 @@ class Run:
     timestep: float | None = None
     direction: float = 0.0
 
-    def check_thread(self, refusal: Callable[[], RuntimeError]) -> None:
-        """Raise the refusal unless this is the run's thread."""
-        if self.thread is None:
-            self.thread = threading.get_ident()
-        if self.thread != threading.get_ident():
-            raise refusal()
-
 
 class Clock:
-    """Counts runs and steps.
+    """Counts runs and steps. on_begin is called when a run begins."""
 
-    Args:
-        pipe: the pipeline whose scheduler is observed; None for a transformer alone.
-        on_begin: called when a run begins.
-    """
-
-    def __init__(self, pipe: Any = None, on_begin: Callable[[], None] = lambda: None):
-        self.pipe: Any = None
+    def __init__(self, on_begin: Callable[[], None] = lambda: None):
+        self.pipe: Any = None  # whose scheduler is observed; None for a transformer alone
         self.on_begin = on_begin
         self.runs = 0
         self.run = Run(is_open=False)
@@ -56,8 +44,6 @@ class Clock:
         self.displaced: set[int] = set()  # threads in the middle of whose run another one was begun
         self.scheduler: Any = None
         self.before: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
-        if pipe is not None:
-            self.observe(pipe)
 
     @property
     def total(self) -> int | None:
@@ -119,7 +105,7 @@ class Clock:
             return None
         if not run.is_stepped:
             run = self._read_timestep(run, timestep)
-        run.check_thread(self._refusal)
+        self.check_thread(run)
         run.is_named = context is not None
         return run
 
@@ -160,11 +146,17 @@ class Clock:
         if direction * run.direction < 0:
             run = self.begin()
         elif direction:
-            run.check_thread(self._refusal)
+            self.check_thread(run)
             run.direction = direction
             run.index += 1
         run.timestep = value
         return run
+
+    def check_thread(self, run: Run) -> None:
+        """Raise RuntimeError unless this is the run's thread."""
+        run.thread = run.thread or threading.get_ident()
+        if run.thread != threading.get_ident():
+            raise self._refusal()
 
     def _check_displaced(self) -> None:
         """Raise RuntimeError, once, in a thread in the middle of whose run another one was begun."""
@@ -208,20 +200,10 @@ def _step(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -
     run = clock.run
     if not run.is_open:
         return method(*args, **kwargs)
-    run.check_thread(clock._refusal)
+    clock.check_thread(run)
     result = method(*args, **kwargs)
     run.index += 1
     run.is_stepped = True
     if clock.total is not None and run.index >= clock.total and run is clock.run:
         clock.end()
     return result
-
-
-def timestep_of(args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:
-    """The argument `timestep` (or `timesteps`, `t`) of a transformer's call."""
-    for name in ("timestep", "timesteps", "t"):
-        if name in kwargs:
-            return kwargs[name]
-        if name in names and names.index(name) < len(args):
-            return args[names.index(name)]
-    return None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
+from diffusers.hooks.hooks import BaseState, HookRegistry, ModelHook, StateManager
 from torch import nn
 
 NAME = "paradec"
@@ -17,14 +17,10 @@ Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class Hook(ModelHook):
-    """Calls `around(forward, args, kwargs)` instead of a module's forward, until `remove`.
+    """Calls `around(forward, args, kwargs)` instead of a module's forward, or of its compiled code, until `remove`.
 
-    Around a module that `torch.compile` compiled in place or returned, it calls the compiled code, and is not in its
-    graph.
-
-    Args:
-        name: in the registry; another one for a second hook on the same module.
-        on_reset: called when a pipeline of diffusers has run and resets the hooks' state.
+    name: in the registry; another one for a second hook on the same module. on_reset: called when a pipeline of
+    diffusers has run and resets the hooks' state.
     """
 
     def __init__(self, module: nn.Module, around: Around, name: str = NAME, on_reset: Callable[[], None] | None = None):
@@ -32,7 +28,7 @@ class Hook(ModelHook):
         self.module, self.name, self.on_reset = module, name, on_reset
         self.around: Around = torch.compiler.disable(around)
         self._is_stateful = on_reset is not None
-        self.states = StateManager(_Empty)  # type: ignore[arg-type]
+        self.states = StateManager(BaseState)  # never asked for a state: ours is in `clock.Run`
         self.slot = "forward" if hasattr(module, "_orig_mod") else None
         if module._compiled_call_impl is not None:
             self.slot = "_compiled_call_impl"
@@ -111,13 +107,6 @@ class Attached:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.report().short})"
-
-
-class _Empty:
-    """The state that diffusers asks for; ours is in `clock.Run`."""
-
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        return None
 
 
 @contextmanager

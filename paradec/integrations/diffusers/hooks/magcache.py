@@ -11,8 +11,8 @@ from torch import Tensor
 from paradec.core.checks import check_int
 from paradec.integrations.diffusers.hooks.session import Session
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.refresh import Probe, RunProgress
+from paradec.samplers.forecast.rules import MagRatios
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,8 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline, or a transformer alone; restored at the end. Where two transformers divide the steps
-            (Wan 2.2), each is measured at its own.
+        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer alone;
+            restored at the end.
         run: makes one plain run with all steps.
         runs: calls of `run`. Runs, and the calls of a step (guidance), are averaged.
 

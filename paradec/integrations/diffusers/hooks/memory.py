@@ -47,14 +47,9 @@ def choose_fitting(
     kwargs: dict[str, Any],
     known: dict[str | Modules | None, Size],
 ) -> tuple[Forecast, str]:
-    """The settings that fit into `asked.max_memory`: perhaps of a lower order or a smaller place.
+    """The settings that fit into `asked.max_memory`, and a text of the bytes that they need and what was tried before.
 
-    Args:
-        branches: calls of a step. args, kwargs: of one call.
-        known: measured sizes of such a call by where; more are added.
-
-    Returns:
-        The settings, and a text of the bytes that they need and what was tried before.
+    branches: calls of a step. args, kwargs: of one call. known: sizes of such a call by where; more are added.
 
     Raises:
         ValueError: nothing fits, or the transformer cannot be measured without running it.
@@ -74,15 +69,10 @@ def choose_fitting(
             candidate = replace(chosen, order=order)
             needed = known[where].needed(candidate) * branches
             if needed <= asked.max_memory:
-                return candidate, f"({megabytes(needed)} for {branches} calls a step): {'; '.join(tried)}"
+                return candidate, f"({needed / 1e6:.3g} MB for {branches} calls a step): {'; '.join(tried)}"
             what = "modules" if isinstance(where, Modules) else where
-            tried.append(f"{what} at order {order} needs {megabytes(needed)}")
+            tried.append(f"{what} at order {order} needs {needed / 1e6:.3g} MB")
     raise ValueError(f"max_memory={asked.max_memory}: nothing fits; {'; '.join(tried)}")
-
-
-def megabytes(count: int) -> str:
-    """Bytes, for messages."""
-    return f"{count / 1e6:.3g} MB"
 
 
 class _FirstCall(Clock):

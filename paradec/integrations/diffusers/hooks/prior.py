@@ -50,10 +50,8 @@ class PriorReport:
 class PriorSession(Attached):
     """A sampler on the prior of a GlmImagePipeline; made by `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
-    Args:
-        pipe: the pipeline.
-        prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler",
-            "temperature", "seed", ...); the rest is read from the encoder's generation config.
+    prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
+    "seed", ...); the rest is read from the encoder's generation config.
 
     Raises:
         TypeError: a pipeline without such an encoder. ValueError: settings as `generate_images` refuses them, a

@@ -40,10 +40,6 @@ class RecapSession(Attached):
     The pipeline's scheduler is exchanged for a `RecapScheduler`. Amused's convolutions run on the whole image; with
     `downsample`, layers work on cells of 2 x 2 tokens, and those that hold a target are evaluated.
 
-    Args:
-        pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.
-        sampler: `paradec.samplers.create("recap", ...)`.
-
     Raises:
         TypeError: another pipeline. ValueError: hooked or accelerated already, or an attention processor that is not
             diffusers' own.

@@ -17,8 +17,7 @@ from paradec.samplers.forecast.forecast import FeatureForecast
 from paradec.samplers.forecast.methods import sampler_from
 from paradec.samplers.forecast.refresh import Probe
 
-TRANSFORMERS = ("transformer", "transformer_2", "unet")
-"""Components of a pipeline that denoise."""
+TRANSFORMERS = ("transformer", "transformer_2", "unet")  # components of a pipeline that denoise
 
 
 class Session(Attached):
@@ -28,13 +27,13 @@ class Session(Attached):
         sampler = method.general()
         if sampler.where is None:
             sampler = replace(sampler, where=sampler.rule.where or "module")
-        self.pipe, self.method, self.sampler = pipe, method, sampler
+        self.pipe, self.sampler = pipe, sampler
         components = transformers_of(pipe)
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         if isinstance(sampler.rule, Probe):
             sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
-        self.clock = Clock(None, self._begin)
+        self.clock = Clock(self._begin)
         try:
             self._attach(components)
         except BaseException:
@@ -94,17 +93,17 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     Args:
         pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer alone: there the
             argument `timestep` gives the step, and a run begins when timesteps change direction.
-        sampler: `TaylorSeer`, the default; `Forecast`, `TeaCache`, `SpeCa`, `FoCa`; a rule (`FirstBlock()`), which
-            means `Forecast(when=rule)`; a config of diffusers (`TaylorSeerCacheConfig(...)`); or, for AmusedPipeline,
-            `ReCAP(...)`. Also by name: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
+        sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule, which means
+            `Forecast(when=rule)`, a config of diffusers (`TaylorSeerCacheConfig(...)`), or a name, as
+            "taylorseer(interval=3)"; for AmusedPipeline `ReCAP`.
         cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
-        prior: for GlmImagePipeline: the sampler of its prior, as "scd", or a mapping with more settings
+        prior: for GlmImagePipeline: the sampler of its prior, or a mapping with more settings
             (`hooks.prior.PriorSession`); alone, or next to a sampler for its DiT.
         settings: of the named sampler.
 
     Returns:
-        The session. The pipeline is used as before. Each call of a step (guidance may take two) has its own history,
-        which starts empty in every run and when shapes change.
+        The session. Each call of a step (guidance may take two) has its own history, which starts empty in every run
+        and when shapes change.
 
     Raises:
         TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is

@@ -1,12 +1,9 @@
 """All blocks of a transformer as one stack, whose residual is forecast as a whole.
 
-The first blocks (the rule's probe) and the last ones may be evaluated at every step. Those between are all evaluated or
-all forecast: at a forecast step they return their inputs, and the last of them adds the residual. Blocks are identified
-by the order of their calls. A segment with its own residual ends where a block's streams have other shapes, or where
-another list of blocks is given other tensors than the last block returned (frames instead of rows, a refined text).
-
-A residual is the output of a segment's last block minus the input of its first one. It includes what a pipeline adds
-between blocks (a control network's features).
+The blocks between the rule's probe and the last ones are all evaluated or all forecast: at a forecast step they return
+their inputs, and the last of them adds the residual (output of the last minus input of the first, with what a pipeline
+adds between blocks). A segment with its own residual ends where a block's streams have other shapes, or where another
+list of blocks is given other tensors than the last block returned (frames instead of rows, a refined text).
 """
 
 from __future__ import annotations

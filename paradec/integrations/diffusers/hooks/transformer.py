@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 from paradec.integrations.diffusers.hooks.blocks import (
     TEXT_FIRST,
     Place,
+    arguments_of,
     find_places,
     is_feature,
     latent_of,
     main_stream,
-    parameters_of,
 )
 from paradec.integrations.diffusers.hooks.blocks import places as places_of
-from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
+from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
@@ -231,7 +231,9 @@ class Transformer:
         with clock.lock:
             if self.is_inside:
                 return inner(*args, **kwargs)
-            run = clock.see(timestep_of(args, kwargs, parameters_of(self.base)), self.root.context)
+            arguments = arguments_of(self.base, args, kwargs)
+            timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
+            run = clock.see(timestep, self.root.context)
             # not detached while we waited
             if run is not None and vars(self.base).get("_paradec_session") is self:
                 return self._serve(run, inner, args, kwargs)
@@ -429,11 +431,8 @@ def modulated_input(attention: nn.Module, inner: Callable[..., Any], args: tuple
 def unpacked(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The latent that a transformer is given, [B, C, (frames,) rows, columns].
 
-    Cells in one row [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline's `_unpack_latents` and the positions
-    among the arguments.
-
-    Raises:
-        ValueError: the positions of cells in one row are unknown.
+    Cells in one row [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline's `_unpack_latents`. Raises
+    ValueError where their positions are unknown.
     """
     latent = latent_of(args, kwargs)
     if latent.ndim != 3:

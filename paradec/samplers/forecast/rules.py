@@ -1,0 +1,444 @@
+"""Rules that measure, as values of `Forecast(when=...)`: FBCache, DBCache, DiCache, MagCache, SeaCache, EasyCache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paradec.core.checks import check_choice, check_number, shown
+from paradec.samplers.forecast.refresh import (
+    Probe,
+    RunProgress,
+    SavedAsJson,
+    StepRule,
+    integer,
+    number,
+    relative_change,
+)
+
+
+@dataclass(frozen=True)
+class FirstBlock(Probe):
+    """FBCache: evaluate the blocks after the first one when its residual has changed.
+
+    ParaAttention's First Block Cache, with names and default as in diffusers (`FirstBlockCacheConfig`). The relative L1
+    change is taken since the latest evaluation, over all rows of the call, in the model's type.
+
+    Args:
+        threshold: a larger change asks for an evaluation; 0 always evaluates.
+        first_enhance: solver steps at the start that are all evaluated.
+    """
+
+    threshold: float = number(0.05, low=0)
+    first_enhance: int = integer(1, low=1)
+
+    name = "first_block"
+    head = 1
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert probe is not None
+        residual = (probe - first).detach()
+        full = forced or state.index < self.first_enhance or self.threshold == 0
+        full = full or relative_change(residual, state.memory["residual"]) > self.threshold
+        if full:
+            state.memory["residual"] = residual
+        return full
+
+
+@dataclass(frozen=True)
+class DBCache(Probe):
+    """cache-dit's DBCache: FBCache with more blocks before and after what is skipped, and bounds on skipping.
+
+    All blocks are one stack, as cache-dit has it for FLUX; in some other models each of its lists decides for itself.
+
+    Args:
+        Fn_compute_blocks: first blocks, evaluated at every step.
+        Bn_compute_blocks: last blocks, evaluated at every step.
+        residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, from 1 on there
+            is no such change.
+        max_warmup_steps: steps at the start that are all evaluated.
+        max_cached_steps: skipped steps of a run; -1 sets no bound.
+        max_continuous_cached_steps: skipped steps in a row; -1 sets no bound.
+    """
+
+    Fn_compute_blocks: int = integer(8, low=1)
+    Bn_compute_blocks: int = integer(0, low=0)
+    residual_diff_threshold: float = number(0.08, low=0)
+    max_warmup_steps: int = integer(8, low=0)
+    max_cached_steps: int = integer(-1, low=-1)
+    max_continuous_cached_steps: int = integer(-1, low=-1)
+
+    name = "dbcache"
+
+    @property
+    def head(self) -> int:
+        return self.Fn_compute_blocks
+
+    @property
+    def tail(self) -> int:
+        return self.Bn_compute_blocks
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert probe is not None
+        residual, threshold = (probe - first).detach(), self.residual_diff_threshold
+        full = (
+            forced
+            or state.index < self.max_warmup_steps
+            or 0 <= self.max_cached_steps <= state.skips
+            or 0 <= self.max_continuous_cached_steps <= state.forecasts
+            or threshold == 0
+        )
+        if not full and threshold < 1:
+            full = not relative_change(residual, state.memory["residual"]) < threshold
+        if full:
+            state.memory["residual"] = residual
+        return full
+
+
+GAIN = (1.0, 1.5)  # bounds of g in `DiCache`
+
+
+@dataclass(frozen=True)
+class DiCache(Probe):
+    """DiCache (Bu et al., arXiv 2508.17356): sum the changes of what the first blocks (the probe) return.
+
+    Rules and settings are those of the public code. The probe's relative L1 change is taken from step to step, skipped
+    ones included. Where the sum stays below `threshold`, all blocks, the probe's too, are replaced by a residual on the
+    line through the last two that were evaluated: r_before + g (r_latest - r_before), where g is |p - p_before| over
+    |p_latest - p_before|, p what the probe adds, within [1, 1.5]. That line is "taylor" of order 1 at a measured time;
+    another basis is used at the same time.
+
+    Args:
+        threshold: of the summed change; 0 always evaluates. 0.4 is the public code's for "delta_y", 0.08 for
+            "delta_minus".
+        error: what is summed: "delta_y", the probe's change; or "delta_minus", how much it differs from the input's.
+        probe_depth: first blocks, evaluated at every step.
+        retention_ratio: share of the steps at the start that are all evaluated (0 in the public code for
+            "delta_minus"). The last step always is.
+        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+
+    Raises:
+        ValueError: a setting out of its range; at the start of a run of an unknown number of steps.
+    """
+
+    threshold: float = number(0.4, low=0)
+    error: str = "delta_y"
+    probe_depth: int = integer(1, low=1)
+    retention_ratio: float = number(0.2, low=0, high=1)
+    num_inference_steps: int | None = integer(None, low=1, none=True)
+
+    name = "dicache"
+    whole = True
+    how = "taylor"
+    counted = "the first steps and the last one"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("error", self.error, ("delta_y", "delta_minus"))
+
+    @property
+    def head(self) -> int:
+        return self.probe_depth
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert probe is not None
+        memory, total = state.memory, self.num_inference_steps or state.total or 0
+        residual = (probe - first).detach()
+        if not forced:
+            change = relative_change(probe, memory["probe"])
+            if self.error == "delta_minus":
+                change = abs(change - relative_change(first, memory["first"]))
+            state.change += change
+        full = (
+            forced
+            or state.index < int(self.retention_ratio * total)
+            or state.index == total - 1
+            or not state.change < self.threshold  # also where it is no number
+        )
+        if full:
+            # the first evaluation is also used as the one before it, so that memory is known from then on
+            memory["before"], memory["latest"] = memory.get("latest", residual), residual
+        else:
+            before, latest = memory["before"], memory["latest"]
+            gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
+            state.product = float(gain.clamp(*GAIN))
+        memory["probe"] = probe.detach().clone()  # the next block may write into it
+        if self.error == "delta_minus":
+            memory["first"] = first.detach()
+        return full
+
+    def forecast_at(self, state: RunProgress) -> float:
+        latest, *before = state.nodes
+        return latest + (state.product - 1.0) * (latest - before[0]) if before else latest
+
+
+@dataclass(frozen=True)
+class MagRatios(SavedAsJson):
+    """Magnitude ratios of one model and solver, one for each step of the run in which they were measured.
+
+    Args:
+        values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
+
+    Raises:
+        ValueError: no numbers, or numbers that are not positive.
+    """
+
+    values: tuple[float, ...]
+
+    setting = "mag_ratios"
+    content = "file of ratios"
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("mag_ratios=() must hold a ratio for each step")
+        for value in self.values:
+            check_number("mag_ratios", value, low=0, open_low=True)
+
+    def at(self, steps: int) -> tuple[float, ...]:
+        """Ratios for a run of another length: those of the nearest steps, as diffusers takes them."""
+        if steps == len(self.values):
+            return self.values
+        if steps == 1:
+            return self.values[-1:]
+        # in float32, as there: it decides what is half-way
+        nearest = np.arange(steps, dtype=np.float32) * np.float32((len(self.values) - 1) / (steps - 1))
+        return tuple(self.values[int(step)] for step in nearest.round())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mag_ratios": list(self.values)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> MagRatios:
+        """Ratios from themselves, a sequence or tensor [steps], plain data, or a file. Raises ValueError otherwise."""
+        if isinstance(data, cls):
+            return data
+        if isinstance(data, (str, os.PathLike)):
+            return cls.load(Path(data))
+        if isinstance(data, Mapping) and set(data) == {"mag_ratios"}:
+            data = data["mag_ratios"]
+        if isinstance(data, (Tensor, np.ndarray)):
+            data = data.tolist()
+        if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+            raise ValueError(f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them")
+        return cls(tuple(data))
+
+
+@dataclass(frozen=True)
+class MagCache(Probe):
+    """MagCache (Ma et al., arXiv 2506.09045): skip while a table of magnitude ratios foresees a small error.
+
+    The ratios since the latest evaluation are multiplied; how far each product is from 1 is summed, and the step is
+    evaluated when the sum exceeds `threshold`. Names and defaults are diffusers' (`MagCacheConfig`).
+
+    Args:
+        mag_ratios: measured by `paradec.integrations.diffusers.hooks.magcache.calibrate` for this model: a `MagRatios`,
+            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest;
+            image to image, which leaves the first steps of its scheduler out, the last ones.
+        threshold: of the summed error.
+        max_skip_steps: K: skipped steps in a row.
+        retention_ratio: share of the steps at the start that are all evaluated.
+        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+
+    Raises:
+        ValueError: a setting out of its range, or no ratios.
+    """
+
+    mag_ratios: MagRatios | None = None
+    threshold: float = number(0.06, low=0)
+    max_skip_steps: int = integer(3, low=0)
+    retention_ratio: float = number(0.2, low=0, high=1)
+    num_inference_steps: int | None = integer(None, low=1, none=True)
+
+    name = "magcache"
+
+    def __post_init__(self) -> None:
+        if self.mag_ratios is None:
+            raise ValueError(
+                "mag_ratios=None: MagCache needs the ratios of this model; calibrate(pipe, run), of "
+                "paradec.integrations.diffusers.hooks.magcache, measures them"
+            )
+        object.__setattr__(self, "mag_ratios", MagRatios.from_dict(self.mag_ratios))
+        super().__post_init__()
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert self.mag_ratios is not None
+        total = self.num_inference_steps or state.total or len(self.mag_ratios.values)
+        begin = 0 if self.num_inference_steps else state.first
+        if state.index < int(self.retention_ratio * total + 0.5):
+            return True
+        ratios = self.mag_ratios.at(total + begin)[begin:]
+        state.product *= ratios[state.index] if state.index < total else 1.0
+        state.change += abs(1.0 - state.product)
+        return forced or state.change > self.threshold or state.forecasts >= self.max_skip_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        assert self.mag_ratios is not None
+        return super().to_dict() | self.mag_ratios.to_dict()
+
+
+TINY = 1e-16  # added to the spectrum and denominator of `SeaCache`'s filter, as in the public code
+
+
+@dataclass(frozen=True)
+class SeaCache(Probe):
+    """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step, skipped ones too.
+
+    The filter is Wiener's for pictures whose power falls with frequency as 1 / f^`power_exp`, at the step's noise
+    level. What all blocks add is continued along the line through the latest two evaluations, or reused. Names and
+    defaults are diffusers' (`SeaCacheConfig`).
+
+    Args:
+        threshold: of the summed change; 0 always evaluates.
+        residual_order: 1 continues the line (`how="taylor"`), 0 reuses (`how="reuse"`).
+        retention_steps: steps at the start that are all evaluated.
+        cache_end_steps: steps at the end that are all evaluated.
+        max_consecutive_cached: skipped steps in a row; 0 sets no bound.
+        power_exp: how fast the power of pictures falls.
+
+    Raises:
+        ValueError: a setting out of its range; a scheduler without flow sigmas, or none; a transformer that is given
+            more channels than it returns, or a latent without rows and columns that the pipeline could tell (FLUX's and
+            Qwen-Image's cells are put in their places).
+    """
+
+    threshold: float = number(0.25, low=0)
+    residual_order: int = 1
+    retention_steps: int = integer(1, low=0)
+    cache_end_steps: int = integer(1, low=0)
+    max_consecutive_cached: int = integer(2, low=0)
+    power_exp: float = number(3.0, low=0, open_low=True)
+
+    name = "seacache"
+    filters = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("residual_order", self.residual_order, (0, 1))
+
+    @property
+    def how(self) -> str:
+        return "taylor" if self.residual_order else "reuse"
+
+    def check_model(self, module: nn.Module) -> None:
+        config = getattr(module, "config", None) or {}
+        inputs, outputs, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
+        packed = outputs is not None and isinstance(cell, int) and inputs == outputs * cell**2  # Qwen-Image counts so
+        if inputs is not None and outputs is not None and inputs > outputs and not packed:
+            raise ValueError(
+                f"when='seacache' filters the latent, and {type(module).__name__} is given {inputs} channels and "
+                f"returns {outputs}: conditions beside the latent; use another rule"
+            )
+
+    def noise_levels(self, scheduler: Any) -> Sequence[float]:
+        sigmas = getattr(scheduler, "sigmas", None)
+        config = getattr(scheduler, "config", None) or {}
+        if sigmas is None or not (config.get("use_flow_sigmas") or float(torch.as_tensor(sigmas).max()) <= 1):
+            kind = "a transformer by itself has no scheduler" if scheduler is None else type(scheduler).__name__
+            raise ValueError(
+                f"when='seacache' reads the noise levels (sigmas from 1 to 0) of a scheduler for flow matching, "
+                f"such as FlowMatchEulerDiscreteScheduler, or UniPCMultistepScheduler(use_flow_sigmas=True, "
+                f"prediction_type='flow_prediction'); {kind}"
+            )
+        return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
+
+    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert state.latent is not None
+        now, before = filtered(state.latent.detach(), state.level, self.power_exp), state.memory.get("filtered")
+        state.memory["filtered"] = now
+        full = (
+            forced
+            or before is None
+            or state.index < self.retention_steps
+            or state.index >= (state.total or 0) - self.cache_end_steps
+            or 0 < self.max_consecutive_cached <= state.forecasts
+        )
+        if not full:
+            assert before is not None
+            rows = list(zip(now, before, strict=True))
+            state.change += sum(relative_change(new, old) for new, old in rows) / len(rows)
+            full = not state.change < self.threshold  # also where it is no number
+        return full
+
+
+def filtered(latent: Tensor, level: float, power: float) -> Tensor:
+    """A latent [B, C, ...] of 1 - s parts picture and s parts noise, through the filter that leaves the picture.
+
+    Over every axis after the channels the gain is a S / (a^2 S + s^2) with a = 1 - s and S = 1 / |f|^power; the gains
+    are multiplied and divided by their mean. In float32. Raises ValueError for a latent of other axes.
+    """
+    if latent.ndim not in (4, 5):
+        raise ValueError(
+            f"when='seacache' filters over frames, rows and columns, and the transformer is given a latent of shape "
+            f"{tuple(latent.shape)}, not [B, C, rows, columns] or [B, C, frames, rows, columns]; use another rule"
+        )
+    noise = min(max(level, 1e-6), 1 - 1e-6)
+    clean, gain = 1 - noise, torch.ones((), device=latent.device)
+    for length in latent.shape[2:]:
+        frequencies = torch.fft.fftfreq(length, device=latent.device)
+        spectrum = 1 / (frequencies.abs() ** power + TINY)
+        along = clean * spectrum / (clean**2 * spectrum + noise**2 + TINY)
+        gain = gain.unsqueeze(-1) * along
+    axes = tuple(range(2, latent.ndim))
+    picture = torch.fft.ifftn(torch.fft.fftn(latent.float(), dim=axes) * (gain / gain.mean()), dim=axes)
+    return picture.real.to(latent.dtype)
+
+
+@dataclass(frozen=True)
+class EasyCache(StepRule):
+    """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum the change of the latent, rescaled to the output's.
+
+    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| from one evaluation to
+    the next. Since the latest evaluation K mean|x - x of the step before| / mean|v_latest| is summed; below `threshold`
+    the transformer is skipped, and its output is x + (v_latest - x_latest). The first call of a step decides for all of
+    them (guidance may take two). Three more tensors of the latent's size are kept.
+
+    Args:
+        threshold: of the sum; 0 always evaluates. 0.05 and 0.06 are the public code's for Wan.
+        ret_steps: steps at the start that are all evaluated. The last step always is.
+        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+
+    Raises:
+        ValueError: a setting out of its range; at the start of a run of an unknown number of steps.
+    """
+
+    threshold: float = number(0.05, low=0)
+    ret_steps: int = integer(7, low=0)
+    num_inference_steps: int | None = integer(None, low=1, none=True)
+
+    name = "easycache"
+    how = "reuse"
+    where = "output"
+    measures = True
+    from_input = True
+    counted = "the last step"
+
+    def is_full(self, course: RunProgress) -> bool:
+        last = (self.num_inference_steps or course.total or 0) - 1
+        if course.index < self.ret_steps or course.index == last or "rate" not in course.memory:
+            return True
+        return not course.change < self.threshold  # also where it is no number
+
+    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
+        memory = course.memory
+        if "rate" in memory:
+            course.change += memory["rate"] * float((now - before).abs().mean()) / memory["size"]
+
+    def evaluated(self, course: RunProgress, latent: Tensor, output: Tensor) -> None:
+        if latent.shape != output.shape:
+            raise ValueError(
+                f"when='easycache' forecasts how the output differs from the input, and the transformer is given "
+                f"{tuple(latent.shape)} and returns {tuple(output.shape)}; use another rule"
+            )
+        memory = course.memory
+        if "output" in memory:
+            moved = (latent - memory["input"]).abs().mean().clamp(min=1e-12)
+            memory["rate"] = float((output - memory["output"]).abs().mean() / moved)
+        size = float(output.abs().mean().clamp(min=1e-12))
+        memory |= {"input": latent, "output": output.detach().clone(), "size": size}
