@@ -29,10 +29,10 @@ from paradec.core.checks import check_model
 from paradec.core.family_queries import LatentProposal
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
-from paradec.core.query import CallCost, Cost
+from paradec.core.query import CallCost, Cost, branch_rows
 from paradec.core.recording import evaluated_spans, record_step
 from paradec.core.registry import Registry, check_declared
-from paradec.core.rows import ROWS, branch_rows, clear_rows, count_rows, row_layout
+from paradec.core.rows import ROWS, clear_rows, count_rows, row_layout
 from paradec.core.trace import Notes, Trace
 
 

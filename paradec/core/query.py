@@ -151,6 +151,11 @@ class CallCost(NamedTuple):
         counts[3, self.rows] += self.whole
 
 
+def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:
+    """Number `rows` [N] of a batch in every branch of an axis of this size."""
+    return np.concatenate([rows + branch * batch for branch in range(max(size // max(batch, 1), 1))])
+
+
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
     """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
     index = columns.to(tensor.device).unsqueeze(-1).expand(-1, -1, tensor.shape[-1])

@@ -154,22 +154,6 @@ class Registry:
             from paradec.core.component_text import create_composed
 
             return create_composed(self, name, settings if preset is None else settings | {"preset": preset})
-            from paradec.core.component_text import parse_components, unreadable
-
-            components = parse_components(self.kind, name)
-            if any(part.name.endswith("+") and part.name not in self for part in components):
-                raise unreadable(self.kind, name)
-            settings |= {} if preset is None else {"preset": preset}
-            if len(components) > 1:
-                if "union" not in self:
-                    raise ValueError(f"{self.kind} {name!r} cannot be joined; give one name")
-                for setting in settings:
-                    raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
-                return self.get("union")(rules=tuple(self.create(part.name, **part.settings) for part in components))
-            ((name, given),) = components
-            for setting in given.keys() & settings:
-                raise ValueError(f"{self.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
-            return self.create(name, **given, **settings)
         cls = self.get(name)
         what = f"{self.kind} {name!r}"
         presets = getattr(cls, "presets", {})

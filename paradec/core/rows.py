@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.query import branch_rows
+
 T = TypeVar("T")
 Values = TypeVar("Values", np.ndarray, Tensor)
 
@@ -68,11 +70,6 @@ def count_rows(owner: Any) -> int:
         if count := len(value) if isinstance(value, list) else count_rows(value):
             return count
     return 0
-
-
-def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:
-    """Number `rows` [N] of a batch in every branch of an axis of this size."""
-    return np.concatenate([rows + branch * batch for branch in range(max(size // max(batch, 1), 1))])
 
 
 def resize_axis(values: Values, size: int, fill: Any, axis: int = 1) -> Values:

@@ -18,8 +18,8 @@ from paradec.core import rng
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import Proposal, State
-from paradec.core.query import Cost, StoreCall
-from paradec.core.rows import ROWS, RowLayout, branch_rows, row_layout
+from paradec.core.query import Cost, StoreCall, branch_rows
+from paradec.core.rows import ROWS, RowLayout, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.distributions import guided, log_of, token_distribution
