@@ -1,8 +1,4 @@
-"""A request: everything that a caller may set next to the model and the prompt, as one frozen value.
-
-Every entry point makes one: `generate`, `infill`, `generate_images`, `hf_generate`, the command line. A sampler's
-`start` takes it. It can be saved as JSON and given back as a preset. Importing this module imports no torch.
-"""
+"""Requests: the arguments of all entry points as one frozen value. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -46,8 +42,8 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
     """Declare a field of `Request`.
 
     Args:
-        check: called with the name and a value other than the default: raises ValueError or TypeError; may return what
-            is kept instead of the value. None: the sampler checks.
+        check: called with the name and a value other than the default: raises ValueError or TypeError, and may return a
+            value to store. None: the sampler checks.
         option, help: type and help of the option on the command line, if there is one.
         metadata: `short`, `metavar` and `option_default` of that option; `is_live`: neither saved nor kept in a state.
     """
@@ -55,7 +51,7 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
 
 
 def _component(name: str, value: Any) -> Any:
-    """Check a sampler, a cache or an attention; of a saved request it is a mapping."""
+    """Check a sampler, a cache or an attention method; saved requests hold mappings."""
     registry = Registry.by_kind[name]
     if isinstance(value, Mapping) and name in value:
         return registry.from_dict(value)
@@ -79,7 +75,7 @@ _up_to_million = partial(check_int, low=1, high=1_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a caller may set for one request, whatever the sampler. Checked when made, as far as no model is needed.
+    """Arguments of one request. Checked when made, as far as no model is needed.
 
     Args:
         sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
@@ -212,17 +208,13 @@ class Request:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
-        """Build a request of named arguments, which win over a preset, which wins over `defaults`.
-
-        Raises:
-            TypeError: a name that is no argument. Otherwise as for the class, and for `load`.
-        """
+        """Build a request: arguments win over the preset, which wins over `defaults`. Raises TypeError for a name that
+        is no argument; else as the class and `load`."""
         return cls(**{**defaults, **cls.merge_arguments(arguments, preset)})
 
     @classmethod
     def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
-        """Merge named arguments, not yet checked, over a preset. Returns values by field. Raises: as
-        `from_arguments`."""
+        """Merge unchecked arguments over a preset. Returns values by field. Raises: as `from_arguments`."""
         check_names(arguments)
         if preset is None:
             return dict(arguments)
@@ -236,7 +228,7 @@ class Request:
         return {name: value for name, value, default in triples if type(value) is not type(default) or value != default}
 
     def sampling(self) -> dict[str, Any]:
-        """The fields that a step reads: how tokens are drawn and rows end."""
+        """The fields that a step reads."""
         names = (
             *("steps", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop", "logits_eos_inf"),
             *("holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
@@ -250,20 +242,13 @@ class Request:
         return stripped
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain data.
-
-        Raises:
-            ValueError: a field that holds an object which no file can hold; the message names it.
-        """
+        """`changes` as plain data. Raises ValueError for a field with an object that no file can hold."""
         return {name: field_data(name, value, name in LIVE) for name, value in self.changes().items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments from plain data, as `to_dict` makes it.
-
-        Raises:
-            ValueError: no mapping, or a name that is no field. Otherwise as for the class.
-        """
+        """Arguments from plain data of `to_dict`. Raises ValueError for no mapping or a name that is no field; else as
+        the class."""
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
         arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
@@ -274,21 +259,17 @@ class Request:
         return {name: getattr(request, name) for name in arguments}
 
     def save(self, path: str | Path) -> None:
-        """Write what differs from the defaults as JSON, for `load` and `preset=`; with a seed and a temperature also
-        the version of the draws, "draws", by which another paradec tells that it draws other tokens.
-
-        Raises:
-            ValueError: as for `to_dict`; nothing is written then.
-        """
+        """Write `to_dict` as JSON, for `load` and `preset=`; where a seed draws tokens, also the version of the draws,
+        "draws". Raises ValueError as `to_dict`; nothing is written then."""
         is_drawn = self.seed is not None and self.temperature > 0
         write_json(path, self.to_dict() | ({"draws": DRAWS} if is_drawn else {}))
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
-        """Read what `save` wrote. Warns (UserWarning) of a seed whose tokens another version of the draws drew.
+        """Read a file of `save`. Warns (UserWarning) of a seed that another version of the draws saved.
 
         Raises:
-            FileNotFoundError: no such file. ValueError: a file of another kind; the message says what is wrong.
+            FileNotFoundError: no such file. ValueError: a file of another kind.
         """
         return cls(**cls._read(path))
 
@@ -311,11 +292,11 @@ class Request:
 
 
 Preset = Request | str | Path | Mapping[str, Any]
-"""What a request can start from: another one, or what `Request.save` wrote: a file of it, or the mapping in it."""
+"""Base of a request: another one, or a file of `Request.save`, or the mapping in it."""
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Request)}
 DEFAULTS: Mapping[str, Any] = {name: entry.default for name, entry in FIELDS.items()}
 LIVE = tuple(name for name, entry in FIELDS.items() if "is_live" in entry.metadata)
-"""Fields that hold objects of this process."""
+"""Fields with objects of this process."""
 
 if not TYPE_CHECKING:
     Arguments = TypedDict("Arguments", {name: entry.type for name, entry in FIELDS.items()}, total=False)
@@ -325,8 +306,7 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
     """Return the request of a sampler's `start`: `request`, or one of arguments over the family's defaults.
 
     Raises:
-        TypeError: both, or an unknown name. ValueError: an argument out of its range, or one that the family does not
-            serve (`Sampler.unsupported`) and that is not at its default.
+        TypeError: both, or an unknown name. ValueError: an argument out of its range, or in `Sampler.unsupported`.
     """
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)
@@ -342,13 +322,13 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
 
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
-    ours = type(method).__module__.startswith("paradec.")  # others may draw positions without saying so
+    ours = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
     masks = import_lazily("paradec.caches.suffix:Suffix").of(suffix)
     return temperature != 0 or method.draws or not ours or (masks is not None and masks.density != "cut")
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
-    """Warn once of the fields `names` of a request that have no effect with its sampler, for the caller's caller."""
+    """Warn once of the fields `names` that have no effect with the sampler, at the caller's caller."""
     if request.steps is not None and not sampler.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):
@@ -366,7 +346,7 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
 
 
 def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
-    """Raise TypeError for a name that is no argument, with what was probably meant."""
+    """Raise TypeError for a name that is no argument, with the closest one."""
     for name in given:
         if name not in allowed:
             raise unknown_argument(name, allowed)

@@ -1,9 +1,4 @@
-"""`generate`: from a prompt to text, with any sampler, cache and block policy.
-
-A request and its sampler are prepared (`prepare_request`), the prompt is encoded, and decoded (`decode_request`).
-`infill` does the same; batches (`paradec.batching`) prepare their requests and build their outputs with the same
-functions.
-"""
+"""`generate`: from a prompt to text, with any sampler, cache and block policy."""
 
 from __future__ import annotations
 
@@ -31,11 +26,11 @@ from paradec.models.tensor_parallel import TensorParallelModel, failing_together
 from paradec.request import Arguments, Preset, Request, warn_of_unused
 
 KINDS = ("text", "canvas", "codes", "masked image")
-"""Kinds of model (`paradec.core.checks.MODELS`) that write ids without being told where a picture ends."""
+"""Kinds of model (`paradec.core.checks.MODELS`) that `generate` takes."""
 FAMILIES = ("masked", "draft_verify", "renoising")
 """Families of samplers that decode them."""
 EXTRA_COUNTS = ("encoder_calls", "denoising_calls", "log_weight")
-"""Counts that only some states have: fields of `Output`."""
+"""Fields of `Output` that only some states have."""
 
 
 def generate(
@@ -73,11 +68,8 @@ def generate(
     return decode_request(model, encode(model, source, attention_mask, request.chat), request, sampler)
 
 
-# ---- from arguments to an output ------------------------------------------------------------------------------------
-
-
 def choose_source(prompt: Any, input_ids: Any) -> Any:
-    """Return the one that is given. Raises ValueError unless exactly one is."""
+    """Return the argument that is not None. Raises ValueError unless exactly one is."""
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
     return input_ids if prompt is None else prompt
@@ -90,7 +82,7 @@ def model_defaults(model: Any) -> dict[str, Any]:
 
 
 def make_sampler(model: Any, sampler: Any) -> Any:
-    """Make the sampler that a name stands for with this model: a masked one for canvases decides what is kept."""
+    """Make the sampler of a name for this model: on canvases a masked one becomes the rule of `canvas`."""
     method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if method.family == "masked" and getattr(model, "makes", None) == "canvas":
         return samplers.create("canvas", rule=method)
@@ -100,12 +92,8 @@ def make_sampler(model: Any, sampler: Any) -> Any:
 def prepare_request(
     model: Any, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any
 ) -> tuple[Request, Any]:
-    """Make the request of named arguments over a preset over `defaults` and the model's, and its sampler. Warns of
-    arguments without effect.
-
-    Raises:
-        ValueError, TypeError: as `generate`.
-    """
+    """Make a request and its sampler: arguments win over the preset, which wins over `defaults` and the model's. Warns
+    of arguments without effect. Raises: as `generate`."""
     request = Request.from_arguments(arguments, preset, **defaults, **model_defaults(model))
     sampler = make_sampler(model, request.sampler)
     warn_of_unused(request, sampler, arguments)
@@ -113,13 +101,7 @@ def prepare_request(
 
 
 def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any) -> Output:
-    """Run one request on encoded prompts.
-
-    Args:
-        sampler: the request's, as `make_sampler` makes it.
-
-    Raises: as `generate`.
-    """
+    """Run one request on encoded prompts. sampler: from `make_sampler`. Raises: as `generate`."""
     spread = isinstance(model, TensorParallelModel)
     if spread:
         prompts, request = model.share_request(prompts, request)
@@ -172,14 +154,13 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
 
 
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
-    """Read the canvas of a state: rows that start at column 0 become rows that end at the same column, padded on the
-    left."""
+    """Build the output of a state; rows become right-aligned."""
     facts, width, counts = state.facts, int(state.asked.max()), state.counts
     ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
     column, length, end = torch.arange(width), _to_column(state.asked), _to_column(state.end)
     undecided = state.undecided.cpu()[:, :width]
     filled = ~given & (column < length)
-    # an end token counts after everything given, and when nothing before it is undecided
+    # an end token counts after the prompt, and when nothing before it is undecided
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
     is_end &= (column >= _to_column(state.answer_start)) & (column < end) & (undecided.int().cumsum(1) == 0)
     ended = is_end.any(1, keepdim=True)

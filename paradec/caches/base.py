@@ -1,4 +1,4 @@
-"""What a cache is: a plan of the positions that are recomputed at each step."""
+"""Base of the caches: a plan of the positions that are recomputed at each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from paradec.core.registry import check_declared
 
 @dataclass
 class Part:
-    """Rows that are evaluated in one call, and which positions of each.
-
-    Shapes: `N` rows, `Q` positions (the widest row's; the others are padded with `valid` False).
-    """
+    """Rows and positions of one call. Shapes: `N` rows, `Q` positions of the widest row."""
 
     index: np.ndarray
     """[N] int64: which of the running rows."""
@@ -25,8 +22,7 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None when nothing is padding."""
     kind: str
-    """"full" (from end to end: column = position), "rest" (all but what a kept prefix has, and what a suffix leaves
-    out) or "window" (a part)."""
+    """"full" (column = position), "rest" (all but a kept prefix, and what a suffix leaves out) or "window" (a part)."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -62,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """What a cache is for and what it asks; `paradec.caches.table` derives from it what it can be combined with."""
+    """Properties of a cache, from which `paradec.caches.table` derives the valid combinations."""
 
     uses_store: bool = True
     """Whether keys and values are kept."""
@@ -72,30 +68,27 @@ class CacheFacts:
     exact_on: tuple[str, ...] = ()
     """Topologies on which every step's logits equal those without a cache, whatever the settings."""
     evaluates: str = "block"
-    """What a step inside a block always evaluates: "block" (all of it), "undecided" (what is undecided in it), "some"
-    (a part of that, one position at least), "picks" (what the sampler previewed) or "targets" (the same, where that is
-    a set chosen before)."""
+    """Positions that a step always evaluates: the "block", the "undecided" ones of it, "some" of these (at least one),
+    the sampler's preview ("picks"), or the same as a set chosen before ("targets")."""
     steady: bool = True
-    """Whether a step depends on nothing but the canvas and the block: not on which steps led there."""
+    """Whether a step depends on the canvas and the block alone, not on earlier steps."""
     final_alone: bool = False
-    """Whether what a step reads of the store is of finished blocks alone."""
+    """Whether steps read keys and values of finished blocks alone."""
     suffixes: bool = False
-    """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which leave out
-    what does not exist for now, and it keeps nothing beyond a block about what is after it."""
+    """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, and its state
+    about positions after a block ends with the block."""
     needs_confidence: bool = False
     """Whether commits call `observe_confidence`."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache method: an immutable, validated value, like a sampler. Everything that changes is in the state.
+    """A cache method: an immutable, validated value, like a sampler.
 
     Class attributes:
-        facts: what it is for and what it asks (`CacheFacts`).
-        exact_when: when its logits equal those without a cache on other models than `facts.exact_on`, in words.
-        costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
-        device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
-            Subclasses say so again for themselves.
+        exact_when: when its logits equal those without a cache on models beyond `facts.exact_on`, in words.
+        costly_rows: whether partial steps gather single positions, which one short row does not repay.
+        device_step: whether the device step can call `range` with tensors, or needs none. Not inherited.
     """
 
     name: ClassVar[str] = ""
@@ -121,33 +114,24 @@ class Cache:
         return super().__new__(cls)
 
     def exact_for(self, topology: str) -> bool:
-        """Whether this cache, with its settings, changes no logits of a model of this topology."""
+        """Whether the cache changes no logits of a model of this topology."""
         return topology in self.facts.exact_on
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        """What to evaluate now, one part per shape bucket; together they cover every running row once.
-
-        Args:
-            picks: [R, K] int64 positions that the sampler will commit, in its order, -1 where there are fewer; given
-                to caches that evaluate "picks".
-        """
+        """Parts to evaluate now, which cover every running row once. picks: [R, K] int64, the sampler's preview."""
         raise NotImplementedError
 
     def begin(self, state: Any) -> Any:
-        """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
-        that are refilled take an array or tensor of B rows, or a dataclass whose fields say which have rows
-        (`paradec.core.rows`)."""
+        """Make `state.cache_state`, which `plan` reads and `committed` changes. Batches that are refilled need an array
+        or tensor of B rows, or a dataclass with row metadata (`paradec.core.rows`)."""
         return None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Called by a commit before `committed`, where a cache's facts say `needs_confidence`.
-
-        Args:
-            confidence: [R, W] float64, of the window's candidates; valid where they were `available` [R, W] bool.
-        """
+        """Called before `committed` if `needs_confidence`: confidence [R, W] float64 of the window's candidates, valid
+        where `available` [R, W] bool."""
 
     def committed(self, state: Any, tokens: np.ndarray) -> None:
-        """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
+        """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
     @classmethod
     def settings(cls) -> dict[str, Any]:
@@ -160,8 +144,7 @@ class Cache:
 
 
 def level_rows(state: Any, chosen: np.ndarray) -> list[Part] | None:
-    """The `chosen` running rows from end to end in one part; None where rows have several lengths, or not all of a row
-    is evaluated."""
+    """The `chosen` running rows in one "full" part; None where lengths differ, or not all of a row is evaluated."""
     if not state.level or state.reuses or state.present is not None:
         return None
     return [Part(chosen, state.columns[: len(chosen)], None, "full")]

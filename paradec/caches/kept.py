@@ -261,10 +261,9 @@ def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix
         state: a masked state with `settled` counted, at its last commit. before: what it took over itself.
     """
     facts, store = state.facts, state.store
-    assert state.settled is not None
     counts = np.minimum(store.intact(state.canvas), state.end)
     if facts.topology == "block_causal":
-        counts = np.minimum(counts, state.settled) // facts.block_length * facts.block_length
+        counts = np.minimum(counts, state.features["prefix_reuse"].settled) // facts.block_length * facts.block_length
     exact = prefix_verdict(state.cache, facts).status == EXACT
     canvas = state.canvas.cpu()
     tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]

@@ -1,4 +1,4 @@
-"""What a sampler must know of a model; the loaders know where it is in a checkpoint."""
+"""Ids and conventions of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
 ALIGNED = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
-"""The aligns that topologies may have; "absolute" alone where nothing is said."""
+"""Aligns of each topology; the others have "absolute" only."""
 HOLE = -1
-"""The id of a position to fill, for models without a mask token, which decode canvases of noise."""
+"""Id of a position to fill, for models of canvases, which have no mask token."""
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,23 @@ class ModelFacts:
 
     Args:
         vocab_size: rows of the output matrix.
-        mask_token_id: the id that represents an undecided token, which no sampler proposes; None for models without
-            one.
+        mask_token_id: the id of an undecided token, which no sampler proposes; None for models without one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
-        pad_token_id: the id after the end of an answer; by default the first end id, and without one the lowest
-            id that is not the mask.
+        pad_token_id: the id after the end of an answer; by default the first end id, else the lowest id but the mask's.
         max_length: positions the model can take, prompt and answer together; None if unlimited.
-        trained_length: positions that the model was trained for, where it can take more: longer rows are warned of.
+        trained_length: longer rows are warned of.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
         topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "causal_context" is an
-            open block that sees itself and what causal calls made of all before it, whose first token is the causal
-            prediction of the one before (Nemotron-Labs-Diffusion); "canvas" is a causal
-            encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
-        block_length: the block of a block-causal model, and the canvas of one with canvases.
-        block_align: where the blocks of a model with blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2),
-            "prompt" the end of the prompt, which is one block whatever its length (D2F).
-        delete_token_id, split_token_id: ids that say that a position goes, or that a mask comes in before it, of models
-            that were trained to edit so (LLaDA2.2); None of all others.
-        tokenizer_size: ids from this one on have no text, such as rows that pad the embedding; None where all ids may
-            be drawn.
-        whole_blocks: whether a call must hold whole blocks of a block-causal model, since all positions of a block take
-            part in what each of them is computed by (experts that are chosen for blocks).
-        name: what messages call it.
+            open block over causal keys and values of all before it, whose first token is the causal prediction of the
+            one before (Nemotron-Labs-Diffusion); "canvas" is a causal encoder of final tokens, and a bidirectional
+            block of noise after them (DiffusionGemma).
+        block_length: the block of a block-causal model, or the canvas.
+        block_align: where blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2), "prompt" the end of the
+            prompt, which is one block whatever its length (D2F).
+        delete_token_id, split_token_id: ids that delete a position, or insert a mask before it (LLaDA2.2).
+        tokenizer_size: ids from this one on have no text, such as rows that pad the embedding; None where all have.
+        whole_blocks: whether a call must hold whole blocks, since experts are chosen for blocks.
+        name: for messages.
 
     Raises:
         ValueError: a fact out of its range.
@@ -95,11 +90,7 @@ class ModelFacts:
 
     @property
     def mask_id(self) -> int:
-        """The mask id of a model that has one: `mask_token_id`, for those who have checked.
-
-        Raises:
-            ValueError: the model has none.
-        """
+        """`mask_token_id`. Raises ValueError for a model without one."""
         if self.mask_token_id is None:
             what = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
             raise ValueError(f"{self.name} has no mask token: {what}")
@@ -107,7 +98,7 @@ class ModelFacts:
 
     @property
     def textless_ids(self) -> frozenset[int]:
-        """Ids without a text, which a request suppresses unless it says which ids to suppress."""
+        """Ids without a text, which requests suppress by default."""
         if self.tokenizer_size is None:
             return frozenset()
         control = {*self.eos_token_ids, self.delete_token_id, self.split_token_id}
@@ -115,15 +106,14 @@ class ModelFacts:
 
     @property
     def hole_id(self) -> int | None:
-        """The id of a position to fill: the mask id, or `HOLE` where there are canvases; None where the model fills no
-        holes."""
+        """The id of a position to fill: the mask id, or `HOLE` on canvases; None where the model fills no holes."""
         if self.topology == "causal":
             return None
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
-        """Raise ValueError where a row of `longest` positions, `new` of them new, is more than the model can take; warn
-        where it is more than the model was trained for."""
+        """Raise ValueError where a row of `longest` positions, `new` of them new, exceeds `max_length`; warn where it
+        exceeds `trained_length`."""
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
@@ -142,37 +132,35 @@ class ModelFacts:
 
     @property
     def prompt_aligned(self) -> bool:
-        """Whether blocks are counted from the end of each row's prompt, which is a block of its own."""
+        """Whether blocks are counted from the end of each row's prompt."""
         return self.block_align == "prompt"
 
     def block_numbers(self, positions: Any, origin: Any = None) -> Any:
-        """The blocks that positions are in, of a block-causal model; the prompt's is -1 where blocks begin after it.
+        """Block numbers of positions (int64 of any shape, a tensor or an array); -1 in a prompt before the blocks.
 
-        Args:
-            positions: int64 of any shape, a tensor or an array.
-            origin: [R, 1] int64, the ends of the rows' prompts; only for models that count from there.
+        origin: [R, 1] int64, the ends of the rows' prompts, for models that count from there.
         """
         if not self.prompt_aligned:
             return positions // self.block_unit
         return ((positions - origin) // self.block_unit).clip(-1)
 
     def block_bounds(self, start: Any, stop: Any, origin: Any) -> tuple[Any, Any]:
-        """Ranges [start, stop), widened to whole blocks of a block-causal model; int64 arrays, as is `origin`."""
+        """Widen ranges [start, stop) to whole blocks; int64 arrays, as is `origin`."""
         block = self.block_unit
         if not self.prompt_aligned:
             return start // block * block, -(-stop // block) * block
         start, stop = start - origin, stop - origin
-        inside = start >= 0  # else the range begins inside the prompt, and is all of it
+        inside = start >= 0  # else the range begins in the prompt, and includes all of it
         return (start // block * block + origin) * inside, (-(-stop // block)).clip(0) * block + origin
 
     @property
     def shift(self) -> int:
-        """How many positions left of a token its logits are."""
+        """Distance from a token to its logits on the left."""
         return 1 if self.prediction == "shifted" else 0
 
     @property
     def fill_token_id(self) -> int:
-        """What is written after the end of an answer. Never the mask id: padding would count as undecided."""
+        """The id after the end of an answer. Never the mask id: padding would count as undecided."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         if self.eos_token_ids:

@@ -1,8 +1,9 @@
-"""From what users type (text, chat messages, ids, padded batches) to rows of ids."""
+"""Prompts: from text, chat messages, ids and padded batches to rows of ids."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,14 +34,13 @@ class Prompts:
     rows: list[list[int]]
     single: bool
     starts: list[int]
-    """Where the text that a reader wants begins in each row of an infill: after the turns before the last one."""
-
+    """Where the text of an infill begins in each row: at its last turn."""
     before: list[int] | None = None
-    """How many equal rows are before each, those of other batches included; None where this is the only batch."""
+    """Equal rows before each row, those of other batches included; None where this is the only batch."""
     images: list[Tensor | None] | None = None
     """The embeddings at the image tokens of each row, [N, D], on models that read images."""
     among: bool = False
-    """Whether they join rows that are being decoded already (`paradec.batching`)."""
+    """Whether they join a running batch (`paradec.batching`)."""
 
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
@@ -50,13 +50,9 @@ class Prompts:
         return Prompts(rows, self.single and times == 1, starts, images=images)
 
     def numbered(self) -> Prompts:
-        """The same rows, so that a `part` of them draws what it would draw among all."""
-        seen: Counter[tuple[int, ...]] = Counter()
-        before = []
-        for row in map(tuple, self.rows):
-            before.append(seen[row])
-            seen[row] += 1
-        return replace(self, before=before)
+        """The same rows, so that a `part` of them draws as among all."""
+        seen = defaultdict[tuple[int, ...], Any](itertools.count)
+        return replace(self, before=[next(seen[row]) for row in map(tuple, self.rows)])
 
     def part(self, first: int, stop: int) -> Prompts:
         """The rows from `first` to `stop` (exclusive)."""
@@ -90,13 +86,12 @@ def encode(
 
     Args:
         prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
-            any one of these; or what a transformers tokenizer or processor returns, a mapping with "input_ids". Ids may
-            hold the mask id anywhere (-1 for models with canvases). `Prompts` are returned as they are.
+            these; or a mapping with "input_ids" (of a transformers tokenizer or processor). Ids may include the mask id
+            (-1 for models with canvases). `Prompts` are returned unchanged.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
-        placeholder: text that means masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
-            are taken as they are unless `chat` is True, and an assistant's turn at the end of a chat is not closed by a
-            new one.
+        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings are no chats
+            unless `chat` is True, and an assistant's turn at the end of a chat stays open.
 
     Raises:
         ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
@@ -149,7 +144,7 @@ def _from_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
 
 
 def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
-    """The ids of a text, and where the text that a reader wants begins in them."""
+    """The ids of a text, and the start of its last turn in them."""
     tokenizer = _tokenizer(model)
     if not text.strip():
         raise ValueError(f"prompt={text!r} is empty; give at least one word")
@@ -159,14 +154,14 @@ def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None)
     if chat or (chat is None and placeholder is None and template):
         return from_messages(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
-        # a causal model was trained on what its tokenizer makes of a text, with the token that it begins with
+        # a causal model was trained with the special tokens of its tokenizer
         return ids_of(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
     # a masked language model was trained on whole inputs, with its special tokens around them
     return ids_of(tokenizer, with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
 
 
 def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
-    """The ids of a chat, and where the text that a reader wants begins in them."""
+    """The ids of a chat, and the start of its last turn in them."""
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
@@ -180,18 +175,17 @@ def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: s
         return ids_of(tokenizer, render(tokenizer, messages)), 0
     ids = ids_of(tokenizer, render(tokenizer, messages, open_turn=False))
     before = ids_of(tokenizer, render(tokenizer, messages[:-1])) if len(messages) > 1 else []
-    # a tokenizer may join the two ends; then the reader gets the turns before as well
+    # a tokenizer may merge tokens across turns; then the text includes the earlier turns
     return ids, len(before) if ids[: len(before)] == before else 0
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
-    """The chat as text: rendered before it is tokenized, so that no special token is added twice. variables: of the
-    template."""
-    from jinja2 import TemplateError  # what transformers renders chat templates with
+    """The chat as text, tokenized later, so that no special token is added twice. variables: of the template."""
+    from jinja2 import TemplateError  # transformers' template engine
 
     try:
         text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=open_turn, **variables
+            [*messages], tokenize=False, add_generation_prompt=open_turn, **variables
         )
     except (TemplateError, TypeError) as error:
         reason = str(error).split("\n", 1)[0]
@@ -200,11 +194,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool =
 
 
 def ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """The ids of a text, as a tokenizer has them, with its special tokens around it if wanted.
-
-    Raises:
-        ValueError: words that the tokenizer cannot express.
-    """
+    """Tokenize a text, with special tokens if `special`. Raises ValueError for words without a token."""
     if HOLE_TEXT in text:  # of a model without a mask token
         parts = [ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
         return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]

@@ -7,9 +7,8 @@ while not state.done:
     commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
 ```
 
-`step` is `query` (what to evaluate), the model call, and `propose` (read the answer); hosts that own the model
-call use the halves. The families (masked, draft and verify, forecast, continuous) share this file and differ in what
-a query holds and in the one decision of their paper. The invariants are listed in `docs/fidelity.md`.
+`step` is `query`, the model call and `propose`; hosts that own the model call use the halves. The invariants are listed
+in `docs/fidelity.md`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Proposal:
     """
 
     rows: np.ndarray
-    """[R] int64, on the host: rows of the state that this proposal speaks of."""
+    """[R] int64, on the host: rows of the state."""
     values: Tensor
     """[R, W] int64 token ids."""
     cost: Cost
@@ -55,19 +54,19 @@ class Proposal:
     available: Tensor
     """[R, W] bool: positions that were evaluated this step and may be committed."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
-    """Everything else that was read from the logits, by name, each [R, W, ...]."""
+    """Further values read from the logits, by name, each [R, W, ...]."""
     made_at: int = 0
     """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"
     """What was evaluated: "full", "window", or a combination."""
     logprobs: StepLogProbs | None = None
-    """Of the values, where the request asks for them and the values are the tokens that would be written."""
+    """Of the values, where the request asks for them."""
 
 
 @dataclass
 class Commit:
-    """What became final in one step. `selected` marks the entries of `values` that were written; methods that take
-    tokens back write the mask id."""
+    """What became final in one step. `selected` marks the written `values`; methods that take tokens back write the
+    mask id."""
 
     rows: np.ndarray
     values: Tensor
@@ -76,7 +75,6 @@ class Commit:
     scores: Tensor | None = None
     kind: str = "full"
     logprobs: StepLogProbs | None = None
-    """Of the values that were written, where the request asks for them."""
 
     def to_list(self) -> list[tuple[int, int, int, float]]:
         """(row, position, token, confidence) of everything written, sorted. Waits for the device."""
@@ -89,7 +87,7 @@ class Commit:
         return sorted(zip(rows.tolist(), positions.tolist(), values.tolist(), scores.tolist(), strict=True))
 
     def logprobs_list(self) -> list[list[Any]] | None:
-        """What `TraceStep.logprobs` holds, in the order of `to_list`; None where nothing was asked for."""
+        """`TraceStep.logprobs`, in the order of `to_list`; None where the request asks for none."""
         if self.selected is None or self.positions is None or self.logprobs is None:
             return None
         index, column = (i.cpu() for i in self.selected.nonzero(as_tuple=True))
@@ -102,21 +100,18 @@ class Commit:
 class State:
     """What changes while decoding, common to all families. `B` rows.
 
-    `nfe`, `row_forwards`, `forwarded_tokens` and `full_forwards` are [B] int64 on the host: forward calls a row took
-    part in, rows evaluated for it (2 per call under guidance, K for K drafts), positions evaluated for it in all of
-    these, and the calls that evaluated it whole.
+    `nfe`, `row_forwards`, `forwarded_tokens`, `full_forwards`: [B] int64 on the host, as the rows of `counts`.
     """
 
     batch: int
     memory: Memory = field(metadata=ROWS)
     trace: Trace | None = field(init=False, default=None)
     features: dict[str, Any] = field(init=False, default_factory=dict, metadata=ROWS)
-    """Optional features of the request (`paradec.samplers.features`) by name, in the order in which the loop calls
-    them."""
+    """Optional features of the request (`paradec.samplers.features`) by name, in the order of their calls."""
     noted: bool = field(init=False, default=True)
-    """Whether a trace also has what `Sampler.observe` notes."""
+    """Whether a trace also has what `Sampler.observe` returns."""
     logprobs: LogProbs | None = field(init=False, default=None, metadata=ROWS)
-    """Of what was decided, in the columns of the canvas, where the request asks for it; changed by commits."""
+    """Of the decided tokens, in the columns of the canvas, where the request asks for it."""
 
     _counts: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
@@ -132,7 +127,8 @@ class State:
 
     @property
     def counts(self) -> np.ndarray:
-        """[4, B] int64, as `Cost.counts`, of everything committed."""
+        """[4, B] int64 of all commits: forward calls, rows evaluated (2 per call under guidance, K for K drafts),
+        positions evaluated, and calls that evaluated the row whole."""
         for call in self._calls:
             call.add_to(self._counts)
         self._calls.clear()
@@ -145,19 +141,18 @@ class State:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[R] int64, on the host, ascending: the rows at work, which the next step evaluates. All rows, but in families
-        where one may end before another; these set it."""
+        """[R] int64, on the host, ascending: the rows that the next step evaluates. Families where one row may end
+        before another set it."""
         return np.arange(self.batch)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(final, total) of all rows together: tokens, or solver steps of latents, that are final, and how many there
-        will be. A row that has ended early counts as final."""
+        """(final, total) tokens, or solver steps of latents, of all rows. A row that has ended early is final."""
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
 
     @contextmanager
     def freed_store(self) -> Iterator[None]:
-        """Give the memory of `stores` back on exit, whatever happened: a traceback would keep the state alive."""
+        """Release `stores` on exit: a traceback would keep the state alive."""
         try:
             yield
         finally:
@@ -166,35 +161,30 @@ class State:
                     store.release()
 
     def stores(self) -> tuple[Any, ...]:
-        """What is kept outside of the state's tensors: nothing, unless a family has a store. None among them is
-        nothing."""
+        """Key/value stores and the like, outside of the state's tensors; entries may be None."""
         return ()
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
         return None
 
-    # ---- rows that come and go ------------------------------------------------------------------------------------
-
     def fixed(self) -> str | None:
-        """Why rows cannot leave this state and others take their place; None where they can."""
+        """Why rows cannot be replaced; None where they can."""
         return f"{type(self).__name__} does not give its rows away"
 
     def before_row_change(self, other: Self | None) -> None:
-        """Called before rows are selected, or replaced by those of `other`, a state of another request that is alike
-        but for its rows. The prompts that were there have left the batch; what other rows decode does not change."""
+        """Before rows are selected (None), or replaced by those of `other`, a state that differs in rows only."""
         for state in (self,) if other is None else (self, other):
-            state.counts  # noqa: B018 - what was counted is summed now
+            state.counts  # noqa: B018 - sums the calls of the old rows
         if other is not None:
-            self.commits += 1  # what was proposed before is of other rows
+            self.commits += 1  # earlier proposals are of other rows
 
     def after_row_change(self) -> None:
-        """Called when rows were selected or replaced: make again what follows from them."""
+        """Called when rows were selected or replaced."""
         self.batch, self._calls = self._counts.shape[1], [*self._calls]
 
     def stop_rows(self, rows: np.ndarray, wipe: bool = False) -> None:
-        """Stop decoding `rows` [N]. wipe: also clear what they remember and have stored, which may hold NaN, and NaN
-        spreads: hidden values are multiplied by 0."""
+        """Stop decoding `rows` [N]. wipe: also clear their memory and stores, where NaN would spread."""
         self.finish(rows)
         self.commits += 1
         for part in (self.memory, *self.stores()) if wipe else ():
@@ -203,7 +193,7 @@ class State:
         self.after_row_change()
 
     def finish(self, rows: np.ndarray) -> None:
-        """Let `rows` [N] go on no further."""
+        """Take `rows` [N] out of the decoding."""
         raise NotImplementedError
 
     def final(self, rows: np.ndarray) -> np.ndarray:
@@ -220,11 +210,11 @@ class State:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
 
     def count(self, cost: Cost) -> None:
-        """Add what a committed step spent. The one place where forwards are counted; they are summed when asked for."""
+        """Add the cost of a committed step."""
         self._calls += cost.calls
 
     def add_counts(self, counts: np.ndarray) -> None:
-        """Add what a loop counted that commits on the device: [4, B] as `Cost.counts`."""
+        """Add counts [4, B] of a loop that commits on the device."""
         self._counts += counts
 
 
@@ -236,8 +226,8 @@ TextState: TypeAlias = Any
 class Sampler:
     """A method: an immutable, validated value whose fields are its settings (defaults: the paper's).
 
-    Subclasses state `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`,
-    `propose` and `commit`. Two requests can share one sampler: everything that changes is in the `State`.
+    Subclasses set `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose`
+    and `commit`.
     """
 
     name: ClassVar[str] = ""
@@ -247,18 +237,17 @@ class Sampler:
     summary: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
-    """Whether the request's `steps` means something to the method."""
+    """Whether the method reads the request's `steps`."""
     draws: ClassVar[bool] = True
     """Whether a seed matters at temperature 0, too: to the order of positions, to drafts or to noise."""
     lock_step: ClassVar[bool] = False
-    """Whether all rows take the same steps and end together, so that no row can take the place of another."""
+    """Whether all rows take the same steps and end together, so that no row can be replaced."""
     models: ClassVar[tuple[str, ...]] = ()
-    """Which kinds of model the method decodes with: names of `paradec.core.checks.MODELS`."""
+    """Kinds of model that the method decodes with: names of `paradec.core.checks.MODELS`."""
     unsupported: ClassVar[tuple[str, ...]] = ("order",)
-    """Fields of `paradec.Request` that mean nothing to the family: another value than the default is an error that
-    names the field."""
+    """Fields of `paradec.Request` that must be at their default."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
-    """What `start` takes for fields that are not given, where that is not the default of `paradec.Request`."""
+    """The family's defaults, where they differ from those of `paradec.Request`."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_declared("sampler", cls)
@@ -273,8 +262,7 @@ class Sampler:
         raise NotImplementedError
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Tensors that the method keeps between steps, by name; `start` makes them in `State.memory`, where the
-        dimensions and the type that a spec leaves to the model are known."""
+        """Tensors that the method keeps between steps, by name; `start` makes them in `State.memory`."""
         return {}
 
     def query(self, state: Any) -> list[Any]:
@@ -290,8 +278,7 @@ class Sampler:
         raise NotImplementedError
 
     def observe(self, state: Any, proposal: Any) -> Notes:
-        """What a trace notes of a step before its commit: which positions are evaluated, and whose choice it is. Asked
-        for when a trace is recorded, and at no other time. Changes nothing."""
+        """Notes of a step before its commit, when a trace is recorded: the evaluated positions. Changes nothing."""
         return Notes(proposal.cost.counts[0].tolist(), evaluated_spans(proposal.cost.queries, state.batch))
 
     def step(self, model: Callable[..., Any], state: Any) -> Any:
@@ -305,11 +292,8 @@ class Sampler:
     @classmethod
     def settings(cls) -> dict[str, Any]:
         """Every setting with its default."""
-        return {
-            f.name: f.default if f.default is not dataclasses.MISSING else None
-            for f in dataclasses.fields(cls)
-            if f.init
-        }
+        entries = [entry for entry in dataclasses.fields(cls) if entry.init]
+        return {entry.name: None if entry.default is dataclasses.MISSING else entry.default for entry in entries}
 
     def to_dict(self) -> dict[str, Any]:
         """The sampler as plain data: its name under "sampler", then every setting."""
@@ -326,8 +310,7 @@ class Sampler:
 
 
 def plain(value: Any) -> Any:
-    """Turn a setting into data that JSON can hold: a nested sampler becomes its `to_dict`, a model or function its
-    name."""
+    """Turn a setting into JSON data: a sampler becomes its `to_dict`, a model or function its name."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "facts"):
@@ -343,11 +326,11 @@ class NotFinite(FloatingPointError):
     def __init__(self, message: str, rows: np.ndarray):
         super().__init__(message)
         self.rows = rows
-        """[N] int64: the state's rows that it returned them for; the others' answers were sound."""
+        """[N] int64: rows of the state with such logits."""
 
     @classmethod
     def at_steps(cls, rows: np.ndarray, steps: np.ndarray) -> NotFinite:
-        """Of `rows` [N], each at its own one of `steps` [N]; the message names the first."""
+        """Make the error of `rows` [N] at their `steps` [N]; the message names the first."""
         return cls(f"the model returned NaN or infinite logits for row {rows[0]} at its step {steps[0]}", rows)
 
     def __reduce__(self) -> Any:
@@ -362,14 +345,14 @@ def check_finite(sound: Tensor, rows: np.ndarray, message: str) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during decoding. `output` holds what was decoded until then."""
+    """Ctrl-C during decoding. `output` holds the tokens decoded until then."""
 
     output: Any = None
 
 
 @contextmanager
 def interruptible(output_so_far: Callable[[], Any]) -> Iterator[None]:
-    """Raise `Interrupted`, with the output of what was decoded until then, where Ctrl-C ends the block."""
+    """Raise `Interrupted` with the output so far where Ctrl-C ends the block."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -384,11 +367,8 @@ def decode(
     state: State,
     callback: Callable[[State, Commit], bool | None] | None = None,
 ) -> State:
-    """Drive any sampler of any family until its state is done.
-
-    `callback(state, commit)` runs after every commit; returning True ends the loop early. An interrupt leaves the
-    state at its last commit.
-    """
+    """Step until the state is done, or `callback(state, commit)` returns True after a commit. An interrupt leaves the
+    state at its last commit."""
     with torch.inference_mode():
         while not state.done:
             if state.trace is None:

@@ -1,4 +1,4 @@
-"""Lazy registries: a name means "module:Class" and is imported when it is first used."""
+"""Lazy registries of samplers, caches and attention methods."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 MOST_SHOWN = 24
-"""Names that a message lists; of more, and of a registry's, it shows the nearest `NEAREST`."""
+"""Names that a message lists; of longer lists, and of registries with more than `NEAREST`, it shows the nearest."""
 NEAREST = 3
 LONGEST_GUESSED = 80
 
 
 class Registry:
-    """Names of samplers (or caches) and where their classes live. `import paradec` imports none of them."""
+    """Names of one kind, each with its class, or "module:Class" that is imported on first use."""
 
     by_kind: ClassVar[dict[str, Registry]] = {}
-    """Every registry under its kind, for code that must not import the modules that fill them."""
+    """Every registry, for code that must not import the modules that fill them."""
 
     def __init__(self, kind: str, targets: Mapping[str, str | type]):
         self.kind = kind
@@ -32,21 +32,18 @@ class Registry:
 
     @classmethod
     def from_stub(cls, kind: str, package: str, **names: str) -> Self:
-        """Register the classes that a package lists in classes.pyi, each under the name of its file.
-
-        Args:
-            package: the package's `__file__`. names: by class, those that are others than the file's.
-        """
+        """Register the classes in a package's classes.pyi under the names of their files, or `names` by class. package:
+        its `__file__`."""
         modules = read_stub(Path(package).with_name("classes.pyi"))
         return cls(kind, {names.get(key, at.rpartition(".")[2]): f"{at}:{key}" for key, at in modules.items()})
 
     def names(self) -> list[str]:
-        """All registered names, those of other packages too."""
+        """All names, those of other packages too."""
         self._find_plugins()
         return list(self._targets)
 
     def _module(self) -> str:
-        """Where names of this kind are, in paradec and among entry points."""
+        """Module of this kind in paradec, and group of its entry points."""
         return "attention" if self.kind == "attention" else f"{self.kind}s"
 
     def __iter__(self) -> Iterator[str]:
@@ -58,12 +55,11 @@ class Registry:
         return name in self._targets
 
     def _find_plugins(self) -> None:
-        """Add what installed packages name in their entry points, once: group "paradec.samplers", "paradec.caches" or
-        "paradec.attention". A name that is taken stays what it was, with a warning."""
+        """Add the entry points of installed packages, once. Warns of a name that is taken, and leaves it out."""
         if self._has_plugins:
             return
         self._has_plugins = True
-        import importlib.metadata  # which takes longer than all of this module
+        import importlib.metadata  # slow
 
         for entry in importlib.metadata.entry_points(group=f"paradec.{self._module()}"):
             if entry.name not in self._targets:
@@ -77,11 +73,10 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class, or the text "module:Class" that will be imported on first use.
+        """Add a class, or the text "module:Class".
 
         Raises:
-            ValueError: the name is taken, or the text has another form. TypeError: a class without a name, or one whose
-                settings are no dataclass's.
+            ValueError: the name is taken, or the text has another form. TypeError: as `check_declared`.
         """
         if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
@@ -92,11 +87,7 @@ class Registry:
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
-        """The class of a name.
-
-        Raises:
-            ValueError: no such name; the message lists what there is.
-        """
+        """The class of a name. Raises ValueError for an unknown name."""
         if not isinstance(name, str) or name not in self:
             raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
         target = self._targets[name]
@@ -111,18 +102,12 @@ class Registry:
         return target
 
     def classes(self) -> dict[str, str]:
-        """Names of the registered classes, without importing them, and what each is registered under."""
-        found = {}
-        for name, target in self._targets.items():
-            found[target.partition(":")[2] if isinstance(target, str) else target.__name__] = name
-        return found
+        """Map class names, without importing the classes, to registered names."""
+        targets = self._targets.items()
+        return {at.partition(":")[2] if isinstance(at, str) else at.__name__: name for name, at in targets}
 
     def named(self, name: str, package: str) -> Any:
-        """The registered class called `name`, or the module of that name, for the `__getattr__` of `package`.
-
-        Raises:
-            AttributeError: neither is called so.
-        """
+        """The registered class or the module called `name`, for the `__getattr__` of `package`."""
         if name in (known := self.classes()):
             return self.get(known[name])
         if not name.startswith("_"):
@@ -134,17 +119,17 @@ class Registry:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless `create` knows the name, and can make it with the settings in it."""
+        """Raise ValueError unless `create` takes the name, with the settings in it."""
         if is_composed(name) and name not in self:
             self.create(name)
         elif name not in self:
             raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
-        """Make one by name. A preset changes the defaults; explicit settings win over it.
+        """Make one by name. Settings win over the preset, which wins over the defaults.
 
-        Settings may be in the text, "dkv_decode(refresh_interval=4)", and several samplers may be joined by "+" into
-        the registered `union`: "credit(threshold=0.95)+localleap" commits what one of them would.
+        The name may hold settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into the registered
+        `union`: "credit(threshold=0.95)+localleap".
 
         Raises:
             ValueError: unknown name, preset or setting, a setting given twice or out of its range, or names that cannot
@@ -180,20 +165,19 @@ class Registry:
 
 
 def is_composed(name: object) -> bool:
-    """Whether a name that is not registered is a text of names with settings, or of several names."""
+    """Whether an unregistered name has settings, or joins several names."""
     return isinstance(name, str) and ("(" in name or "+" in name)
 
 
 def read_stub(file: Path) -> dict[str, str]:
-    """Read a stub's lines `from MODULE import NAME as NAME`: the module of each name. So one list serves type checkers
-    and what is imported when it is first used (as `attach_stub` of the package lazy_loader does)."""
+    """Map each NAME in a stub's lines `from MODULE import NAME as NAME` to its module. It serves type checkers and
+    lazy imports (as `attach_stub` of the package lazy_loader)."""
     imports = re.findall(r"^from (\S+) import (\w+) as \2$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: module for module, name in imports}
 
 
 def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:
-    """The message for a name that is not one of `allowed`, with a guess at what was meant; of many names the nearest
-    ones, and where all are `listed`."""
+    """The message for a name that is not one of `allowed`, with the closest names, and where all are `listed`."""
     names = sorted(allowed)
     text, said = str(given)[:LONGEST_GUESSED], repr(given)
     said = said if len(said) <= 80 else f"{said[:77]}..."
@@ -207,7 +191,7 @@ def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:
 
 
 def check_declared(kind: str, cls: type) -> None:
-    """Raise TypeError for a class of a sampler or cache without a name, or with settings that no dataclass takes."""
+    """Raise TypeError for a class of a sampler or cache without a name, or with settings but no dataclass."""
     if not getattr(cls, "name", ""):
         raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')
     own = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}

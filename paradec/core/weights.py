@@ -1,4 +1,4 @@
-"""A module's weights: whether they have changed, and one lock between requests and updates."""
+"""Lock between requests and updates of a module's weights, and a fingerprint of these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
@@ -16,12 +15,11 @@ ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
 
 
 class WeightsLock:
-    """The lock of one module's weights. A context manager, held by each request while it runs and taken again by the
-    requests within it."""
+    """Re-entrant lock of one module's weights, held by each request while it runs."""
 
     def __init__(self) -> None:
         self.batches: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Batches (`paradec.batching`), whose rows wait between steps."""
+        """Batches (`paradec.batching`), which hold no lock between steps."""
         self.updates = 0
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held while waiting: a thread that makes request after request lets an update in
@@ -44,21 +42,13 @@ class WeightsLock:
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """Wait until no request runs, and let none begin. name: of the model.
-
-        Raises:
-            RuntimeError: this thread is inside a request; a batch has rows that are being decoded.
-        """
+        """Wait until no request runs, and let none begin. Raises RuntimeError inside of a request, and where a batch
+        (`paradec.batching`) decodes rows."""
         with self:
             if self._depth > 1:
-                raise RuntimeError(
-                    f"a request of {name} that runs in this thread asks for new weights: wait for its end"
-                )
-            rows = sum(batch.occupied for batch in self.batches)
-            if rows:
-                raise RuntimeError(
-                    f"{rows} rows of {name} are being decoded in a batch: take its steps until they have ended"
-                )
+                raise RuntimeError(f"a request of {name} runs in this thread: update its weights when it has ended")
+            if rows := sum(batch.occupied for batch in self.batches):
+                raise RuntimeError(f"{rows} rows of {name} are being decoded in a batch: step it until they have ended")
             yield
             self.updates += 1
 
@@ -74,7 +64,7 @@ _locks: weakref.WeakKeyDictionary[nn.Module, WeightsLock] = weakref.WeakKeyDicti
 
 
 def lock_of(module: nn.Module) -> WeightsLock:
-    """The lock of a module's weights, the same for all models of it."""
+    """The lock of a module's weights, shared by all models of it."""
     return _locks.setdefault(module, WeightsLock())
 
 
@@ -84,8 +74,8 @@ def weights_lock(model: Any) -> WeightsLock:
 
 
 def weights_of(module: nn.Module) -> int:
-    """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
-    update was made, and when an adapter of peft comes, goes, is switched, merged or scaled."""
+    """Fingerprint that changes when a parameter is exchanged, moves or is written in place (not through its `data`),
+    by an update, and when an adapter of peft is added, removed, switched, merged or scaled."""
     states: list[Any] = [lock_of(module).updates]
     seen, parts = {module}, [module]
     for part in parts:  # `module.parameters()` spells every name on the way, for each request
@@ -105,13 +95,10 @@ def weights_of(module: nn.Module) -> int:
 
 def _state_of(value: Any) -> Any:
     """Something hashable that changes with a number, or when a tensor moves or is written."""
-    if isinstance(value, Tensor):
-        return _place(value), 0 if value.is_inference() else value._version
-    return value if isinstance(value, int | float | str) else id(value)
-
-
-def _place(parameter: Tensor) -> tuple[int, int | torch.device]:
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, int | float | str) else id(value)
+    version = 0 if value.is_inference() else value._version
     try:
-        return parameter.data_ptr(), parameter.get_device()
-    except RuntimeError:  # sharded or offloaded: no storage of its own
-        return id(parameter), parameter.device
+        return value.data_ptr(), value.get_device(), version
+    except RuntimeError:  # sharded or offloaded: no storage
+        return id(value), value.device, version

@@ -1,4 +1,4 @@
-"""Adapters around modules: they answer a `Query` with the logits that were asked for. Here is what all kinds share."""
+"""Base classes of the adapters around modules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from paradec.models.saving import Published, plan_writes, save
 
 
 class Adapter:
-    """What answers queries with a module, of whichever kind both are.
-
-    Args:
-        module: the network; it is put into evaluation mode.
-    """
+    """Base of all adapters. module: the network; it is put into evaluation mode."""
 
     module: nn.Module
 
@@ -31,7 +27,7 @@ class Adapter:
 
     @property
     def device(self) -> torch.device:
-        """Where the module's inputs go."""
+        """Device of the module's inputs."""
         first = next(self.module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -42,15 +38,11 @@ class Adapter:
         return next(found, torch.get_default_dtype())
 
     def unwrap(self) -> nn.Module:
-        """Undo what this adapter changed on the module, but for its evaluation mode, and return it."""
+        """Undo the adapter's changes to the module, except its evaluation mode, and return it."""
         return self.module
 
     def evaluating(self) -> torch.no_grad:
-        """A context without gradients.
-
-        Raises:
-            RuntimeError: the module was put into training mode.
-        """
+        """A context without gradients. Raises RuntimeError where the module is in training mode."""
         if self.module.training:
             raise RuntimeError(
                 f"the module of {self!r} is in training mode, with its dropout: call module.eval() before decoding"
@@ -58,56 +50,51 @@ class Adapter:
         return torch.no_grad()
 
     def __repr__(self) -> str:
-        """What it makes, its tokens, size, dtype and device."""
         module = self.__dict__.get("module")
-        if module is None:  # asked for in the middle of its making
+        if module is None:  # during __init__
             return object.__repr__(self)
         facts, kind = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
-        said = [f"makes {getattr(self, 'makes', 'nothing')}"]
+        words = [f"makes {getattr(self, 'makes', 'nothing')}"]
         if isinstance(facts, ModelFacts):
             blocks = f" in blocks of {facts.block_length}" if facts.block_length else ""
-            said += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
-            said += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
-        said += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
-        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
+            words += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
+            words += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
+        words += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
+        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(words)})"
 
 
 class Model(Adapter):
-    """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);
-    adapters of other families say in `makes` what they are for.
+    """Base of the models of tokens, which samplers query. Subclasses implement `_logits`.
 
     Copies and pickles hold a module of their own, and no engines.
 
     Args:
-        module: the network. It is put into evaluation mode, and attends with `attn_implementation` from now on, until
-            `unwrap()`.
-        facts: ids and conventions.
+        module: the network; it attends with `attn_implementation` until `unwrap()`.
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
         default_max_new_tokens: the answer length when the request names none.
         default_block_length: the block length when the request names none; None decodes the whole canvas at once.
         default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
-        attn_implementation: the attention function, by the name it is registered with; None is the module's own.
+        attn_implementation: registered name of the attention function; None is the module's own.
     """
 
     kind: ClassVar[str] = ""
     """"decoder", "encoder", "opaque" or "canvas"."""
     makes: ClassVar[str] = "text"
-    """What it is for, one of `paradec.core.checks.MODELS`."""
+    """A name of `paradec.core.checks.MODELS`."""
     default_sampler: ClassVar[str | None] = None
     """The sampler when a request names none; None is the request's default."""
     reads_order: bool = False
-    """Whether answers depend on the order in which tokens were decided (`decided_at` of the query) as well."""
+    """Whether logits depend on the order of the decisions (`WindowQuery.decided_at`)."""
     any_order: bool = False
-    """Whether a call says of every position what it is given those that were decided before it, and nothing else:
-    samplers of causal models decode such a model in any order (`AnyOrderQuery`)."""
+    """Whether a position is predicted from those decided before it alone: samplers of causal models decode such a model
+    in any order (`AnyOrderQuery`)."""
     first_place: int = 0
     """On these, the position that orders count from."""
     published: Published | None = None
-    """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
+    """The checkpoint's files as `load` read them, for `save_pretrained`."""
     own_drafts: Any = None
-    """How it drafts for itself (`paradec.models.own_drafts.OwnDrafts`); None for models that do not."""
+    """How it drafts for itself (`paradec.models.own_drafts.OwnDrafts`), if it does."""
     module: Any
-    """Typed by families whose network is ours; of the others nothing is known here."""
 
     def __init__(
         self,
@@ -126,23 +113,23 @@ class Model(Adapter):
         self.default_block_length = default_block_length
         self.default_attention = default_attention
         self.engines: OrderedDict[Any, Any] = OrderedDict()
-        """What the device step of masked samplers keeps from one request to the next, the one used last at the end."""
+        """Engines of the device step of masked samplers, the one used last at the end."""
         self.attn_implementation = attn_implementation
         self._former_attention = [] if attn_implementation is None else set_attention(module, attn_implementation)
 
     @property
     def _sees_all(self) -> bool:
-        """Whether the module runs with an attention function of paradec's, which sees whatever no mask hides."""
+        """Whether the module runs with an attention function of paradec, which is not causal."""
         return self.attn_implementation is not None and self.attn_implementation.startswith("paradec_")
 
     @cached_property
     def weights_lock(self) -> WeightsLock:
-        """What its requests hold while they run, so that no update comes in between."""
+        """Lock between running requests and weight updates."""
         return lock_of(self.module)
 
     @property
     def _takes_masks(self) -> bool:
-        """Whether the module attends to what a mask of ours says, and to nothing else."""
+        """Whether the module follows any attention mask."""
         return False
 
     @property
@@ -162,16 +149,14 @@ class Model(Adapter):
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether the rows of a store may read what they begin with from one place."""
+        """Whether the rows of a store may share their prefix."""
         return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """For models of any order: a store of what was decided, over which a call evaluates the other positions alone,
-        for so many rows and positions; None where every call evaluates all."""
+        """For models of any order: a store of the decided positions; None where every call evaluates all."""
         return None
 
     def unwrap(self) -> nn.Module:
-        """Give the module its former attention back, and return it."""
         self.engines.clear()
         for config, name in self._former_attention:
             if config._attn_implementation == self.attn_implementation:  # else its owner has changed it since
@@ -180,41 +165,29 @@ class Model(Adapter):
         return self.module
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
-        """Write the model as it is now into a folder, which `paradec.load` reads.
+        """Write the model into a folder, which `paradec.load` reads.
 
-        A loaded model is written in the format that it was read in: the published names of the weights and fields of
-        config.json, generation_config.json and the tokenizer where it has them, safetensors with the weights' own
-        dtypes and values, in shards beyond `max_shard_size`. A wrapped causal or masked language model of
-        transformers is written in transformers' format, for its own `from_pretrained` and `paradec.wrap`.
-
-        All files are written before any old one goes: what fails or is interrupted leaves the folder as it was. Other
-        files in it stay.
+        A loaded model keeps its format: the published names of weights and config fields, generation_config.json, the
+        tokenizer, safetensors in the weights' dtypes. A wrapped causal or masked language model of transformers is
+        written in transformers' format. A failed or interrupted call leaves the folder unchanged; other files stay.
 
         Args:
-            folder: made where there is none; a checkpoint in it, the model's own too, is replaced.
+            folder: made if missing; a checkpoint in it is replaced.
             max_shard_size: bytes in one file, or a text like "5GB"; a single weight may be larger.
 
         Raises:
-            ValueError: a path that is a file, an image model or another module whose format is not known here, weights
-                that the format has no place for (adapters, quantised or resized ones). OSError: it cannot be written.
+            ValueError: a path that is a file, an image model or a module of unknown format, weights that the format has
+                no place for (adapters, quantised or resized ones). OSError: it cannot be written.
         """
         save(self, folder, max_shard_size)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
-        """Evaluate one query.
-
-        Returns:
-            Logits [R, W, V] of the wanted columns ([R, Q, V] when none are named), in the module's dtype.
-        """
+        """Logits [R, W, V] of the query's wanted columns ([R, Q, V] when none are named), in the module's dtype."""
         with self.evaluating():
             return self.evaluate(query, store)
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
-        """The same, with gradients where they are enabled.
-
-        Raises:
-            RuntimeError: the module attends otherwise than it was wrapped for.
-        """
+        """The same, with gradients if enabled. Raises RuntimeError where the module's attention has changed."""
         name = self.attn_implementation
         if name is not None and (own := self.module.config._attn_implementation) != name:
             raise RuntimeError(
@@ -227,26 +200,21 @@ class Model(Adapter):
         """Call the module: logits of the wanted columns."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
 
-    # ---- new weights ----------------------------------------------------------------------------------------------
-
     @property
     def weights_version(self) -> int:
-        """How often the weights have changed, as far as it was asked: from 0, by `update_weights`, or in place by an
-        optimizer. `Rollout.version` is that of its beginning."""
+        """How often the weights have changed: by `update_weights`, or in place by an optimizer (seen when asked for).
+        `Rollout.version` is that of its beginning."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
-        """Write new values into the weights, in place and between requests: it waits for those of `paradec.generate`
-        and its like that other threads run, and theirs wait for it. What was kept of the old weights (prefixes, pools
-        of a batch's prompts) is refused or dropped afterwards; rollouts have the version that they are of. Requests
-        that are stepped by hand are not waited for.
+        """Write new values into the weights in place, and return the new `weights_version`.
+
+        Requests of other threads and updates wait for each other, except requests that are stepped by hand. Prefixes
+        and prompt pools of the old weights are refused or dropped afterwards.
 
         Args:
-            state_dict: tensors by the names that the checkpoint's files have, or those of the module's own
-                `state_dict`; weights that it does not name stay. Values are converted to the weights' dtype and device.
-
-        Returns:
-            The new `weights_version`.
+            state_dict: tensors by the names in the checkpoint's files, or in the module's `state_dict`; other weights
+                stay. Values are converted to the weights' dtype and device.
 
         Raises:
             TypeError, ValueError: no tensors by names, unknown names, other shapes, weights that are spread over
@@ -262,11 +230,9 @@ class Model(Adapter):
                     parameter.copy_(value)
         return self.weights_version
 
-    # ---- parts of the module, by transformers' names --------------------------------------------------------------
-
     @property
     def text_config(self) -> Any:
-        """The module's configuration, or of several the one of its language model."""
+        """Configuration of the module's language model."""
         config = self.module.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -294,8 +260,6 @@ class Model(Adapter):
             raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
         return self.module.get_output_embeddings()(hidden)
 
-    # ---- copies and pickles --------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         # engines hold graphs and stores, and the lock is the module's
         kept = {name: value for name, value in self.__dict__.items() if name != "weights_lock"}
@@ -304,12 +268,11 @@ class Model(Adapter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._sees_all:
-            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
+            import paradec.models.attention  # noqa: F401  (registers the function in a new process)
 
 
 def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
-    """Have all parts of a module of transformers attend with the function of this name; their configs, and what these
-    said before."""
+    """Set the attention function of all parts of a module of transformers. Returns their configs and former names."""
     former = {}
     for part in module.modules():
         config: Any = part.__dict__.get("config")
@@ -321,7 +284,7 @@ def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
 
 
 def _part(module: nn.Module, name: str) -> Any:
-    """What transformers' accessor of that name gives; None where the module has none, or none that answers."""
+    """Call transformers' accessor of that name; None where the module has none, or it is not implemented."""
     try:
         return getattr(module, name)()
     except (AttributeError, NotImplementedError):

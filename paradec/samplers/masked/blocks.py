@@ -1,4 +1,4 @@
-"""Blocks of a request: how a sequence is cut, how rows open and close their blocks, and where stop rules end rows."""
+"""Block policies, stop rules, and the blocks of a masked state."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ NEVER = np.iinfo(np.int64).max
 """The end of a row that goes on."""
 
 
-# ---- how a sequence is cut -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FixedBlocks(BlockPolicy):
     """Blocks of one length, decoded left to right (LLaDA, arXiv 2502.09992, "semi-autoregressive remasking").
 
     Args:
         length: positions per block, at least 1; the last block of a row may be shorter.
-        align: "prompt" counts blocks from the end of the prompt (LLaDA), "absolute" from position 0 (SDAR, LLaDA2), so
-            that the first block may begin inside the prompt's last one.
+        align: "prompt" counts blocks from the end of the prompt (LLaDA), "absolute" from position 0 (SDAR, LLaDA2).
     """
 
     length: int
@@ -51,7 +47,7 @@ class FixedBlocks(BlockPolicy):
 
 @dataclass(frozen=True)
 class WholeCanvas(BlockPolicy):
-    """One block that holds everything after the prompt (Dream)."""
+    """One block of all positions after the prompt (Dream)."""
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
         return length.copy()
@@ -60,18 +56,11 @@ class WholeCanvas(BlockPolicy):
         return 1
 
 
-# ---- where rows end --------------------------------------------------------------------------------------------------
-
-
 class StopRule(Protocol):
-    """One reason to end a row. Made for one request, kept in its state; it may remember what it has read.
-
-    A rule only speaks about text that follows everything the user gave: an end token inside a hole of an infill, with
-    given text after it, ends nothing.
-    """
+    """One reason to end a row, after all given tokens. Made for one request; it may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """Say where the running rows end.
+        """Find where the running rows end.
 
         Args:
             state: the `MaskedState` after the write.
@@ -79,24 +68,19 @@ class StopRule(Protocol):
 
         Returns:
             [R] int64: the position after a row's last token, `NEVER` where it goes on; None when all go on. Nothing
-            may be undecided between the start of a row and its end.
+            before a row's end may be undecided.
         """
         ...
 
 
 @dataclass(eq=False)
 class EndOfText:
-    """End a row at its first end token, once nothing before it is undecided.
-
-    Args:
-        ids: the end tokens.
-        mask: the mask id.
-        first: [B] int64: the position from which on an end token counts.
-    """
+    """End a row at its first end token, once nothing before it is undecided. mask: the mask id."""
 
     ids: Sequence[int]
     mask: int
     first: np.ndarray = field(metadata=ROWS)
+    """[B] int64: end tokens count from here on."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
@@ -114,7 +98,7 @@ class EndOfText:
 
 
 def find_ends(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.ndarray | None:
-    """Where the running rows end by the earliest of their rules: as a `StopRule` says it."""
+    """Ends of the running rows by the earliest of their rules, as of a `StopRule`."""
     ends = None
     for rule in rules:
         ends_of_rule = rule(state, tokens)
@@ -123,11 +107,8 @@ def find_ends(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.n
     return ends
 
 
-# ---- opening and closing ---------------------------------------------------------------------------------------------
-
-
 def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
-    """Move `rows` to their next block that has something undecided; rows without one are finished."""
+    """Move `rows` to their next block with undecided positions; rows without one are finished."""
     opened = rows
     while len(rows):
         state.block_start[rows] = state.block_end[rows]
@@ -154,9 +135,9 @@ def close_blocks(
     """Finish the rows that stop rules end; open the block after a full one.
 
     Args:
-        rows: [R], the running ones. ends: as a `StopRule` says them.
+        rows: [R], the running ones. ends: as of a `StopRule`.
         held: [R] bool, rows that stay in a full block.
-        moved: whether a block ends elsewhere than before this step.
+        moved: whether the end of a block has changed in this step.
     """
     full = state.remaining[rows] == 0
     if held is not None:
@@ -176,7 +157,7 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Cut the running rows off at `cut` [R]; the window [R, W] holds `tokens`, and is to be made again."""
+    """Cut the running rows off at `cut` [R]; the window [R, W] holds `tokens`, and must be made again."""
     window = state.window
     shorter = cut < state.length[window.rows]
     rows, cut = window.rows[shorter], cut[shorter]

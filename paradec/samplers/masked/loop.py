@@ -44,9 +44,8 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
     return tokens.tolist()
 ```
 
-Below, rows are independent: each has its own block, step and end. A method of this family is one decision, `select`.
-Around it, in this order: the query, the logits stages (guidance, suppression, the method's `process_logits`), the
-choice of a candidate token and its statistics, the selection, the write, and the stop at the end of the text.
+Below, each row has its own block, step and end. The order of a step: the query, the logits stages (guidance,
+suppression, the method's `process_logits`), candidate tokens and statistics, `select`, the write, the stop rules.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,7 +89,6 @@ from paradec.samplers.masked.view import (
     Stage,
     View,
     checked_select,
-    declare,
 )
 from paradec.samplers.statistics import top_by_rank
 
@@ -98,22 +96,27 @@ __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "N
 
 MIN_SAVED_LOGITS = 2**15
 """Logits of decided positions are left out of a call where that saves at least this many."""
-EARLY = "early stop"
-"""Names, in a trace's `rules`, what a stop rule fills at once."""
+OVERRIDES: dict[str, Any] = {
+    "preview": "previews",
+    "process_logits": "processes_logits",
+    "extra_quantities": "extra_quantities",
+    "revise": "revises",
+    "draw_tokens": "draws_tokens",
+}
+"""Methods of `MaskedSampler`, and the field of `Needs` that overriding each implies."""
 
 
 @dataclass(frozen=True)
 class MaskedSampler(Sampler):
     """Base of the family. A subclass declares what it reads and implements `select` (and `quota` if it has a schedule).
 
-    Class attributes:
-        needs: what the method reads and does (`Needs`); flags implied by overridden methods are set automatically.
-        draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too (see `Sampler`).
-        uses_steps: whether `steps` means something to the method (see `Sampler`).
-        device_step: whether `select` waits for no device and takes counts from tensors, and the class overrides nothing
-            else, so that the device step can run it. Not inherited.
-        sweep: what `paradec compare` measures besides the defaults, two entries at least: settings of the method, and
-            arguments of the request. A fraction for `steps` is that share of the undecided positions.
+    Class attributes (others: `Sampler`):
+        needs: what the method reads and does; flags implied by overridden methods are set automatically.
+        draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too.
+        device_step: whether `select` waits for no device, takes counts from tensors, and is all that the class
+            overrides, so that the device step can run it. Not inherited.
+        sweep: at least two variants for `paradec compare`: settings of the method, and arguments of the request. A
+            fraction for `steps` is that share of the undecided positions.
     """
 
     family: ClassVar[str] = "masked"
@@ -125,9 +128,13 @@ class MaskedSampler(Sampler):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        declare(cls, MaskedSampler)
-
-    # ---- the method's own decisions -------------------------------------------------------------------------------
+        if not isinstance(cls.needs, Needs):
+            raise TypeError(
+                f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs"
+            )
+        overrides = [name for name in OVERRIDES if getattr(cls, name) is not getattr(MaskedSampler, name)]
+        cls.needs = replace(cls.needs, **{OVERRIDES[name]: True for name in overrides})
+        cls.device_step = vars(cls).get("device_step", False)
 
     def select(self, view: View) -> Tensor:
         """Choose the candidates that become final: [R, W] bool. A pure function of the view."""
@@ -142,8 +149,7 @@ class MaskedSampler(Sampler):
         return None
 
     def preview(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.
-        Caches that evaluate little else ask for it."""
+        """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing."""
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
@@ -155,64 +161,49 @@ class MaskedSampler(Sampler):
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Change the logits [R, W, V] -> [R, W, V]: the last stage before a token is chosen. Changes nothing in place.
+        """Logits stage [R, W, V] -> [R, W, V] before a token is chosen. Changes nothing in place.
 
-        The second value holds tensors [R, ...] by name: `select` sees them in `view.updates`, and the commit writes
-        those with the name of a declared memory there.
+        Also returns tensors [R, ...] by name for `view.updates`; the commit writes those with the name of a memory.
         """
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """Compute quantities [R, W] of a proposal besides the logits' statistics (a trained filter's opinion): `select`
-        and `trim` see them in `view.quantities`. Changes nothing."""
+        """Compute further quantities [R, W] of a proposal, for `view.quantities`. Changes nothing."""
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """What to take back of `view.editable`, after a selection; for methods that need `decided_logits`."""
+        """What to take back of `view.editable`, after a selection (needs `decided_logits`)."""
         return Revision()
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
-        """[R] int64: the bound on a block's steps for methods that revise, at least `masks_at_open`. What would leave
-        more undecided than there are steps left is not taken back, and a block stays open no longer."""
+        """[R] int64: the bound on a block's steps for methods that revise, at least `masks_at_open`."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Say where rows are cut off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
+        """Cut rows off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
 
-        Positions after a cut become padding and are not evaluated again; the row is decided up to there. A cut lies
-        within the window and after everything given. Not called for requests with `eos_early_stop=False`.
+        A cut lies within the window and after everything given; positions after it become padding. Not called for
+        requests with `eos_early_stop=False`.
         """
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        """Raise ValueError where the method's settings do not fit a request. Called before any work.
-
-        Args:
-            facts: of the model. longest: positions of the longest answer.
-        """
-
-    # ---- start ----------------------------------------------------------------------------------------------------
+        """Raise ValueError where the settings do not fit a request. longest: positions of the longest answer."""
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
-        """Make the state of one request.
-
-        Args:
-            prompt, attention_mask: as in `paradec.generate`.
-            request: a `paradec.Request`; or its fields by name instead.
+        """Make the state of one request: a `paradec.Request`, or its fields by name.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
+            ValueError, TypeError: an argument out of its range; the message names it.
         """
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
-    # ---- query ----------------------------------------------------------------------------------------------------
-
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """One query per part of the cache's plan; each wants the logits of its rows' windows, or of what is undecided
+        """One query per part of the cache's plan, for the logits of its rows' windows, or of the undecided positions
         there where nothing reads the others."""
         asks = state.cache.facts.evaluates in ("picks", "targets")
         parts = state.cache.plan(state, self.positions_for_cache(state) if asks else None)
@@ -224,11 +215,9 @@ class MaskedSampler(Sampler):
             return queries
         return [leave_out_decided(state, query) for query in queries]
 
-    # ---- propose --------------------------------------------------------------------------------------------------
-
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """A candidate token and its scores for every window position; where a query leaves decided ones out, the
-        token there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
+        """A candidate token and its scores for every window position (the current token and 0 where a query leaves it
+        out). outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
         window, features = state.window, state.features
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
@@ -335,7 +324,7 @@ class MaskedSampler(Sampler):
         return drawing.position_noise(state, self.needs.reference_draws, generator)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
-        """As for all; and the open blocks, and which positions an early stop fills."""
+        """Add the open blocks, and the positions that an early stop fills."""
         notes = super().observe(state, proposal)
         rows, ends = proposal.rows.tolist(), state.block_end[proposal.rows].tolist()
         if proposal.block_end is not None:
@@ -349,11 +338,9 @@ class MaskedSampler(Sampler):
         if proposal.early is not None:
             positions = proposal.positions.tolist()
             for index in proposal.early.nonzero().flatten().tolist():
-                early = {(rows[index], position): EARLY for position in positions[index]}
+                early = {(rows[index], position): "early stop" for position in positions[index]}
                 notes.rules = {**(notes.rules or {}), **early}
         return notes
-
-    # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Select, write, remember; then close full blocks and finished rows.
@@ -432,8 +419,8 @@ def finish_step(
     """Count a step that was written; close full blocks and the rows that have ended.
 
     Args:
-        decided: arrays [R, ...] on the host, by name: the window's "tokens", where rows are "cut" off.
-        committed: [R] int64, how many positions the step has filled.
+        decided: arrays [R, ...] on the host: the window's "tokens", the "cut" of rows.
+        committed: [R] int64, positions that the step has filled.
     """
     rows, tokens = proposal.rows, decided["tokens"]
     state.count(proposal.cost)
@@ -450,9 +437,6 @@ def finish_step(
         trim_rows(state, decided["cut"], tokens)
         moved = True
     close_blocks(state, rows, ends, held, moved)
-
-
-# ---- queries ---------------------------------------------------------------------------------------------------------
 
 
 def build_query(state: MaskedState, part: Part) -> WindowQuery:
@@ -487,7 +471,7 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
+    """Columns of the call [R, W] that hold the window's logits, and which of them exist [N, W] (None: all)."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
@@ -503,8 +487,8 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
 
 
 def leave_out_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Drop the logits of decided positions: a query wants as many columns as the row with the most undecided ones has,
-    the others' filled up with decided ones. Unchanged where that saves little."""
+    """Drop the logits of decided positions: the row with the most undecided ones sets the number of columns, which
+    other rows fill up with decided ones. Unchanged where that saves little."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
@@ -527,9 +511,6 @@ def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
     return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
 
 
-# ---- from logits to candidates ---------------------------------------------------------------------------------------
-
-
 def guide(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery) -> Tensor:
     """Apply guidance, and exclude the tokens that are never proposed: the logits stages before `process_logits`."""
     request = state.request
@@ -545,20 +526,12 @@ def guide(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery
         if state.suppressed.ndim == 1:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         else:  # each row has others
-            excluded = state.suppressed[torch.as_tensor(_rows_of_logits(query, len(logits)), device=logits.device)]
+            rows, copies = query.rows, query.window.copies
+            if copies is not None and len(logits) != len(rows):  # drafts have rows of their own
+                rows = rows[(np.arange(copies.max())[:, None] < copies).nonzero()[1]]
+            excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
             logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
     return logits
-
-
-def _rows_of_logits(query: WindowQuery, count: int) -> np.ndarray:
-    """[count] int64: the state's row of each row of logits; drafts may have rows of their own."""
-    if query.window.copies is None or count == len(query.rows):
-        return query.rows
-    _, owner = (np.arange(query.window.copies.max())[:, None] < query.window.copies).nonzero()
-    return np.asarray(query.rows[owner])
-
-
-# ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 def make_view(
@@ -568,7 +541,7 @@ def make_view(
     generator: torch.Generator | None = None,
     memory: Mapping[str, Tensor] | None = None,
 ) -> View:
-    """Make what `select` sees of a proposal. memory: that of the method; None reads it from the state."""
+    """Make what `select` sees of a proposal. memory: the method's; None reads it from the state."""
     rows, available = proposal.rows, proposal.available
     draw = functools.partial(sampler.position_noise, state, generator)
     if memory is None:
@@ -594,8 +567,8 @@ def make_view(
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
-    """The tensors that are not None as numpy arrays under their names, with one transfer for all: the step's one wait
-    for the device. The others are as long as the first, or lack its last dimension."""
+    """Copy the tensors that are not None to numpy arrays in one transfer, the step's one wait for the device. All are
+    shaped as the first, or lack its last dimension."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if all(tensor.is_cpu for tensor in present.values()):
         return {name: tensor.numpy() for name, tensor in present.items()}

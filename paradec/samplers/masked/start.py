@@ -1,4 +1,4 @@
-"""The start of a masked decoding: a request is checked against a model and a sampler, and becomes a state."""
+"""Start of a masked decoding."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks
 from paradec.samplers.masked.policies import check_steps, count_blocks, named_policy
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.start import answer_starts, make_trace, new_tokens, randomness, row_keys, suppressed_ids
+from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
 """Bytes of logits that fit on any device."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
-    """Check all arguments, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to
-    fill), masks after it.
+    """Check a request, and make its state: a row of the canvas is the prompt from position 0, then masks.
 
     Raises:
         ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
@@ -53,14 +52,13 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows, mask_id = prompts.rows, facts.mask_id
     new = new_tokens(model, rows, request.max_new_tokens, mask_id, "mask")
-    policy = choose_policy(
-        sampler, model, request.blocks, request.block_length, holes=any(mask_id in row for row in rows)
-    )
+    holes = any(mask_id in row for row in rows)
+    policy = choose_policy(sampler, model, request.blocks, request.block_length, holes)
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
     answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
-    gaps = bool((answers > starts).any())  # something given follows a mask
+    gaps = bool((answers > starts).any())
     if request.steps is not None:
         check_steps(request.steps, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
@@ -86,10 +84,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         check_suffix(request, sampler, model, cache, policy, len(rows), gaps, bool(early))
 
     ends = _row_ends(facts, starts, lengths, new)
-    canvas = np.full((len(rows), int(ends.max())), facts.fill_token_id, np.int64)
-    for row, ids, end in zip(canvas, rows, ends, strict=True):
-        row[:end] = mask_id
-        row[: len(ids)] = ids
+    canvas = padded(rows, int(ends.max()), mask_id)
+    canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
     given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
@@ -142,7 +138,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def check_pair(sampler: Any, model: Any) -> None:
-    """Raise unless the sampler can decode with the model at all."""
+    """Raise TypeError or ValueError unless the sampler can decode with the model."""
     sampler.check_model(model)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
@@ -164,11 +160,10 @@ def check_pair(sampler: Any, model: Any) -> None:
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
-    """Choose the policy that was asked for, else the sampler's, else the model's.
+    """Choose the request's policy, else the sampler's, else the model's.
 
     Args:
-        blocks: a policy, or a name (`POLICIES`), which goes with a `block_length`.
-        holes: whether prompts have masks; a bidirectional model fills these as one block.
+        holes: whether prompts have masks, which a bidirectional model fills as one block.
 
     Raises:
         ValueError: lengths or a policy that do not fit the sampler or the model.
@@ -208,7 +203,7 @@ def choose_policy(
 
 
 def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
-    """Ids that are never proposed, beside the mask id, ascending. holes: whether something given follows a mask."""
+    """Ids that are never proposed, besides the mask id, ascending. holes: whether a given token follows a mask."""
     ends, suppressed = facts.eos_token_ids, set(suppressed_ids(request, facts))
     if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
         raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
@@ -235,16 +230,14 @@ def _make_features(
     if getattr(state.blocks, "reads_logits", False):
         features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
     if request.suffix is not None:
-        suffix: Any = Suffix.of(request.suffix)
-        features["suffix_window"] = SuffixWindow(suffix, np.zeros(shape, bool))
+        features["suffix_window"] = SuffixWindow(Suffix.of(request.suffix), np.zeros(shape, bool))
     if reuse is not None or request.keep_prefix:
         settled = np.zeros(state.batch, np.int64) if request.keep_prefix else None
         features["prefix_reuse"] = PrefixReuse(reuse, settled)
     if state.generator is not None:
         features["reference"] = ReferenceNumbers()
     if request.logprobs is not None or request.rollout:
-        logprobs = LogProbs.empty(state.batch, shape[1], request.logprobs or 0, model.device)
-        features["logprobs"] = RecordedLogProbs(logprobs)
+        features["logprobs"] = RecordedLogProbs(LogProbs.empty(*shape, request.logprobs or 0, model.device))
     if request.rollout:
         features["rollout"] = RecordedRollout.from_request(sampler, model, state)
     if early:
@@ -268,14 +261,10 @@ def _make_features(
 
 
 def _check_logits(state: MaskedState, model: Any) -> None:
-    """Raise ValueError where the logits of the first step cannot fit.
-
-    Left out: schedulers and engines, which have their logits already (no dtype).
-    """
-    dtype = getattr(model, "dtype", None)
+    """Raise ValueError where the logits of the first step do not fit into memory."""
+    dtype = getattr(model, "dtype", None)  # None: schedulers and engines, which have the logits already
     if dtype is None or state.done:
         return
     rows, width = state.branches * state.batch, state.window.positions.shape[1]
-    needed = rows * width * state.facts.vocab_size * dtype.itemsize
-    if needed > MAX_UNCHECKED:
+    if (needed := rows * width * state.facts.vocab_size * dtype.itemsize) > MAX_UNCHECKED:
         check_memory(needed, model.device, None, f"the logits of {rows} x {width} positions")

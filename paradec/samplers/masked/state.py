@@ -1,4 +1,4 @@
-"""What changes while a masked sampler decodes: the canvas, each row's open block, the method's memory, the counters."""
+"""State of the masked family."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """The positions that may become final now: the open block of every running row; with early rules, all after it too.
+    """The open block of every running row; with early rules, all positions after it too.
 
-    Shapes: `R` running rows, `W` positions (the widest block; narrower rows are padded with `valid` False).
+    Shapes: `R` running rows, `W` positions of the widest block.
     """
 
     rows: Any
-    """[R] int64 on the host: the state's rows. (In the device step a tensor.)"""
+    """[R] int64 on the host (in the device step a tensor): rows of the state."""
     positions: Tensor
     """[R, W] int64; distinct within a row, padding included."""
     flat: Tensor
-    """[R, W] int64: the same as indices into a flattened canvas."""
+    """[R, W] int64: indices into a flattened canvas."""
     valid: Tensor | None
-    """[R, W] bool, or None when all are valid."""
+    """[R, W] bool: False for padding; None when nothing is."""
     host_positions: Any
     host_valid: np.ndarray | None
-    """[R, W]: the same on the host."""
     whole: bool
     """Whether the running rows are all rows of the state."""
 
     @cached_property
     def row_index(self) -> Tensor:
-        """[R, 1] int64: the rows on the device, ready to index."""
+        """[R, 1] int64: the rows on the device."""
         return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
 
     def undecided(self, current: Tensor, mask_id: int) -> Tensor:
-        """[R, W] bool: where a window that holds `current` [R, W] is undecided, padding excluded."""
+        """[R, W] bool: where the window's tokens `current` [R, W] are undecided, padding excluded."""
         undecided = current == mask_id
         return undecided if self.valid is None else undecided & self.valid
 
     def query_positions(self, query: WindowQuery) -> Tensor:
-        """[N, K] int64: the positions that a query's logits [N, K, V] are for."""
+        """[N, K] int64: positions of a query's logits [N, K, V]."""
         positions = self.positions[torch.as_tensor(query.window.index, device=self.positions.device)]
         return positions if query.window.columns is None else positions.gather(1, query.window.columns)
 
@@ -68,61 +67,54 @@ class Window:
 
 @dataclass
 class MaskedState(State):
-    """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
+    """State of a masked sampler. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
-    Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step. Methods and
-    caches with `device_step` also read a `DeviceEngine` in its place, which has less and holds tensors.
+    Tensors are on the model's device, arrays on the host. Methods and caches with `device_step` also read a
+    `DeviceEngine` in its place, which has fewer fields, all tensors.
     """
 
     facts: ModelFacts
     request: Request
     cache: Cache
     blocks: Any
-    """The `paradec.samplers.masked.blocks.BlockPolicy`."""
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
     canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
-    """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
+    """[B, L] int64 ids; the mask id exactly at undecided positions."""
     given: Tensor = field(metadata=row_layout(columns=1))
-    """[B, L] bool: what the user gave (masked in the unconditional branch of guidance)."""
+    """[B, L] bool: prompt tokens (masked in the unconditional branch of guidance)."""
     prompt_length: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the position of each row's first mask; all before it was given."""
+    """[B] int64: the first mask of each row."""
     answer_start: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the position after the last one that was given; beyond `prompt_length` where the prompt has holes."""
+    """[B] int64: the position after the last prompt token; beyond `prompt_length` where the prompt has holes."""
     length: np.ndarray = field(metadata=ROWS)
-    """[B] int64: positions of each row; fewer than there were once the method has cut it off."""
+    """[B] int64: positions of each row; fewer once the method has cut it off."""
     asked: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the position after the last one that was asked for; before `length` where a block-causal model's last
-    block reaches beyond it."""
+    """[B] int64: end of the requested positions; before `length` where a block-causal model's last block is longer."""
     max_new_tokens: int
-    """Masks that were appended to every row."""
     keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
-    own, filled up with the mask id."""
+    """[S] int64 ids that are never proposed, besides the mask id; [B, S] where they differ between rows; or None."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
-    """Whether the sampler may take back what it decided in an open block."""
     causal_keys: bool = False
-    """Whether final tokens attended causally when their keys and values were stored, whatever the model's topology."""
+    """Both as in `Needs`."""
     stop_rules: tuple[Any, ...] = field(default=(), metadata=ROWS)
-    """Each a `StopRule` (`paradec.samplers.masked.blocks`)."""
     generator: torch.Generator | None = None
     """The caller's, for `rng="reference"`."""
     store: Any = field(default=None, metadata=ROWS)
     """The key/value store, or None."""
     cache_state: Any = field(default=None, metadata=ROWS)
-    """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
+    """See `paradec.caches.base.Cache.begin`."""
 
     window: Window = field(init=False, repr=False)
-    """Of the running rows `rows`."""
     block_start: np.ndarray = field(init=False, metadata=ROWS)
     block_end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 each: the open block; with pipelined blocks the start of the first one, the end of the last one."""
+    """[B] int64 each: the open block; with pipelined blocks from the start of the first to the end of the last."""
     remaining: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: undecided positions of the open block."""
     masks_at_open: np.ndarray = field(init=False, metadata=ROWS)
@@ -130,42 +122,35 @@ class MaskedState(State):
     running: np.ndarray = field(init=False, metadata=ROWS)
     """[B] bool: rows that take part in the next step."""
     decided: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: positions that decoding has made final."""
+    """[B] int64: positions decided so far."""
     end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
+    """[B] int64: end of each row; before `asked` where a stop rule ended it."""
     stopped: np.ndarray = field(init=False, metadata=ROWS)
     """[B] bool: rows that a stop rule ended."""
     reused: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
+    """[B] int64: leading positions whose keys and values came from a prefix; no step evaluates them."""
     reuses: bool = field(init=False, default=False)
     """Whether any row has such positions."""
     steps_per_block: np.ndarray | None = field(init=False, default=None, metadata=ROWS)
-    """[B] int64: steps planned for each block of a row; None plans one token a step."""
+    """[B] int64: steps planned per block; None plans one token a step."""
     masked: np.ndarray = field(init=False, metadata=row_layout(columns=1))
     """[B, L] bool: positions that were undecided at the start."""
     _steps: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
     most_calls: int = field(init=False, default=3)
-    """Calls of one kind that a step may make, so that rows of unequal lengths are not padded far."""
+    """Calls of one kind that a step may make: limits the padding of rows of unequal lengths."""
+    # values of optional features, None without the feature
     logprobs: ClassVar[Any] = property(  # type: ignore[misc]
         lambda self: self._read_feature("logprobs", "logprobs")
     )
-    """The `LogProbs` of what was decided; None unless the request asks for them."""
     log_weight: ClassVar[Any] = property(lambda self: self._read_feature("constraint", "log_weight"))
-    """[B] float64: see `paradec.Output.log_weight`; None without draws from a constraint."""
+    """[B] float64: see `paradec.Output.log_weight`."""
     present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
-    """[B, L] bool: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated
-    nor seen. None: all of a row's do."""
-    settled: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "settled"))
-    """[B] int64: on block-causal models, all before it was evaluated after its blocks were full; None unless a prefix
-    is to be kept."""
+    """[B, L] bool: positions that are evaluated and seen while the block is open (`paradec.Suffix`)."""
     seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
-    """[B] bool, on models of causal context: rows whose block begins with a token that the causal call before it
-    predicts; None on all others."""
+    """[B] bool: rows whose block begins with a token that the causal call before it predicts."""
     attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
-    """What the attention method keeps; None where every call attends to everything."""
     rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
-    """The `RecordedRollout`, or None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,7 +178,6 @@ class MaskedState(State):
         self.block_step, self.row_step = self._steps
 
     def _read_feature(self, name: str, attribute: str) -> Any:
-        """An attribute of a feature; None where the request has no such feature."""
         feature = self.features.get(name)
         return None if feature is None else getattr(feature, attribute)
 
@@ -205,7 +189,7 @@ class MaskedState(State):
 
     @property
     def undecided(self) -> Tensor:
-        """[B, L] bool: positions that are not final yet."""
+        """[B, L] bool."""
         return self.canvas == self.facts.mask_id
 
     @property
@@ -218,7 +202,7 @@ class MaskedState(State):
 
     @property
     def block_ends(self) -> Tensor:
-        """[R, 1] int64: where the running rows' blocks end, on the device."""
+        """[R, 1] int64 on the device: block ends of the running rows."""
         return torch.as_tensor(self.block_end[self.window.rows, None], device=self.canvas.device)
 
     def per_branch(self, array: np.ndarray) -> Tensor:
@@ -231,7 +215,7 @@ class MaskedState(State):
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
-        """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
+        """Count one step of the running rows, in which `rows` [R] committed `committed` [R] tokens."""
         self.commits += 1
         self._steps += self.running
         self.decided[rows] += committed
@@ -244,11 +228,10 @@ class MaskedState(State):
             return
         start = self.block_start[rows]
         end = (self.length if "early_stops" in self.features else self.block_end)[rows]
-        size = end - start
-        width = size.max()
+        width = (end - start).max()
         positions = start[:, None] + np.arange(width)
         valid = None
-        if size.min() < width:
+        if (end - start).min() < width:
             valid = positions < end[:, None]
             positions %= self.canvas.shape[1]  # padding wraps around: a row's positions stay distinct
         if self.memory.specs:
@@ -263,8 +246,6 @@ class MaskedState(State):
             valid=None if valid is None else torch.as_tensor(valid, device=device),
             whole=len(rows) == self.batch,
         )
-
-    # ---- rows that come and go ------------------------------------------------------------------------------------
 
     def fixed(self) -> str | None:
         for feature in self.features.values():
@@ -285,12 +266,12 @@ class MaskedState(State):
         if other is None:
             return
         self.reuses |= other.reuses
-        own, new = self.suppressed, other.suppressed
-        same = own is new if own is None or new is None else own.ndim == new.ndim == 1 and torch.equal(own, new)
-        if not same:  # each row has its own from here on
+        left, right = self.suppressed, other.suppressed
+        same = left is right if left is None or right is None else left.ndim == right.ndim == 1 and left.equal(right)
+        if not same:  # one list per row from here on
             for state in (self, other):
-                own = torch.tensor([state.mask_id]).to(state.canvas) if state.suppressed is None else state.suppressed
-                state.suppressed = own.expand(state.batch, -1).clone()
+                ids = torch.tensor([state.mask_id]).to(state.canvas) if state.suppressed is None else state.suppressed
+                state.suppressed = ids.expand(state.batch, -1).clone()
 
     def after_row_change(self) -> None:
         super().after_row_change()
@@ -298,7 +279,7 @@ class MaskedState(State):
         self.make_window()
 
     def _follow_rows(self) -> None:
-        """Make what follows from the rows that there are."""
+        """Compute the values that follow from the rows."""
         size = self.canvas.shape[1]
         self.block_step, self.row_step = self._steps  # views
         # [B] int64: steps taken in the open block, and by the row
@@ -310,8 +291,8 @@ class MaskedState(State):
         self.total = self.masks_before[:, -1]  # [B]: positions that decoding is to make final
 
     def let_run(self, rows: np.ndarray) -> None:
-        """Let `rows` [N] alone take part in the next steps, and the others wait. For hosts that have not the
-        logits of all rows: none of them may be done, and it is theirs to remember who waits."""
+        """Let `rows` [N] alone take part in the next steps, for hosts without the logits of all rows. None of them may
+        be done; the host remembers which rows wait."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():
@@ -320,7 +301,6 @@ class MaskedState(State):
             self.make_window()
 
     def finish(self, rows: np.ndarray) -> None:
-        """Take rows out of the decoding."""
         self.running[rows] = False
 
     def final(self, rows: np.ndarray) -> np.ndarray:
@@ -338,12 +318,11 @@ class MaskedState(State):
         return self.store, self.attention_state
 
     def kept_prefix(self, model: Any) -> Any:
-        """The `KeptPrefix` that the next request can take over, if that was asked for; before the store is freed."""
+        """The `KeptPrefix` for the next request, if this one asks for it; call it before the store is freed."""
         feature = self.features.get("prefix_reuse")
         return None if feature is None else feature.kept_prefix(self, model)
 
     def cache_advice(self) -> str | None:
-        """Why the cache cannot win for this request, if it cannot."""
         if self.reuses or not self.cache.facts.uses_store:
-            return None  # it has won already, or there is none
+            return None
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)

@@ -1,9 +1,9 @@
-"""What a method of the masked family declares (`Needs`), what it sees (`Stage`, `View`), and what it decides."""
+"""Interface of a method of the masked family: what it declares, sees and decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,9 @@ UNCUT = 2**31 - 1
 """The end of a row that a method does not cut off."""
 
 
-OVERRIDES = {
-    "preview": "previews",
-    "process_logits": "processes_logits",
-    "extra_quantities": "extra_quantities",
-    "revise": "revises",
-    "draw_tokens": "draws_tokens",
-}
-"""Methods of `MaskedSampler`, and the field of `Needs` that follows from overriding each."""
-
-
 @dataclass(frozen=True)
 class Needs:
-    """What a method reads, and what it does beside its `select`.
+    """What a method reads and does.
 
     Raises:
         ValueError: quantities that nothing computes, or another `score_from`.
@@ -45,52 +35,48 @@ class Needs:
     reads: tuple[str, ...] = ()
     """Quantities computed from the logits (`paradec.kernels.token_stats.QUANTITIES`); "confidence" and `score` too."""
     score: str = "confidence"
-    """The one of them that ranks positions."""
+    """The quantity that ranks positions."""
     score_from: str = "raw"
     """"raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the tempered and
     filtered distribution that tokens are drawn from (Dream)."""
     reference_draws: str = "canvas"
     """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
     decided_logits: bool = False
-    """Whether the method reads the logits of decided positions of the block as well (to edit or remask). Without it,
-    and without a `process_logits`, `extra_quantities` or `revise`, large vocabularies have none there."""
+    """Whether the method reads the logits of the block's decided positions too (to edit or remask). Implied by
+    `process_logits`, `extra_quantities` and `revise`."""
     topologies: tuple[str, ...] = ()
-    """The topologies (`paradec.core.facts.TOPOLOGIES`) of models that the method is for; none is all of the family."""
+    """Topologies of the models that the method is for; () is all of the family."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
-    """Whether the schedule of `steps` says only what a step commits at least, beside what the rule finds without it;
-    then pipelined blocks take the method, without `steps`."""
+    """Whether the schedule of `steps` is only a lower bound on a step's commits; then the method works with pipelined
+    blocks, without `steps`."""
     mask_probes: bool = False
-    """Whether it evaluates masks beside the row that the rest of the row does not see."""
+    """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
-    """Whether it lets keys and values of final blocks be stored, and no others: for caches with `final_alone`."""
+    """Whether only keys and values of final blocks are stored: for caches with `final_alone`."""
     causal_keys: bool = False
     """Whether final tokens attend causally in the calls that store their keys and values, whatever the model's
     topology. Only requests that agree on it share keys and values."""
     multi_step: bool = False
-    """Whether it evaluates drafts of later steps, and promises the result of taking them one by one."""
+    """Whether it evaluates drafts of later steps, with the result of taking them one by one."""
     moves: bool = False
-    """Whether a step of a method that `revises` may move what is decided within the open block, and leave more
-    undecided than there was; then its last step must fill the block."""
+    """Whether a step of a method that `revises` may move decided tokens within the open block, and leave more positions
+    undecided than before; then its last step must fill the block."""
     ends_with_block: bool = False
     """Whether stop rules of a method that `revises` see a block only when it closes."""
     previews: bool = False
-    """Whether `preview` says what a step will commit before the model is called."""
     processes_logits: bool = False
-    """Whether the method has a logits stage of its own."""
     extra_quantities: bool = False
-    """Whether it finds out more about a proposal."""
     revises: bool = False
-    """Whether it takes back what it decided in the open block. Then stop rules count a token as decided when a step has
-    left it as it is, or its block has closed."""
+    """Whether it takes tokens of the open block back. Then stop rules count a token as decided when a step has left it
+    unchanged, or its block has closed."""
     draws_tokens: bool = False
-    """Whether counter-based draws of tokens go through the method's own `draw_tokens`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.reads, (tuple, list)):
             raise ValueError(f"reads={self.reads!r} must be a tuple of {', '.join(QUANTITIES)}")
-        reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # every commit looks at the first
+        reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # commits check the first
         if wrong := [name for name in reads if name not in QUANTITIES]:
             said = f"score={self.score!r}" if wrong[0] == self.score else f"reads={self.reads!r}"
             raise ValueError(f"{said}: {unknown('quantity', wrong[0], QUANTITIES)}")
@@ -111,19 +97,6 @@ class Needs:
         return f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}"
 
 
-def declare(cls: Any, base: type) -> None:
-    """Complete the `needs` of a subclass of `base` by what it overrides.
-
-    Raises:
-        TypeError: `needs` that are no `Needs`.
-    """
-    if not isinstance(cls.needs, Needs):
-        raise TypeError(f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs")
-    own: Any = {OVERRIDES[name]: True for name in OVERRIDES if getattr(cls, name) is not getattr(base, name)}
-    cls.needs = replace(cls.needs, **own)
-    cls.device_step = vars(cls).get("device_step", False)
-
-
 @dataclass(kw_only=True)
 class MaskedProposal(Proposal):
     """A proposal of this family. Shapes: `R` running rows, `W` window positions each."""
@@ -133,19 +106,16 @@ class MaskedProposal(Proposal):
     block_end: Tensor | None = None
     """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
     early: Tensor | None = None
-    """[R] bool: rows of which everything undecided becomes final now, since a stop rule is satisfied."""
+    """[R] bool: rows that an early stop rule fills now."""
     updates: dict[str, Tensor] = field(default_factory=dict)
-    """What the method's logits stage found, by name, each [R, ...]: its memory's new values, numbers for `select`."""
+    """Second value of `process_logits`, each [R, ...]."""
     generator_state: Tensor | None = None
-    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`); commit adopts it."""
+    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`)."""
 
 
 @dataclass
 class View:
-    """What `select` sees: tensors of the window, nothing of the model.
-
-    Shapes: `R` rows, `W` positions.
-    """
+    """What `select` sees. Shapes: `R` rows, `W` window positions."""
 
     scores: Tensor
     """[R, W] float64, -inf where a position may not be committed."""
@@ -156,90 +126,81 @@ class View:
     positions: Tensor
     """[R, W] int64."""
     quantities: Mapping[str, Tensor]
-    """What the method declared in `reads`, each [R, W] float64."""
+    """The quantities that the method `reads`, each [R, W] float64."""
     quota: Any
     """[R] int64 on the host: tokens the schedule grants this step; None for methods without one, a tuple of the rules'
     for combinations."""
     memory: Mapping[str, Tensor]
-    """The method's own tensors, each [R, ...]."""
+    """The method's memory, each [R, ...]."""
     updates: Mapping[str, Tensor]
-    """What the method's `process_logits` found in this step, each [R, ...]."""
+    """Second value of `process_logits`, each [R, ...]."""
     current: Tensor
     """[R, W] int64: the tokens at the positions now."""
     editable: Tensor
-    """[R, W] bool: decided in this block by the method itself, and evaluated this step; False unless the method
-    `revises`."""
+    """[R, W] bool: decided in this block by the method, and evaluated this step; False unless the method `revises`."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
     """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
-    whichever torch.topk takes, as in the public code)."""
+    torch.topk's choice, as in the public code)."""
     draw: Callable[[], Tensor]
     """Uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]
-    """Draw count [R] positions without replacement with the probabilities softmax([R, W]), -inf where there is none ->
-    [R, W] bool."""
+    """Draw count [R] positions without replacement from softmax([R, W]) -> [R, W] bool."""
     ends: Tensor
     """[E] int64: ids that end an answer."""
     leading: Tensor | None = None
-    """[R, W] int64, with pipelined blocks (`paradec.PipelinedBlocks`): in blocks that must make progress, their number;
-    -1 elsewhere. None where the window is one block, which must."""
+    """[R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere. None where
+    the window is one block."""
 
     def best(self, scores: Tensor | None = None) -> Tensor:
-        """[R, W] bool: the position to commit whatever its score, the one with the highest of `scores` (None: the
-        view's), the lowest on ties; with pipelined blocks that of every block that must make progress."""
+        """[R, W] bool: the position with the highest of `scores` (None: the view's), the lowest on ties; with pipelined
+        blocks, that of every block that must make progress."""
         scores = self.scores if scores is None else scores
         if self.leading is not None:
             return best_of_blocks(scores, self.leading, self.candidates)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.argmax(-1, keepdim=True), True)
 
     def scheduled(self, scores: Tensor | None = None) -> Tensor:
-        """[R, W] bool: the `quota` highest of `scores` (None: the view's); with pipelined blocks, which no schedule
-        counts through, `best`."""
+        """[R, W] bool: the `quota` highest of `scores` (None: the view's); with pipelined blocks `best`."""
         scores = self.scores if scores is None else scores
         return self.top(scores, self.quota) if self.leading is None else self.best(scores)
 
 
 @dataclass
 class Stage:
-    """What `process_logits` sees beside the logits. Shapes: `R` rows (of one call), `W` positions."""
+    """What `process_logits` sees besides the logits. Shapes: `R` rows (of one call), `W` positions."""
 
     undecided: Tensor
     """[R, W] bool: undecided and evaluated this step."""
     positions: Tensor
     """[R, W] int64."""
     memory: Mapping[str, Tensor]
-    """The method's own tensors, each [R, ...]; "window" dimensions are W wide."""
+    """The method's memory, each [R, ...]; "window" dimensions are W wide."""
     current: Tensor | None = None
-    """[R, W] int64: the tokens at the positions now. They are always there in a decoding."""
+    """[R, W] int64: the tokens at the positions now; never None in a decoding."""
 
 
 @dataclass
 class Decision:
-    """What a step is about to write. Shapes: `R` rows, `W` positions."""
+    """The writes of a step. Shapes: `R` rows, `W` positions."""
 
     values: Tensor
     """[R, W] int64."""
     selected: Tensor
     """[R, W] bool: where they are written."""
     filled: Tensor
-    """[R, W]: what that adds to what is decided: bool; -1, 0 or 1 where the method takes tokens back."""
+    """[R, W]: change of the number of decided positions: bool; -1, 0 or 1 where the method takes tokens back."""
     hold_block: Tensor | None = None
-    """[R] bool: rows whose block stays open although nothing in it is undecided."""
+    """[R] bool: rows whose full block stays open."""
     logprobs: StepLogProbs | None = None
-    """Of what was written, where the request asks for them."""
     steps: Tensor | None = None
-    """[R, W] int64: the row's steps that decide the positions; None is the step that is committed."""
+    """[R, W] int64: the row's steps that decide the positions; None is the current step."""
 
 
 def checked_select(sampler: Any, view: View) -> Tensor:
-    """[R, W] bool: the `select` of a method.
-
-    Raises:
-        ValueError: it is no mask over the window.
-    """
+    """[R, W] bool: the `select` of a method. Raises ValueError unless it is a mask over the window."""
     selected, shape = sampler.select(view), list(view.candidates.shape)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool or list(selected.shape) != shape:
-        what = f"a {type(selected).__name__}"
-        if isinstance(selected, Tensor):
-            what = f"{selected.dtype} {list(selected.shape)}"
+        is_tensor = isinstance(selected, Tensor)
+        what = f"{selected.dtype} {list(selected.shape)}" if is_tensor else f"a {type(selected).__name__}"
         raise ValueError(f"select of {sampler.name!r} returned {what}; it must return torch.bool [R, W], here {shape}")
     return selected

@@ -26,15 +26,14 @@ class Threshold(MaskedSampler):
 
     Args:
         threshold: probability that a token must reach, in [0, 1].
-        quota_per_step: "none" is the paper's rule, which does not use `steps`. "carry" is the rule of Fast-dLLM's code
-            for Dream without cache: at most masks // steps positions per step, plus those that earlier steps refused
-            for lack of confidence; it needs `steps`. "least" is the rule of LLaDA2.0's and SDAR's code with fewer steps
-            than positions: where fewer than block // steps positions (one more in the first block % steps steps) are
-            confident enough, that many of the best ones. For a block-causal model the whole block counts, even if the
-            prompt ends inside it.
+        quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
+            without cache: at most masks // steps positions per step, plus those that earlier steps refused for lack of
+            confidence; it needs `steps`. "least" is the rule of LLaDA2.0's and SDAR's code: at least block // steps
+            positions (one more in the first block % steps steps), the best ones; on a block-causal model of the whole
+            block, even if the prompt ends inside it.
 
-    Preset "llada2.0" is that code's threshold, for its 32 steps in blocks of 32. (That code commits only what is above
-    the threshold, and with a temperature takes the confidence of the filtered distribution that tokens are drawn from.)
+    Preset "llada2.0" is that code's threshold, for 32 steps in blocks of 32. (That code commits only positions above
+    the threshold; with a temperature, it takes the confidence from the filtered distribution of its draws.)
     """
 
     threshold: float = 0.9
@@ -67,16 +66,14 @@ class Threshold(MaskedSampler):
             if state.steps_per_block is None:
                 return planned * 0 + 1
             return linear(_block_lengths(state, rows), state.block_step[rows], planned).clip(1)
-        # once the planned steps are over, only what was refused is left
+        # after the planned steps, only refused positions are left
         return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
 
     def select(self, view: View) -> Tensor:
         if self.quota_per_step == "least":
             return at_least(view, view.scores >= self.threshold, view.quota)
         sure = (view.scores >= self.threshold) | view.best()
-        if view.quota is None:
-            return sure
-        return sure & view.top(view.scores, self.granted(view))
+        return sure if view.quota is None else sure & view.top(view.scores, self.granted(view))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         if self.quota_per_step != "carry":
@@ -84,13 +81,13 @@ class Threshold(MaskedSampler):
         return {"refused": self.granted(view) - selected.sum(1)}
 
     def granted(self, view: View) -> Tensor:
-        """[R] int64: positions that may be committed at most: the schedule's, and what was refused before."""
+        """[R] int64: positions to commit at most: those of the schedule, and those refused before."""
         quota = torch.as_tensor(view.quota, device=view.scores.device)
         return (quota + view.memory["refused"]).clamp(min=1)
 
 
 def _block_lengths(state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: positions of the open blocks, by what the quota is reckoned."""
+    """[R] int64: positions of the open blocks, for the quota."""
     masks = state.masks_at_open[rows]
     if state.facts.topology != "block_causal" or state.request.blocks is not None:
         return masks
@@ -99,8 +96,7 @@ def _block_lengths(state: MaskedState, rows: np.ndarray) -> np.ndarray:
 
 
 def at_least(view: View, sure: Tensor, least: Any) -> Tensor:
-    """`sure` [R, W] bool where it holds `least` positions ([R] int64, or one number for all), else that many of the
-    best ones."""
+    """`sure` [R, W] bool where it holds `least` positions ([R] int64, or one number), else the best `least` ones."""
     least = torch.as_tensor(least, device=sure.device)
     enough = sure.sum(1) >= least
     return torch.where(enough.unsqueeze(1), sure, view.top(view.scores, least.expand(len(sure))))
