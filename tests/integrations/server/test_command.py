@@ -56,7 +56,7 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
         # what no prompt could be answered with
         (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' counts on all of a row"),
         (["--port", "0", "--max-new-tokens", "600"], "= 601 is longer than tiny-llada takes (512)"),
-        (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than max_memory=5000"),
+        (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than --max-memory=5000"),
     ],
 )
 def test_wrong_options_are_one_line(
