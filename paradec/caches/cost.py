@@ -1,4 +1,4 @@
-"""What a cache cost: counts for `Output.cost`, and a warning where it saved nothing."""
+"""Cost of a cache: counts for `Output.cost`, and a warning where it saved nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = 64
 
 @dataclass(frozen=True)
 class CacheCost:
-    """What a request's forwards were, over its rows. Lists have one entry per row."""
+    """Forwards of a request. Lists have one entry per row."""
 
     cache: str
     full_forwards: list[int]
@@ -27,14 +27,14 @@ class CacheCost:
     partial_forwards: list[int]
     """Calls that evaluated a part of it."""
     forwarded_tokens: list[int]
-    """Positions evaluated, padding excluded, both branches of a guidance pair. A prefix that all rows share is
-    evaluated once, in a forward of its own, and counted with the first row."""
+    """Positions evaluated in all branches, padding excluded. A prefix that all rows share is evaluated once, in a
+    separate forward, and counted with the first row."""
     store_bytes: int
-    """Bytes of keys and values held at most, a shared prefix once."""
+    """Peak bytes of keys and values, a shared prefix once."""
     reused_tokens: list[int]
-    """Positions of each row that no step evaluated, since their keys and values came from a prefix."""
+    """Positions of each row with keys and values from a prefix, which no step evaluated."""
     share: float = 1.0
-    """Positions evaluated, of those that as many whole forwards would have evaluated."""
+    """Positions evaluated, relative to as many whole forwards."""
 
     @classmethod
     def from_state(cls, state: Any, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
@@ -51,7 +51,7 @@ class CacheCost:
         )
 
     def advice(self) -> str | None:
-        """Why the cache was not worth it and what to use instead; None where it was, or where there is none."""
+        """Why the cache was not worth it and what to use instead, or None."""
         if self.cache == "causal":  # the store of drafts is no choice
             return None
         calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
@@ -64,13 +64,10 @@ class CacheCost:
 
 
 def advice(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
-    """Why a cache is not worth it for this shape and what to use instead, or None when it may be.
+    """Why a cache is not worth it for rows of at most `positions`, and what to use instead, or None.
 
-    On a GPU one row's calls are bound by their launches and the weights, not by positions; users of the public code
-    report it slower there than no cache.
-
-    Args:
-        rows: of the batch. positions: of the longest row. device: "cpu", "cuda", ...
+    On a GPU one row's calls are bound by launches and weights, not by positions; users of the public code report it
+    slower there than no cache.
     """
     if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= SHORT):
         return None

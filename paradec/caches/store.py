@@ -112,7 +112,7 @@ class KeyValueStore(Cache):
         if call.joined:
             keys = torch.cat((keys.expand(len(query.positions), visible), query.positions), 1)
             return self._joined_mask(query, call), keys
-        if self._known_full(call.index, visible):
+        if call.index is not None and (self._filled_to[call.index] >= visible).all():  # known on the host
             return None, keys
         return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
 
@@ -143,11 +143,6 @@ class KeyValueStore(Cache):
         if whole and call.index is not None and query.forwarded is not None:
             filled = np.tile(query.forwarded, query.branches)
             self._filled_to[call.index] = self._loaded[call.index] + filled
-
-    def _known_full(self, index: np.ndarray | None, visible_length: int) -> bool:
-        """Whether the host knows, without asking the device, that the rows' slots below `visible_length` are all
-        filled."""
-        return index is not None and bool((self._filled_to[index] >= visible_length).all())
 
     def _joined_mask(self, query: Query, call: _Call) -> Tensor:
         """[R, 1, Q, visible length + Q] bool: the store's slots, then the call's own columns."""

@@ -26,13 +26,12 @@ class StoreCall(Changeable):
     rows: Tensor
     """[R] int64: rows of the store."""
     slots: Tensor | None = None
-    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding (and, with `visible`,
-    for columns that are not kept); None writes nothing: a draft over the store."""
+    """[R, Q] int64: store slot of each position's key and value, -1 for those that are not stored; None stores none: a
+    draft over the store."""
     index: np.ndarray | None = None
-    """[R] int64, on the host: `rows` again, where the host knows it: then neighbours are read without a copy. Who
-    changes `rows` changes it as well."""
+    """[R] int64, on the host: equal to `rows`, if known: then neighbouring rows are read without a copy."""
     visible_length: int | None = None
-    """Slots from here on are seen by no row of the call; None if any may be."""
+    """Slots from here on are seen by no row; None if any may be."""
     begin: int = 0
     """On models with canvases: the lowest position that the call evaluates."""
     step: int = 0
@@ -41,7 +40,7 @@ class StoreCall(Changeable):
 
 @dataclass
 class Query(Changeable):
-    """One model call: what is evaluated for the rows of one shape bucket. What a family adds is in a subclass.
+    """One model call, for the rows of one shape bucket.
 
     Shapes: `N` rows of this bucket, `R = branches * N` rows in the call, `Q` positions each, `W` wanted positions each.
     Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest the same without prompt.
@@ -58,36 +57,34 @@ class Query(Changeable):
     valid: Tensor | None = None
     """[R, Q] bool: False where a column is padding; None when nothing is."""
     visible: Tensor | None = None
-    """[R, Q, Q] bool: which of the call's columns each column sees; None is the model's own topology. Over a store,
-    columns see what is stored elsewhere too, and not what is stored at the positions that the call evaluates."""
+    """[R, Q, Q] bool: columns of the call that each column sees; None is the model's topology. Over a store also
+    the slots of all positions that the call does not evaluate."""
     store: StoreCall | None = None
-    """What the call reads and writes of a store; None evaluates without one."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
-    Everywhere else "forwarded" means all branches (`CallCost.add_to` multiplies)."""
+    """[N] int64, on the host: unpadded positions of each row in one branch, all drafts together. (Elsewhere "forwarded"
+    counts all branches.)"""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store); on models with canvases "encode" (final tokens, for
     their keys and values alone) and "canvas" (the open canvases, which write nothing)."""
 
-    # for models of one's own, which may read these two
+    # for custom models
     store_rows = property(lambda self: None if self.store is None else self.store.rows)
     slots = property(lambda self: None if self.store is None else self.store.slots)
 
 
 @dataclass
 class WindowLogits(Changeable):
-    """Which of the running rows' windows the logits of a call are for."""
+    """Places of a call's logits in the running rows' windows."""
 
     index: np.ndarray
-    """[N] int64, on the host: where the call's rows are among the running rows."""
+    """[N] int64, on the host: indices of the call's rows among the running rows."""
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
     columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
-    are for all of them, in order."""
+    """[N, K] int64, distinct within a row: window positions of the `K` columns of `wanted`; None is all, in order."""
     copies: np.ndarray | None = None
-    """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
+    """[N] int64, on the host: number of each row's drafts in the call; None is one of each."""
 
 
 @dataclass(kw_only=True)
@@ -98,15 +95,15 @@ class WindowQuery(Query):
     origin: Tensor | None = None
     """[R, 1] int64: where each row's prompt ends, for models that count blocks from there; None for all others."""
     decided_at: Tensor | None = None
-    """[R, Q] int64: after which of the row's steps each position took its token, -1 where it was given or is undecided;
-    for models with `reads_order`, None for all others."""
+    """[R, Q] int64: step of the row that decided each position, -1 for given and undecided ones; for models with
+    `reads_order`."""
     attention: Any = None
-    """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
+    """Plan of the call's attention (`paradec.attention`); None attends to everything visible."""
 
 
 @dataclass
 class Cost:
-    """What one step spent: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
+    """Cost of one step. A call is one `nfe` of a row, however many branches and drafts of it the call holds."""
 
     queries: list[Any]
     batch: int
@@ -127,11 +124,11 @@ class Cost:
     @property
     def calls(self) -> list[CallCost]:
         """The model calls, without their tensors."""
-        found = []
+        calls = []
         for query in self.queries:
             copies = query.window.copies if isinstance(query, WindowQuery) else None
-            found.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
-        return found
+            calls.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
+        return calls
 
 
 class CallCost(NamedTuple):

@@ -46,9 +46,13 @@ class WeightsLock:
         (`paradec.batching`) decodes rows."""
         with self:
             if self._depth > 1:
-                raise RuntimeError(f"a request of {name} runs in this thread: update its weights when it has ended")
+                raise RuntimeError(
+                    f"a request of {name} that runs in this thread asks for new weights: wait for its end"
+                )
             if rows := sum(batch.occupied for batch in self.batches):
-                raise RuntimeError(f"{rows} rows of {name} are being decoded in a batch: step it until they have ended")
+                raise RuntimeError(
+                    f"{rows} rows of {name} are being decoded in a batch: take its steps until they have ended"
+                )
             yield
             self.updates += 1
 

@@ -1,7 +1,6 @@
-"""Attention without a causal mask, registered with transformers so that its own Llama and Qwen2 run bidirectionally.
+"""Attention without a causal mask, registered with transformers so that its decoders run bidirectionally.
 
-Importing this module imports transformers' attention registry (and with it, where installed, triton): the loaders do it
-when a model is loaded or wrapped, `import paradec` does not.
+Importing this module imports transformers' attention registry (and triton, where installed); `import paradec` does not.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def sdpa(
 
 
 def served(function: Any) -> Any:
-    """The same attention, which calls of ours may hand a `shared_prefix`, what all rows see besides
-    (`paradec.caches.kept.SharedPrefix`), and an `attention_plan` (`WindowQuery.attention`), which goes row by row."""
+    """The same attention with two more arguments: a `shared_prefix` that all rows see (`paradec.caches.kept`), and an
+    `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -70,7 +69,7 @@ def served(function: Any) -> Any:
         thread.attended.value = True
         _refuse_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
-            attention_mask = None  # it hides nothing: every column sees a key
+            attention_mask = None  # one key, which every column sees
         plan, shared = kwargs.pop("attention_plan", None), kwargs.pop("shared_prefix", None)
         if plan is None and shared is None:
             return function(module, query, key, value, attention_mask, **kwargs)
@@ -88,7 +87,7 @@ def served(function: Any) -> Any:
 
 
 def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
-    """Raise ValueError for what some models add to plain attention, where it would change the result."""
+    """Raise ValueError for additions to plain attention that would change the result."""
     for name in ("softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported without a causal mask")
@@ -101,14 +100,11 @@ def full_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
     """Mask function for transformers: only padding hides keys. attention_mask: [R, K] -> [R, 1, 1, K] bool."""
-    if attention_mask is None:
-        return None
-    return attention_mask.bool()[:, None, None, :kv_length]
+    return None if attention_mask is None else attention_mask.bool()[:, None, None, :kv_length]
 
 
 IMPLEMENTATIONS = {"sdpa": served(sdpa), "eager": served(eager), "sparsed": served(sdpa)}
-"""By the name that `load` and `wrap` take. "sparsed" is sdpa where a request does not ask for anything else, and has
-requests ask for SparseD (`Model.default_attention`)."""
+"""Attention by its name in `load` and `wrap`. "sparsed" is sdpa with SparseD as `Model.default_attention`."""
 for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(PREFIX + _name, _function)
     AttentionMaskInterface.register(PREFIX + _name, full_mask)

@@ -21,11 +21,11 @@ from paradec.models.layers import LayerOutputs, decoder_layers
 from paradec.models.visibility import beyond_plain, visible_keys
 
 EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""A mask that hides nothing. transformers hands a mask of four dimensions on as it is; without one it makes its own."""
+"""A mask that hides nothing: transformers passes masks of four dimensions on, and without one makes its causal mask."""
 PLAIN = frozenset(
     f"{name}ForCausalLM" for name in "Llama Mistral Ministral3 Qwen2 Qwen3 Qwen3Moe Glm4Moe SmolLM3 GptOss".split()
 )
-"""Classes of transformers whose logits are `lm_head` of what `model` puts out, and nothing else."""
+"""Classes of transformers whose logits are `lm_head` of the output of `model`."""
 
 
 class Decoder(Model):
@@ -36,12 +36,12 @@ class Decoder(Model):
     def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
         super().__init__(module, facts, *others, **named)
         self._masks_itself = getattr(getattr(module, "config", None), "is_causal", True) is not False
-        """Whether a causal module needs no mask of ours to be so (the modules that `load` makes do)."""
+        """Whether a causal module makes its causal mask (the modules that `load` makes do not)."""
 
     @cached_property
     def _slices_rows(self) -> bool:
-        """Whether the module's forward takes [R, W] positions as `logits_to_keep`: transformers' own do from 5.23 on.
-        With layers on several devices it is not known which one the positions must be on."""
+        """Whether the module's forward takes [R, W] positions as `logits_to_keep`: those of transformers do from 5.23
+        on. Not with layers on several devices, where the device of the positions is unknown."""
         from transformers import modeling_utils
 
         forward = type(self.module).forward
@@ -56,7 +56,7 @@ class Decoder(Model):
     def _takes_masks(self) -> bool:
         if self.facts.topology != "causal":
             return True
-        # causal modules keep their own attention, of which only the plain one is what such a mask replaces
+        # causal modules keep their attention; a mask replaces the plain one only
         name = self.attn_implementation or self.module.config._attn_implementation
         return name == "sdpa" and not beyond_plain(self.module)
 
@@ -120,16 +120,13 @@ class Decoder(Model):
         return take_columns(output.logits, query.wanted)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        """[R, 1, Q or 1, K] bool: which keys each column sees, or None when it sees all.
-
-        Keys are the call's own columns (K = Q), or what a store says.
-        """
+        """[R, 1, Q or 1, K] bool: keys of the call, or of a store too, that each column sees; None for all."""
         if self.facts.topology == "bidirectional" and store is None and query.valid is None and query.visible is None:
             return None
         return visible_keys(self.facts, query, store, self._masks_itself)
 
     def store_bytes(self, rows: int, length: int, store_dtype: str | None = None) -> int:
-        """Bytes that a store of `rows` rows and `length` positions will take, in this process."""
+        """Bytes of a store of `rows` rows and `length` positions, in this process."""
         from paradec.caches.store import store_bytes
 
         dtype = self.dtype if store_dtype is None else getattr(torch, store_dtype)
@@ -167,13 +164,13 @@ class Decoder(Model):
 
 
 def keeps_hidden(query: Query) -> TypeGuard[CausalQuery]:
-    """Whether the model shall leave hidden states in the query."""
+    """Whether the query asks for hidden states."""
     return isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers is not None)
 
 
 def calls_parts(module: Any) -> bool:
-    """Whether a call of the module is nothing but calls of its parts: of a class in `PLAIN`, without hooks, compiled
-    code or another forward of its owner's. (accelerate's hook on the whole module aligns devices.)"""
+    """Whether a call of the module equals calls of its parts: a class in `PLAIN`, without hooks, compiled code or a
+    replaced forward. (accelerate's hook on the whole module aligns devices.)"""
     return (
         type(module).__name__ in PLAIN
         and type(module).__module__.startswith("transformers.")
@@ -200,7 +197,7 @@ def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any
 
 
 def check_followed(name: str, extra: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where the model of this name has not passed on what it was handed."""
+    """Raise RuntimeError where the model of this name has not passed its keyword arguments on."""
     shared, plan = extra.get("shared_prefix"), extra.get("attention_plan")
     if shared is not None:
         shared.check_read(name)

@@ -74,7 +74,9 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
         raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")
     source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
     source = source if model.published is None else model.published.source
-    if _reads_its_files(model.module) and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
+    # a device_map may leave weights on the disk, in the files that they were loaded from
+    on_disk = "disk" in (getattr(model.module, "hf_device_map", None) or {}).values()
+    if on_disk and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
         raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
     if model.published is None:
         _save_own_format(model, path, max_shard_size)
@@ -352,11 +354,6 @@ def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[
             return getattr(part, attribute).detach().clone()
 
     return lambda name: state[name].of(here)
-
-
-def _reads_its_files(module: nn.Module) -> bool:
-    """Whether a device_map left weights on the disk, in the files that they were loaded from."""
-    return "disk" in (getattr(module, "hf_device_map", None) or {}).values()
 
 
 def _split(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:

@@ -1,4 +1,4 @@
-"""The start of a request: what all families of samplers share."""
+"""Start of a request, shared by all families of samplers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, 
     """Count the undecided positions that are appended to every row.
 
     Args:
-        asked: the request's `max_new_tokens`. hole: the id of positions in `rows` to fill. name: what messages call it.
+        asked: the request's `max_new_tokens`. hole: id of positions to fill. name: of such a position, for messages.
 
     Raises:
         ValueError: a number out of its range, a row without anything to fill, or one that is too long.
     """
     holes = any(hole in row for row in rows)
-    new = asked
-    if new is None:
-        new = 0 if holes else model.default_max_new_tokens
+    new = asked if asked is not None else 0 if holes else model.default_max_new_tokens
     check_int("max_new_tokens", new, low=0 if holes else 1)
     for index, row in enumerate(rows):
         if not new and hole not in row:
@@ -39,7 +37,7 @@ def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, 
 
 
 def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
-    """[B] int64: the position after the last given token of each row, from which on text may end it."""
+    """[B] int64: the position after the last given token of each row."""
     return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
 
 
@@ -78,13 +76,8 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
-    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows are before it.
-
-    `before` says how many those are, where rows of other batches count as well.
-
-    The row's index is left out on purpose: a row keeps its numbers when the batch around it changes, while copies of
-    one prompt still differ from each other.
-    """
+    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and the number of equal rows before it (`before`;
+    None counts them). So a row keeps its numbers when the batch around it changes, and copies of a prompt differ."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -100,11 +93,7 @@ def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Seq
 def keys_of(
     request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
-    """Random keys [B, 2] int64 of the rows, and the seeds [B] that they are made of.
-
-    Args:
-        before: how many equal rows come before each; None counts them among `rows`.
-    """
+    """`row_keys` on the device, and the seeds [B]."""
     _, seeds = randomness(request, rows)
     return torch.as_tensor(row_keys(seeds, rows, before), device=device), seeds
 
@@ -118,11 +107,10 @@ def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make the trace that a request is recorded in; None where it asks for none.
+    """Make the trace of a request; None where it asks for none.
 
     Args:
-        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
-        details: further fields of `paradec.core.trace.Trace`.
+        canvas: [B, L] int64 at the start. ends: [B] int64, the columns of each row. details: further fields of `Trace`.
     """
     if not request.trace:
         return None
