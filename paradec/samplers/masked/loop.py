@@ -96,7 +96,7 @@ __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "N
 
 MIN_SAVED_LOGITS = 2**15
 """Logits of decided positions are left out of a call where that saves at least this many."""
-OVERRIDES: dict[str, Any] = {
+OVERRIDES = {
     "preview": "previews",
     "process_logits": "processes_logits",
     "extra_quantities": "extra_quantities",
@@ -132,8 +132,10 @@ class MaskedSampler(Sampler):
             raise TypeError(
                 f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs"
             )
-        overrides = [name for name in OVERRIDES if getattr(cls, name) is not getattr(MaskedSampler, name)]
-        cls.needs = replace(cls.needs, **{OVERRIDES[name]: True for name in overrides})
+        flags: Any = {
+            OVERRIDES[name]: True for name in OVERRIDES if getattr(cls, name) is not getattr(MaskedSampler, name)
+        }
+        cls.needs = replace(cls.needs, **flags)
         cls.device_step = vars(cls).get("device_step", False)
 
     def select(self, view: View) -> Tensor:

@@ -230,14 +230,15 @@ def _make_features(
     if getattr(state.blocks, "reads_logits", False):
         features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
     if request.suffix is not None:
-        features["suffix_window"] = SuffixWindow(Suffix.of(request.suffix), np.zeros(shape, bool))
+        suffix: Any = Suffix.of(request.suffix)
+        features["suffix_window"] = SuffixWindow(suffix, np.zeros(shape, bool))
     if reuse is not None or request.keep_prefix:
         settled = np.zeros(state.batch, np.int64) if request.keep_prefix else None
         features["prefix_reuse"] = PrefixReuse(reuse, settled)
     if state.generator is not None:
         features["reference"] = ReferenceNumbers()
     if request.logprobs is not None or request.rollout:
-        features["logprobs"] = RecordedLogProbs(LogProbs.empty(*shape, request.logprobs or 0, model.device))
+        features["logprobs"] = RecordedLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs or 0, model.device))
     if request.rollout:
         features["rollout"] = RecordedRollout.from_request(sampler, model, state)
     if early:
