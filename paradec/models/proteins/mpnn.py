@@ -60,13 +60,13 @@ class Residues:
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
         """The ids of a text. Raises ValueError for an unknown letter or structure."""
         pieces = re.findall(r"<[^>]*>|\S", text)
-        if wrong := [piece for piece in pieces if piece not in self._ids]:
-            raise ValueError(unknown("residue", wrong[0], self.tokens))
+        if unknown_pieces := [piece for piece in pieces if piece not in self._ids]:
+            raise ValueError(unknown("residue", unknown_pieces[0], self.tokens))
         return {"input_ids": [self._ids[piece] for piece in pieces]}
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        kept = (int(index) for index in ids)
-        return "".join(self.tokens[index] for index in kept if index < MASK_ID or not skip_special_tokens)
+        indices = (int(index) for index in ids)
+        return "".join(self.tokens[index] for index in indices if index < MASK_ID or not skip_special_tokens)
 
     def batch_decode(self, rows: Iterable[Any]) -> list[str]:
         return [self.decode(row) for row in rows]
@@ -85,65 +85,65 @@ class DecidedStates:
 
     Args:
         layers: of the decoder, but the last one, whose states nothing reads. width: D, of a state.
-        more: residues that a row has beside its columns, at most, where residues are tied.
+        extra: residues that a row has in addition to its columns, at most, where residues are tied.
     """
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: -1 after a row's end."""
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64: as in the query that said it last."""
+    """[B, L] int64: as in the last query that contained the column."""
     states: tuple[Tensor, ...] = field(metadata=row_layout(columns=1))
-    """[B, L - 1 + more, D] for each layer."""
+    """[B, L - 1 + extra, D] for each layer."""
 
     def __init__(
-        self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype, more: int = 0
+        self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype, extra: int = 0
     ) -> None:
         self.tokens, self.decided_at = (torch.full((rows, length), -1, device=device) for _ in range(2))
-        shape = (rows, length - 1 + more, width)
+        shape = (rows, length - 1 + extra, width)
         self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
-        """Note what a query says, and return the whole rows that it is about: tokens and `decided_at` [R, L] int64, and
+        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and
         [R, L] bool where it evaluates."""
         assert query.store_rows is not None
         valid = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         index, column = valid.nonzero(as_tuple=True)
-        place, rows = query.positions[index, column], query.store_rows
-        self.tokens[rows[index], place] = query.tokens[index, column]
-        self.decided_at[rows[index], place] = query.decided_at[index, column]
+        position, rows = query.positions[index, column], query.store_rows
+        self.tokens[rows[index], position] = query.tokens[index, column]
+        self.decided_at[rows[index], position] = query.decided_at[index, column]
         tokens = self.tokens[rows]
-        asked = torch.zeros_like(tokens, dtype=torch.bool)
-        asked[index, place] = True
-        return tokens, self.decided_at[rows], asked
+        evaluated = torch.zeros_like(tokens, dtype=torch.bool)
+        evaluated[index, position] = True
+        return tokens, self.decided_at[rows], evaluated
 
     def keep(self, query: AnyOrderQuery, states: list[Tensor]) -> None:
-        """Keep the states [R, L - 1 + more, D] of each layer of a query's rows."""
-        for own, new in zip(self.states, states, strict=True):
-            own[query.store_rows] = new
+        """Keep the states [R, L - 1 + extra, D] of each layer of a query's rows."""
+        for stored, computed in zip(self.states, states, strict=True):
+            stored[query.store_rows] = computed
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that it takes, from the beginning on."""
+        """Bytes of the store."""
         return sum(tensor.nbytes for tensor in (self.tokens, self.decided_at, *self.states))
 
     # ---- as the state of a request uses stores --------------------------------------------------------------------
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
-        """Nothing: see the class."""
+        """Do nothing: `update` overwrites states that are no longer valid."""
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.states = ()
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN and the structures that it can be asked about, which are encoded once, here.
+    """ProteinMPNN with a list of structures, which are encoded once, in the constructor.
 
     Guidance is refused: there is no unconditional branch. The logits of a decided residue are those given what came
     before it, without its own letter or a later one.
 
     Args:
-        structures: one or several; of one name, the second is told apart by a number.
+        structures: one or several; a repeated name gets a number.
         rules: bias, excluded letters and ties of all structures, or of each.
 
     Raises:
@@ -161,18 +161,18 @@ class ProteinMPNNModel(Opaque):
         name: str = "ProteinMPNN",
         rules: DesignRules | Sequence[DesignRules] | None = None,
     ):
-        given = [structures] if isinstance(structures, Structure) else list(structures)
-        if not given:
+        backbones = [structures] if isinstance(structures, Structure) else list(structures)
+        if not backbones:
             raise ValueError("structures is empty; give at least one")
-        for structure in given:
+        for structure in backbones:
             if not isinstance(structure, Structure):
                 raise TypeError(f"structures holds {shown(structure)}, which is no paradec Structure")
             _check_membrane(module, structure, name)
-        self.structures, self.rules = tuple(given), _each(rules, len(given))
-        self.columns = [Columns.make(*pair) for pair in zip(given, self.rules, strict=True)]
-        self.names = _distinct([structure.name for structure in given])
+        self.structures, self.rules = tuple(backbones), _rules_per_structure(rules, len(backbones))
+        self.columns = [Columns.from_rules(*pair) for pair in zip(backbones, self.rules, strict=True)]
+        self.names = _unique_names([structure.name for structure in backbones])
         facts = ModelFacts(
-            vocab_size=FIRST_STRUCTURE + len(given),
+            vocab_size=FIRST_STRUCTURE + len(backbones),
             mask_token_id=MASK_ID,
             pad_token_id=LETTERS.index("X"),
             max_length=1 + max(map(len, self.columns)),
@@ -181,9 +181,9 @@ class ProteinMPNNModel(Opaque):
         super().__init__(module, facts, tokenizer=Residues(self.names), default_max_new_tokens=1)
         self.encodings: list[Encoding] = []
         with torch.inference_mode(False), torch.no_grad():
-            self.encodings = [module.encode(structure) for structure in given]
+            self.encodings = [module.encode(structure) for structure in backbones]
 
-    def save_pretrained(self, folder: Any, **named: Any) -> None:
+    def save_pretrained(self, folder: Any, **kwargs: Any) -> None:
         """Raises ValueError: weights stay in their published file; `torch.save` keeps a model with its structures."""
         raise ValueError(f"{self.facts.name} is read from its published file; torch.save(model, ...) keeps a model")
 
@@ -210,32 +210,32 @@ class ProteinMPNNModel(Opaque):
             ValueError: no such structure, residue or chain, a tie whose kept residues differ, or nothing left to
                 design.
         """
-        number = self._number(structure)
-        at = self.structures[number]
-        kept = {*fixed}
-        for residue in kept:
-            check_int("fixed", residue, low=0, high=len(at) - 1)
-        labels = dict.fromkeys(at.chains or ())
-        wanted = [*labels] if chains is None else list(chains)
-        for chain in wanted:
+        target_index = self._find_structure(structure)
+        target = self.structures[target_index]
+        frozen = {*fixed}
+        for residue in frozen:
+            check_int("fixed", residue, low=0, high=len(target) - 1)
+        labels = dict.fromkeys(target.chains or ())
+        designed = [*labels] if chains is None else list(chains)
+        for chain in designed:
             if chain not in labels:
                 raise ValueError(unknown("chain", chain, labels))
-        row = [FIRST_STRUCTURE + number]
-        known, of = at.complete.tolist(), at.chains or ()
-        for residues in self.columns[number].residues:
+        row = [FIRST_STRUCTURE + target_index]
+        is_complete, chain_of = target.complete.tolist(), target.chains or ()
+        for residues in self.columns[target_index].residues:
             letters = {
-                at.sequence[residue]
+                target.sequence[residue]
                 for residue in residues
-                if of[residue] not in wanted or not known[residue] or residue in kept
+                if chain_of[residue] not in designed or not is_complete[residue] or residue in frozen
             }
             if len(letters) > 1:
                 raise ValueError(
-                    f"residues {', '.join(map(str, residues))} of {self.names[number]} are tied, and keep several "
-                    f"letters: {', '.join(sorted(letters))}"
+                    f"residues {', '.join(map(str, residues))} of {self.names[target_index]} are tied, and keep "
+                    f"several letters: {', '.join(sorted(letters))}"
                 )
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
-            raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
+            raise ValueError(f"fixed, chains and the backbone of {self.names[target_index]} leave no residue to design")
         return row
 
     def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
@@ -248,17 +248,19 @@ class ProteinMPNNModel(Opaque):
             orders: of each row its L residues, from 0, each once; columns, where residues are tied.
         """
         masked = torch.tensor(prompt[1:]) == MASK_ID
-        letters, number = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
-        columns, of = self.columns[number], self.columns[number].of.to(self.device)
-        place = torch.arange(len(masked))
-        rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), place)
+        letters, target_index = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
+        columns, column_of = self.columns[target_index], self.columns[target_index].of.to(self.device)
+        positions = torch.arange(len(masked))
+        rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), positions)
         with self.evaluating():
-            logits = self.module(self.encodings[number], letters[:, of], rank.to(self.device)[:, of])
-        row, residue = torch.ones_like(letters[:, of]).nonzero(as_tuple=True)
-        logits = columns.averaged(logits[..., :RESIDUES].double().flatten(0, 1), row, residue, len(letters))
-        chosen = logits.log_softmax(-1)
-        where = masked.to(self.device)
-        return chosen[:, where].gather(2, letters[:, where].unsqueeze(2)).squeeze(2).mean(1).cpu()
+            logits = self.module(
+                self.encodings[target_index], letters[:, column_of], rank.to(self.device)[:, column_of]
+            )
+        row, residue = torch.ones_like(letters[:, column_of]).nonzero(as_tuple=True)
+        logits = columns.average(logits[..., :RESIDUES].double().flatten(0, 1), row, residue, len(letters))
+        log_probs = logits.log_softmax(-1)
+        is_designed = masked.to(self.device)
+        return log_probs[:, is_designed].gather(2, letters[:, is_designed].unsqueeze(2)).squeeze(2).mean(1).cpu()
 
     def letters(self, rows: Tensor) -> list[str]:
         """The letters of all residues, L of each row: what `Structure.by_chain` splits. They differ from a row's text
@@ -267,17 +269,17 @@ class ProteinMPNNModel(Opaque):
         Args:
             rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out.
         """
-        found = []
+        texts = []
         for row in rows.tolist():
-            first = next((at for at, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
-            if first is None:
+            start = next((index for index, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
+            if start is None:
                 raise ValueError(f"rows hold no structure: {shown(row)}")
-            columns = self.columns[row[first] - FIRST_STRUCTURE]
-            letters = row[first + 1 : first + 1 + len(columns)]
-            found.append(self.tokenizer.decode([letters[column] for column in columns.of.tolist()]))
-        return found
+            columns = self.columns[row[start] - FIRST_STRUCTURE]
+            letters = row[start + 1 : start + 1 + len(columns)]
+            texts.append(self.tokenizer.decode([letters[column] for column in columns.of.tolist()]))
+        return texts
 
-    def _number(self, structure: int | str) -> int:
+    def _find_structure(self, structure: int | str) -> int:
         if isinstance(structure, str):
             if structure not in self.names:
                 raise ValueError(unknown("structure", structure, self.names))
@@ -291,7 +293,7 @@ class ProteinMPNNModel(Opaque):
         return True
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
-        """What keeps the states of decided residues, for so many rows of so many columns."""
+        """A store for the states of decided residues: `rows` rows of `length` columns."""
         layers, width = len(self.module.decoder_layers) - 1, self.module.W_s.embedding_dim
         return DecidedStates(rows, length, layers, width, self.device, self.dtype, self._tied_residues)
 
@@ -302,67 +304,70 @@ class ProteinMPNNModel(Opaque):
 
     @property
     def _tied_residues(self) -> int:
-        """How many more residues a row has than columns, at most."""
+        """The largest number of residues minus columns in any structure."""
         return max(len(columns.of) - len(columns) for columns in self.columns)
 
-    def _structures_of(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
+    def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
         """The structure of each row of tokens [R, Q]. Raises ValueError for a row that does not begin with a
         structure's token, or has not a token for each of its residues."""
-        found = []
-        for row, first in enumerate(tokens[:, 0].tolist()):
-            if first < FIRST_STRUCTURE:
+        indices = []
+        for row, token in enumerate(tokens[:, 0].tolist()):
+            if token < FIRST_STRUCTURE:
                 raise ValueError(
-                    f"row {row} of a call begins with {self.tokenizer.tokens[first]!r}, and not with a structure, "
+                    f"row {row} of a call begins with {self.tokenizer.tokens[token]!r}, and not with a structure, "
                     f"one of {', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}: make prompts with model.prompt()"
                 )
-            number = first - FIRST_STRUCTURE
-            if lengths[row] - 1 != len(self.columns[number]):
+            index = token - FIRST_STRUCTURE
+            if lengths[row] - 1 != len(self.columns[index]):
                 raise ValueError(
-                    f"row {row} of a call has {lengths[row] - 1} residues; {self.names[number]} has "
-                    f"{len(self.columns[number])}"
+                    f"row {row} of a call has {lengths[row] - 1} residues; {self.names[index]} has "
+                    f"{len(self.columns[index])}"
                 )
-            found.append(number)
+            indices.append(index)
         if (tokens[:, 1:] >= FIRST_STRUCTURE).any():
             raise ValueError("a row names a second structure; a row has one, at its beginning")
-        return found
+        return indices
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if query.branches > 1:
             raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
-        kept: list[Tensor] = []
+        row_states: list[Tensor] = []
         if store is None:
             tokens, decided_at = query.tokens, getattr(query, "decided_at", None)
-            asked = torch.ones_like(tokens, dtype=torch.bool) if query.valid is None else query.valid
-            lengths = asked.sum(1).tolist()
+            evaluated = torch.ones_like(tokens, dtype=torch.bool) if query.valid is None else query.valid
+            lengths = evaluated.sum(1).tolist()
         else:
-            tokens, decided_at, asked = store.update(query)
-            kept = [each[query.store_rows] for each in store.states]
+            tokens, decided_at, evaluated = store.update(query)
+            row_states = [state[query.store_rows] for state in store.states]
             lengths = (tokens >= 0).sum(1).tolist()
-        of_rows = self._structures_of(tokens, lengths)
+        indices = self._find_structures(tokens, lengths)
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
         logits[..., :RESIDUES] = 0  # finite where nothing is asked: of the structure's own token, of padding
-        for number in dict.fromkeys(of_rows):
-            rows = torch.tensor([row for row, of in enumerate(of_rows) if of == number], device=tokens.device)
-            columns, of = self.columns[number], self.columns[number].of.to(tokens.device)
-            here = slice(1, 1 + len(columns))
-            letters = tokens[rows, here]
-            decided, place = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
-            rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
+        for target_index in dict.fromkeys(indices):
+            rows = torch.tensor(
+                [row for row, index in enumerate(indices) if index == target_index], device=tokens.device
+            )
+            columns, column_of = self.columns[target_index], self.columns[target_index].of.to(tokens.device)
+            span = slice(1, 1 + len(columns))
+            letters = tokens[rows, span]
+            decided, positions = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
+            rank = torch.where(decided, positions, torch.iinfo(torch.int64).max)
             if decided_at is not None:
-                rank = torch.where(decided, (decided_at[rows, here] + 1) * len(place) + place, rank)
-            wanted, letters = asked[rows, here], letters.where(decided, 0)
-            row, residue = wanted[:, of].nonzero(as_tuple=True)
-            states = [each[rows, : len(of)] for each in kept] or None
-            found = self.module.decode(self.encodings[number], letters[:, of], rank[:, of], row, residue, states)
-            said = columns.averaged(found[:, :RESIDUES], row, residue, len(rows))
+                rank = torch.where(decided, (decided_at[rows, span] + 1) * len(positions) + positions, rank)
+            is_evaluated, letters = evaluated[rows, span], letters.where(decided, 0)
+            row, residue = is_evaluated[:, column_of].nonzero(as_tuple=True)
+            states = [state[rows, : len(column_of)] for state in row_states] or None
+            letters, rank = letters[:, column_of], rank[:, column_of]
+            outputs = self.module.decode(self.encodings[target_index], letters, rank, row, residue, states)
+            column_logits = columns.average(outputs[:, :RESIDUES], row, residue, len(rows))
             if columns.bias is not None:
-                said = said + columns.bias.to(said.device, said.dtype)
-            row_at, column = wanted.nonzero(as_tuple=True)
-            logits[rows[row_at], column + 1, :RESIDUES] = said[row_at, column].to(logits.dtype)
-            for own, new in zip(kept, states or (), strict=True):
-                own[rows[row], residue] = new[row, residue]
+                column_logits = column_logits + columns.bias.to(column_logits.device, column_logits.dtype)
+            row_index, column = is_evaluated.nonzero(as_tuple=True)
+            logits[rows[row_index], column + 1, :RESIDUES] = column_logits[row_index, column].to(logits.dtype)
+            for stored, computed in zip(row_states, states or (), strict=True):
+                stored[rows[row], residue] = computed[row, residue]
         if store is not None:
-            store.keep(query, kept)
+            store.keep(query, row_states)
             logits = take_columns(logits, query.positions)
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
@@ -395,17 +400,17 @@ def load_protein_mpnn(
         CheckpointError (a ValueError): no such file, or other weights. ValueError, TypeError: structures that cannot be
             read.
     """
-    several = isinstance(structures, Sequence) and not isinstance(structures, str)
-    found = [
+    is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
+    backbones = [
         read_pdb(entry) if isinstance(entry, (str, os.PathLike)) else entry
-        for entry in (structures if several else [structures])
+        for entry in (structures if is_sequence else [structures])
     ]
-    weights, sizes = _read(Path(source))
-    module = _network(weights, sizes, str(source)).to(dtype=dtype or torch.float32, device=device)
-    return ProteinMPNNModel(module.eval().requires_grad_(False), found, Path(source).stem, rules)
+    weights, sizes = _read_weights(Path(source))
+    module = _build_network(weights, sizes, str(source)).to(dtype=dtype or torch.float32, device=device)
+    return ProteinMPNNModel(module.eval().requires_grad_(False), backbones, Path(source).stem, rules)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The weights of a file, neighbours of a residue ("num_edges"), and LigandMPNN's atoms ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
@@ -418,23 +423,23 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
         raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")
     check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items()})
-    around = data.get("atom_context_num")
-    if "W_c.weight" in weights and (not isinstance(around, int) or around < 1):
+    num_atoms = data.get("atom_context_num")
+    if "W_c.weight" in weights and (not isinstance(num_atoms, int) or num_atoms < 1):
         raise CheckpointError(f"{str(path)!r} does not hold LigandMPNN: 'atom_context_num' is needed")
-    return weights, {"num_edges": data["num_edges"], "atom_context_num": around or 0}
+    return weights, {"num_edges": data["num_edges"], "atom_context_num": num_atoms or 0}
 
 
-def _network(weights: dict[str, Tensor], given: dict[str, int], source: str) -> ProteinMPNN:
+def _build_network(weights: dict[str, Tensor], counts: dict[str, int], source: str) -> ProteinMPNN:
     """A network with these weights; all other sizes follow from them."""
     width = weights["W_e.weight"].shape[0] if "W_e.weight" in weights else 128
     layers = [
         len({name.split(".")[1] for name in weights if name.startswith(f"{half}_layers.")})
         for half in ("encoder", "decoder")
     ]
-    sizes = (width, (layers[0], layers[1]), given["num_edges"])
+    sizes = (width, (layers[0], layers[1]), counts["num_edges"])
     module: ProteinMPNN
     if "W_c.weight" in weights:
-        module = LigandMPNN(*sizes, given["atom_context_num"])
+        module = LigandMPNN(*sizes, counts["atom_context_num"])
     else:
         module = MembraneMPNN(*sizes) if "features.node_embedding.weight" in weights else ProteinMPNN(*sizes)
     check_fit(module.state_dict(), weights, source, "ProteinMPNN")
@@ -456,23 +461,23 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
         )
 
 
-def _each(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
+def _rules_per_structure(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
     """The rules of each structure. Raises ValueError or TypeError for another number of them, or something else."""
-    found = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
-    for each in found:
-        if not isinstance(each, DesignRules):
-            raise TypeError(f"rules holds {shown(each)}, which is no DesignRules")
-    if len(found) != count:
-        raise ValueError(f"rules has {len(found)} entries for {count} structures; give one, or one for each")
-    return found
+    rule_list = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
+    for entry in rule_list:
+        if not isinstance(entry, DesignRules):
+            raise TypeError(f"rules holds {shown(entry)}, which is no DesignRules")
+    if len(rule_list) != count:
+        raise ValueError(f"rules has {len(rule_list)} entries for {count} structures; give one, or one for each")
+    return rule_list
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
-    """The names; one that occurred before has a number after it."""
-    found: list[str] = []
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """Number repeated names."""
+    unique_names: list[str] = []
     for name in names:
-        number, own = 2, name
-        while own in found:
-            own, number = f"{name}-{number}", number + 1
-        found.append(own)
-    return found
+        suffix, candidate = 2, name
+        while candidate in unique_names:
+            candidate, suffix = f"{name}-{suffix}", suffix + 1
+        unique_names.append(candidate)
+    return unique_names

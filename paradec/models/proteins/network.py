@@ -89,24 +89,24 @@ class ProteinMPNN(nn.Module):
         weight = self.W_e.weight
         complete = structure.complete.to(weight.device)
         edges, neighbours = self.features(structure, self.neighbours, weight.device)
-        edges = [self.W_e(part) for part in edges]
-        nodes = self.before(structure, edges[0])
+        edges = [self.W_e(chunk) for chunk in edges]
+        nodes = self.initial_nodes(structure, edges[0])
         for layer in self.encoder_layers:
             nodes, edges = layer(nodes, edges, neighbours, complete)
-        nodes = self.after(structure, nodes, complete)
+        nodes = self.add_context(structure, nodes, complete)
         return Encoding(
             neighbours=neighbours,
             nodes=nodes,
-            edges=[layer.of_edges(edges) for layer in self.decoding],
-            unseen=[layer.part(3, nodes) for layer in self.decoding],
+            edges=[layer.project_edges(edges) for layer in self.decoding],
+            unseen=[layer.project(3, nodes) for layer in self.decoding],
             complete=complete,
         )
 
-    def before(self, structure: Structure, like: Tensor) -> Tensor:
+    def initial_nodes(self, structure: Structure, like: Tensor) -> Tensor:
         """Nodes [L, D] that the encoder begins with; like: of their width and dtype."""
         return like.new_zeros(len(structure), like.shape[-1])
 
-    def after(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
+    def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
         """Nodes [L, D] of what the encoder made; complete: [L] bool."""
         return nodes
 
@@ -117,8 +117,8 @@ class ProteinMPNN(nn.Module):
             letters: [R, L] int64, indices into `LETTERS`; of a residue that no other comes after, any.
             rank: [R, L] int64: a residue sees the letters of those with a lower rank.
         """
-        row, place = torch.ones_like(letters).nonzero(as_tuple=True)
-        return self.decode(encoding, letters, rank, row, place).unflatten(0, letters.shape)
+        row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
+        return self.decode(encoding, letters, rank, row, residue).unflatten(0, letters.shape)
 
     def decode(
         self,
@@ -126,7 +126,7 @@ class ProteinMPNN(nn.Module):
         letters: Tensor,
         rank: Tensor,
         row: Tensor,
-        place: Tensor,
+        residue: Tensor,
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank alone, not
@@ -134,25 +134,25 @@ class ProteinMPNN(nn.Module):
 
         Args:
             letters, rank: as in `forward`.
-            row, place: [N] int64: the residues to evaluate.
+            row, residue: [N] int64: the residues to evaluate.
             states: [R, L, D] for each decoder layer but the last: the residues' states after it. Those of the evaluated
                 residues are written, all others read. None where all residues are evaluated.
         """
-        count, size = letters.shape
-        neighbours = encoding.neighbours[place]  # [N, K]
-        seen = rank[row.unsqueeze(1), neighbours] < rank[row, place].unsqueeze(1)
-        # of each neighbour, where it is among the decoded residues of all rows, and the undecoded ones after them
-        heard = torch.where(seen, neighbours + row.unsqueeze(1) * size, neighbours + count * size)
-        nodes, complete = encoding.nodes.expand(count, -1, -1), encoding.complete[place].unsqueeze(-1)
-        own = encoding.nodes[place]
-        for number, layer in enumerate(self.decoding):
-            decoded = layer.part(2, self.W_s.weight)[letters] + layer.part(3, nodes)
-            table = torch.cat((decoded.flatten(0, 1), encoding.unseen[number]))
-            own = layer(own, table, heard, encoding.edges[number], place) * complete
-            if number + 1 < len(self.decoder_layers):
-                nodes = torch.empty_like(nodes) if states is None else states[number]
-                nodes[row, place] = own
-        return self.W_out(own)
+        rows, size = letters.shape
+        neighbours = encoding.neighbours[residue]  # [N, K]
+        is_visible = rank[row.unsqueeze(1), neighbours] < rank[row, residue].unsqueeze(1)
+        # rows of `table`: the decoded residues of all rows, then the undecoded ones
+        table_index = torch.where(is_visible, neighbours + row.unsqueeze(1) * size, neighbours + rows * size)
+        nodes, complete = encoding.nodes.expand(rows, -1, -1), encoding.complete[residue].unsqueeze(-1)
+        hidden = encoding.nodes[residue]
+        for layer_index, layer in enumerate(self.decoding):
+            decoded = layer.project(2, self.W_s.weight)[letters] + layer.project(3, nodes)
+            table = torch.cat((decoded.flatten(0, 1), encoding.unseen[layer_index]))
+            hidden = layer(hidden, table, table_index, encoding.edges[layer_index], residue) * complete
+            if layer_index + 1 < len(self.decoder_layers):
+                nodes = torch.empty_like(nodes) if states is None else states[layer_index]
+                nodes[row, residue] = hidden
+        return self.W_out(hidden)
 
 
 class Features(nn.Module):
@@ -167,51 +167,53 @@ class Features(nn.Module):
     def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Edges [L, K, D] in parts, and the neighbours [L, K] int64 that they lead to."""
         dtype = self.edge_embedding.weight.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        wide_dtype = torch.promote_types(dtype, torch.float32)
         complete = structure.complete.to(device)
-        atoms = with_cb(structure, device, wide)
+        atoms = atom_coordinates(structure, device, wide_dtype)
 
-        both = complete[:, None] & complete
+        valid = complete[:, None] & complete
         # never quite 0
-        apart = ((atoms["CA"].unsqueeze(1) - atoms["CA"]).square().sum(-1) + 1e-6).sqrt() * both
-        apart = torch.where(both, apart, apart.amax(1, keepdim=True))  # incomplete residues come last
-        nearest, neighbours = apart.topk(min(count, len(structure)), dim=1, largest=False)
-        own, other = ([name[side] for name in (pair.split("-") for pair in PAIRS)] for side in (0, 1))
-        ours, theirs = (torch.stack([atoms[name] for name in names], 1) for names in (own, other))  # [L, pairs, 3]
-        apart = torch.zeros((), dtype=wide, device=device)
+        pairwise = ((atoms["CA"].unsqueeze(1) - atoms["CA"]).square().sum(-1) + 1e-6).sqrt() * valid
+        pairwise = torch.where(valid, pairwise, pairwise.amax(1, keepdim=True))  # incomplete residues come last
+        nearest, neighbours = pairwise.topk(min(count, len(structure)), dim=1, largest=False)
+        names_a, names_b = ([name[side] for name in (pair.split("-") for pair in PAIRS)] for side in (0, 1))
+        # [L, pairs, 3]
+        atoms_a, atoms_b = (torch.stack([atoms[name] for name in names], 1) for names in (names_a, names_b))
+        squared = torch.zeros((), dtype=wide_dtype, device=device)
         for axis in range(3):
-            apart = apart + (ours[:, None, :, axis] - embedding(neighbours, theirs[..., axis])).square_()
-        distances = torch.cat((nearest.unsqueeze(-1), (apart[..., 1:] + 1e-6).sqrt_()), -1)  # [L, K, pairs]
+            squared = squared + (atoms_a[:, None, :, axis] - embedding(neighbours, atoms_b[..., axis])).square_()
+        distances = torch.cat((nearest.unsqueeze(-1), (squared[..., 1:] + 1e-6).sqrt_()), -1)  # [L, K, pairs]
 
         number = torch.tensor(structure.index, device=device)
-        label = {chain: place for place, chain in enumerate(dict.fromkeys(structure.chains or ()))}
-        chain = torch.tensor([label[each] for each in structure.chains or ()], device=device)
+        chain_index = {chain: index for index, chain in enumerate(dict.fromkeys(structure.chains or ()))}
+        chain = torch.tensor([chain_index[label] for label in structure.chains or ()], device=device)
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
         # what an offset adds to an edge, [offsets, D]: the product with a column of each
-        near, far = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
-        offsets = linear(self.embeddings(torch.eye(2 * REACH + 2, dtype=near.dtype, device=device)), near)
+        offset_weight, basis_weight = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
+        one_hot = torch.eye(2 * REACH + 2, dtype=offset_weight.dtype, device=device)
+        offsets = linear(self.embeddings(one_hot), offset_weight)
         edges = []
-        for some in parts(distances):
-            near = bases(distances[some]).flatten(2).to(dtype)
-            edges.append(self.norm_edges(linear(near, far).add_(embedding(offset[some], offsets))))
+        for chunk in chunks(distances):
+            basis = bases(distances[chunk]).flatten(2).to(dtype)
+            edges.append(self.norm_edges(linear(basis, basis_weight).add_(embedding(offset[chunk], offsets))))
         return edges, neighbours
 
 
 class Layer(nn.Module):
     """Base of the layers of both halves: messages [.., K, D] of the neighbours, added up, and a feed-forward part.
-    parts: how many vectors of the width a message is made of."""
+    num_parts: vectors of the width that form a message."""
 
-    def __init__(self, width: int, parts: int):
+    def __init__(self, width: int, num_parts: int):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.W1 = nn.Linear(parts * width, width)
+        self.W1 = nn.Linear(num_parts * width, width)
         self.W2, self.W3 = nn.Linear(width, width), nn.Linear(width, width)
         self.dense = nn.Sequential(
             OrderedDict(W_in=nn.Linear(width, 4 * width), act=nn.GELU(), W_out=nn.Linear(4 * width, width))
         )
 
-    def added(self, nodes: Tensor, messages: Tensor) -> Tensor:
+    def update_nodes(self, nodes: Tensor, messages: Tensor) -> Tensor:
         """Nodes [..., D] after messages [..., D], which are added up already."""
         nodes = self.norm1(nodes + messages / SCALE)
         return self.norm2(nodes + self.dense(nodes))
@@ -230,16 +232,16 @@ class EncoderLayer(Layer):
         self, nodes: Tensor, edges: list[Tensor], neighbours: Tensor, complete: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """nodes [L, D], edges [L, K, D] in parts, neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete
-        residues are heard by nobody."""
-        heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
-        heard_in = [heard[some] for some in parts(heard)]
-        messages_in = _messages(self.W1, self.W2, nodes, edges, neighbours)
-        sums = [(message * some).sum(-2) for message, some in zip(messages_in, heard_in, strict=True)]
+        residues send no messages."""
+        mask = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
+        mask_chunks = [mask[chunk] for chunk in chunks(mask)]
+        received = _messages(self.W1, self.W2, nodes, edges, neighbours)
+        sums = [(message * mask_chunk).sum(-2) for message, mask_chunk in zip(received, mask_chunks, strict=True)]
         # the last product is linear, so that messages are added up before it
-        messages = torch.cat(sums) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
-        nodes = self.added(nodes, messages) * complete.unsqueeze(-1)
-        messages_in = _messages(self.W11, self.W12, nodes, edges, neighbours)
-        return nodes, [self.norm3(part + self.W13(message)) for part, message in zip(edges, messages_in, strict=True)]
+        messages = torch.cat(sums) @ self.W3.weight.T + mask.sum(-2) * self.W3.bias
+        nodes = self.update_nodes(nodes, messages) * complete.unsqueeze(-1)
+        received = _messages(self.W11, self.W12, nodes, edges, neighbours)
+        return nodes, [self.norm3(edge + self.W13(message)) for edge, message in zip(edges, received, strict=True)]
 
 
 class DecoderLayer(Layer):
@@ -250,25 +252,25 @@ class DecoderLayer(Layer):
     def __init__(self, width: int):
         super().__init__(width, 4)
 
-    def part(self, number: int, x: Tensor) -> Tensor:
-        """What one of the four adds, [..., D] -> [..., D]: 0 the residue, 2 the neighbour's letter, 3 the neighbour."""
-        return x @ self.W1.weight.chunk(4, 1)[number].T
+    def project(self, index: int, x: Tensor) -> Tensor:
+        """One of a message's four terms, [..., D] -> [..., D]: 0 residue, 2 neighbour's letter, 3 neighbour."""
+        return x @ self.W1.weight.chunk(4, 1)[index].T
 
-    def of_edges(self, edges: list[Tensor]) -> Tensor:
+    def project_edges(self, edges: list[Tensor]) -> Tensor:
         """[L, K, D] in parts -> [L, K, D]."""
-        return torch.cat([linear(part, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for part in edges])
+        return torch.cat([linear(chunk, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for chunk in edges])
 
-    def forward(self, nodes: Tensor, table: Tensor, heard: Tensor, edges: Tensor, place: Tensor) -> Tensor:
-        """nodes [N, D] -> [N, D]. What neighbours add is table [T, D] at heard [N, K], what edges add is edges
-        [L, K, D] at place [N]."""
-        part, sums = self.part(0, nodes).unsqueeze(1), []
-        for some in parts(nodes):
-            message = embedding(heard[some], table)
-            message += edges.index_select(0, place[some])
-            message += part[some]
+    def forward(self, nodes: Tensor, table: Tensor, table_index: Tensor, edges: Tensor, residue: Tensor) -> Tensor:
+        """nodes [N, D] -> [N, D]. Neighbours add table [T, D] at table_index [N, K], edges add edges [L, K, D]
+        at residue [N]."""
+        projected, sums = self.project(0, nodes).unsqueeze(1), []
+        for chunk in chunks(nodes):
+            message = embedding(table_index[chunk], table)
+            message += edges.index_select(0, residue[chunk])
+            message += projected[chunk]
             sums.append(gelu(self.W2(gelu(message))).sum(1))
-        messages = torch.cat(sums) @ self.W3.weight.T + heard.shape[1] * self.W3.bias
-        return self.added(nodes, messages)
+        messages = torch.cat(sums) @ self.W3.weight.T + table_index.shape[1] * self.W3.bias
+        return self.update_nodes(nodes, messages)
 
 
 def _messages(
@@ -276,29 +278,29 @@ def _messages(
 ) -> Iterator[Tensor]:
     """[., K, D] of each part: two layers of the residue, the edge and the neighbour, side by side. Their first product
     is a sum of three, of which two are found residue by residue, and not edge by edge."""
-    own, along, other = first.weight.chunk(3, 1)
-    mine, theirs = linear(nodes, own, first.bias).unsqueeze(1), linear(nodes, other)
-    for part, some in zip(edges, parts(nodes), strict=True):
-        found = linear(part, along)
-        found += mine[some]
-        found += embedding(neighbours[some], theirs)
-        yield gelu(second(gelu(found)))
+    own_weight, edge_weight, neighbour_weight = first.weight.chunk(3, 1)
+    node_part, neighbour_part = linear(nodes, own_weight, first.bias).unsqueeze(1), linear(nodes, neighbour_weight)
+    for edge, chunk in zip(edges, chunks(nodes), strict=True):
+        hidden = linear(edge, edge_weight)
+        hidden += node_part[chunk]
+        hidden += embedding(neighbours[chunk], neighbour_part)
+        yield gelu(second(gelu(hidden)))
 
 
-def parts(residues: Tensor) -> list[slice]:
+def chunks(residues: Tensor) -> list[slice]:
     """Residues [L, ...] whose messages are made together: on the CPU as many as its cache holds."""
     size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
-    return [slice(first, first + size) for first in range(0, len(residues), size)]
+    return [slice(start, start + size) for start in range(0, len(residues), size)]
 
 
-def with_cb(structure: Structure, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def atom_coordinates(structure: Structure, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Coordinates [L, 3] of the four atoms of each residue, and of its ideal CB. Missing atoms are put at the origin,
-    as in the public code: incomplete residues are heard by nobody in the encoder, but their edges reach the decoder."""
-    at = structure.coordinates.to(device, dtype).nan_to_num(nan=0.0)
-    atoms = dict(zip(ATOMS, at.unbind(1), strict=True))
-    along, out = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
-    across = torch.linalg.cross(along, out)
-    return atoms | {"CB": CB[0] * across + CB[1] * along + CB[2] * out + atoms["CA"]}
+    as in the public code: incomplete residues send no messages in the encoder, but their edges reach the decoder."""
+    coordinates = structure.coordinates.to(device, dtype).nan_to_num(nan=0.0)
+    atoms = dict(zip(ATOMS, coordinates.unbind(1), strict=True))
+    n_to_ca, ca_to_c = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
+    normal = torch.linalg.cross(n_to_ca, ca_to_c)
+    return atoms | {"CB": CB[0] * normal + CB[1] * n_to_ca + CB[2] * ca_to_c + atoms["CA"]}
 
 
 def bases(distances: Tensor) -> Tensor:
@@ -332,23 +334,23 @@ class LigandMPNN(ProteinMPNN):
         self.context_encoder_layers = nn.ModuleList([Layer(width, 3) for _ in range(2)])
         self.y_context_encoder_layers = nn.ModuleList([Layer(width, 2) for _ in range(2)])
 
-    def after(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
+    def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
         """Nodes with what the atoms add to them. An incomplete residue has what no atom changes."""
-        found = []
+        outputs = []
         pairs = zip(self.context_encoder_layers, self.y_context_encoder_layers, strict=True)
         layers = cast("list[tuple[Layer, Layer]]", list(pairs))
-        for some, around in self.features.around(structure, self.atoms, nodes):
-            own, mask = self.W_c(nodes[some]), complete[some].unsqueeze(-1)
-            pairs_of_atoms, atoms = self.W_edges_y(around.pairs), self.W_nodes_y(around.atoms)
-            edges = self.W_v(around.edges)
-            for layer, layer_of_atoms in layers:
-                atoms = _heard(layer_of_atoms, atoms, pairs_of_atoms)
-                own = _heard(layer, own, torch.cat((edges, atoms), -1)) * mask
-            found.append(own)
-        return nodes + self.V_C_norm(self.V_C(torch.cat(found)))
+        for chunk, context in self.features.nearest_atoms(structure, self.atoms, nodes):
+            hidden, mask = self.W_c(nodes[chunk]), complete[chunk].unsqueeze(-1)
+            atom_pairs, atoms = self.W_edges_y(context.pairs), self.W_nodes_y(context.atoms)
+            edges = self.W_v(context.edges)
+            for layer, atom_layer in layers:
+                atoms = _update_context(atom_layer, atoms, atom_pairs)
+                hidden = _update_context(layer, hidden, torch.cat((edges, atoms), -1)) * mask
+            outputs.append(hidden)
+        return nodes + self.V_C_norm(self.V_C(torch.cat(outputs)))
 
 
-class Around(NamedTuple):
+class AtomContext(NamedTuple):
     """The `M` atoms around each of `R` residues."""
 
     edges: Tensor
@@ -370,35 +372,36 @@ class LigandFeatures(Features):
         self.y_nodes, self.y_edges = nn.Linear(kinds, width, bias=False), nn.Linear(BASES, width, bias=False)
         self.norm_nodes, self.norm_y_nodes, self.norm_y_edges = (nn.LayerNorm(width) for _ in range(3))
 
-    def around(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, Around]]:
+    def nearest_atoms(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, AtomContext]]:
         """The nearest atoms, at most `count`, of some residues after the others. like: of the dtype of the result."""
-        wide, device = torch.promote_types(like.dtype, torch.float32), like.device
-        seen = [number for number, element in enumerate(structure.elements) if element not in UNSEEN]
+        wide_dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
+        atom_indices = [index for index, element in enumerate(structure.elements) if element not in UNSEEN]
         assert structure.atoms is not None  # a structure fills it in
-        at = structure.atoms[seen].to(device, wide)
-        kind = torch.tensor([_kind(structure.elements[number]) for number in seen], dtype=torch.int64, device=device)
-        kind = kind.reshape(-1, 3)
-        typed = _of_kinds(self.type_linear, kind)
-        alone = self.norm_y_nodes(_of_kinds(self.y_nodes, kind))
-        own = with_cb(structure, device, wide)
-        frame = torch.stack([own[name] for name in FRAME], 1)  # [L, 5, 3]
-        nearest = (frame[:, -1, None] - at).square().sum(-1).topk(min(count, len(at)), 1, largest=False).indices
-        for some in parts(frame):
-            near = nearest[some]
-            there, here = at[near], frame[some]  # [R, M, 3], [R, 5, 3]
-            apart = (here[:, None] - there[:, :, None]).square().sum(-1)  # [R, M, 5]
-            known = (
-                bases((apart + 1e-6).sqrt()).flatten(2).to(like.dtype),
-                typed[near],
-                _directions(here, there).to(like.dtype),
+        atom_xyz = structure.atoms[atom_indices].to(device, wide_dtype)
+        kinds = [_element_classes(structure.elements[index]) for index in atom_indices]
+        kind = torch.tensor(kinds, dtype=torch.int64, device=device).reshape(-1, 3)
+        kind_features = _project_kinds(self.type_linear, kind)
+        atom_features = self.norm_y_nodes(_project_kinds(self.y_nodes, kind))
+        backbone = atom_coordinates(structure, device, wide_dtype)
+        frames = torch.stack([backbone[name] for name in FRAME], 1)  # [L, 5, 3]
+        squared = (frames[:, -1, None] - atom_xyz).square().sum(-1)
+        nearest = squared.topk(min(count, len(atom_xyz)), 1, largest=False).indices
+        for chunk in chunks(frames):
+            index = nearest[chunk]
+            nearest_xyz, frame_xyz = atom_xyz[index], frames[chunk]  # [R, M, 3], [R, 5, 3]
+            squared = (frame_xyz[:, None] - nearest_xyz[:, :, None]).square().sum(-1)  # [R, M, 5]
+            features = (
+                bases((squared + 1e-6).sqrt()).flatten(2).to(like.dtype),
+                kind_features[index],
+                _directions(frame_xyz, nearest_xyz).to(like.dtype),
             )
-            between = (there[:, :, None] - there[:, None]).square().sum(-1)
+            pair_squared = (nearest_xyz[:, :, None] - nearest_xyz[:, None]).square().sum(-1)
             yield (
-                some,
-                Around(
-                    edges=self.norm_nodes(self.node_project_down(torch.cat(known, -1))),
-                    pairs=self.norm_y_edges(self.y_edges(bases((between + 1e-6).sqrt()).to(like.dtype))),
-                    atoms=alone[near],
+                chunk,
+                AtomContext(
+                    edges=self.norm_nodes(self.node_project_down(torch.cat(features, -1))),
+                    pairs=self.norm_y_edges(self.y_edges(bases((pair_squared + 1e-6).sqrt()).to(like.dtype))),
+                    atoms=atom_features[index],
                 ),
             )
 
@@ -412,10 +415,10 @@ class MembraneMPNN(ProteinMPNN):
         self.features: MembraneFeatures = MembraneFeatures(width)
         self.W_v = nn.Linear(width, width)
 
-    def before(self, structure: Structure, like: Tensor) -> Tensor:
+    def initial_nodes(self, structure: Structure, like: Tensor) -> Tensor:
         labels = (0,) * len(structure) if structure.membrane is None else structure.membrane
-        found = self.features.node_embedding.weight.T[torch.tensor(labels, device=like.device)]
-        return cast(Tensor, self.W_v(self.features.norm_nodes(found)))
+        label_embedding = self.features.node_embedding.weight.T[torch.tensor(labels, device=like.device)]
+        return cast(Tensor, self.W_v(self.features.norm_nodes(label_embedding)))
 
 
 class MembraneFeatures(Features):
@@ -427,48 +430,48 @@ class MembraneFeatures(Features):
         self.norm_nodes = nn.LayerNorm(width)
 
 
-def _heard(layer: Layer, own: Tensor, messages: Tensor) -> Tensor:
-    """What a layer makes of own [..., D] and of messages [..., M, n D], n as many parts as it reads beside own."""
-    width = own.shape[-1]
-    first, rest = layer.W1.weight.split((width, messages.shape[-1]), 1)
-    found = gelu(linear(messages, rest) + linear(own, first, layer.W1.bias).unsqueeze(-2))
-    sums = gelu(layer.W2(found)).sum(-2)
+def _update_context(layer: Layer, nodes: Tensor, messages: Tensor) -> Tensor:
+    """Update nodes [..., D] with messages [..., M, n D]; n is the layer's number of parts less one."""
+    width = nodes.shape[-1]
+    node_weight, message_weight = layer.W1.weight.split((width, messages.shape[-1]), 1)
+    hidden = gelu(linear(messages, message_weight) + linear(nodes, node_weight, layer.W1.bias).unsqueeze(-2))
+    sums = gelu(layer.W2(hidden)).sum(-2)
     # the last product is linear, so that messages are added up before it
-    return layer.added(own, sums @ layer.W3.weight.T + messages.shape[-2] * layer.W3.bias)
+    return layer.update_nodes(nodes, sums @ layer.W3.weight.T + messages.shape[-2] * layer.W3.bias)
 
 
-def _kind(element: str) -> tuple[int, int, int]:
+def _element_classes(element: str) -> tuple[int, int, int]:
     """Number, group and period of an element in the periodic table; lanthanides and actinides are of group 3."""
-    number = ELEMENTS.index(element) + 1
-    period = next(index for index, end in enumerate(PERIOD_ENDS) if number <= end)
+    atomic_number = ELEMENTS.index(element) + 1
+    period = next(index for index, end in enumerate(PERIOD_ENDS) if atomic_number <= end)
     start, end = (0, *PERIOD_ENDS)[period] + 1, PERIOD_ENDS[period]
-    left, right = number - start + 1, number - end + 18
+    from_start, from_end = atomic_number - start + 1, atomic_number - end + 18
     has_d, has_f = end - start + 1 >= 18, end - start + 1 == 32
-    if left <= 2 and number != end:
-        group = left
-    elif has_f and left <= 17:
+    if from_start <= 2 and atomic_number != end:
+        group = from_start
+    elif has_f and from_start <= 17:
         group = 3
-    elif has_d or right > 12:
-        group = right
+    elif has_d or from_end > 12:
+        group = from_end
     else:
-        group = left
-    return number, group, period + 1
+        group = from_start
+    return atomic_number, group, period + 1
 
 
-def _of_kinds(layer: nn.Linear, kind: Tensor) -> Tensor:
-    """A product with three ones a row, at kind [A, 3]."""
+def _project_kinds(layer: nn.Linear, kind: Tensor) -> Tensor:
+    """Apply a linear layer to three concatenated one-hot vectors; kind [A, 3] holds their indices."""
     columns = layer.weight.T[kind + torch.tensor((0, KINDS, KINDS + GROUPS), device=kind.device)].sum(1)
     return columns if layer.bias is None else columns + layer.bias
 
 
-def _directions(frame: Tensor, there: Tensor) -> Tensor:
+def _directions(frame: Tensor, atoms: Tensor) -> Tensor:
     """[R, M, 4]: angles of atoms [R, M, 3] in the frame of a residue's N, CA and C [R, 5, 3]: cosine and sine about the
     third axis, sine and cosine away from it."""
     origin = frame[:, 1]
-    first = normalize(frame[:, 0] - origin, dim=-1)
-    other = frame[:, 2] - origin
-    second = normalize(other - first * (first * other).sum(-1, keepdim=True), dim=-1)
-    axes = torch.stack((first, second, torch.linalg.cross(first, second)), -1)
-    x, y, z = ((there - origin[:, None]) @ axes).unbind(-1)
-    flat, far = (x.square() + y.square() + 1e-8).sqrt(), torch.stack((x, y, z), -1).norm(dim=-1) + 1e-8
-    return torch.stack((x / flat, y / flat, flat / far, z / far), -1)
+    x_axis = normalize(frame[:, 0] - origin, dim=-1)
+    ca_to_c = frame[:, 2] - origin
+    y_axis = normalize(ca_to_c - x_axis * (x_axis * ca_to_c).sum(-1, keepdim=True), dim=-1)
+    axes = torch.stack((x_axis, y_axis, torch.linalg.cross(x_axis, y_axis)), -1)
+    x, y, z = ((atoms - origin[:, None]) @ axes).unbind(-1)
+    planar, radius = (x.square() + y.square() + 1e-8).sqrt(), torch.stack((x, y, z), -1).norm(dim=-1) + 1e-8
+    return torch.stack((x / planar, y / planar, planar / radius, z / radius), -1)

@@ -22,7 +22,7 @@ AMINO_ACIDS = LETTERS[:20]
 
 @dataclass(frozen=True)
 class DesignRules:
-    """How one structure is to be designed.
+    """Constraints on the design of one structure.
 
     Args:
         bias: by letter, what is added to its logits everywhere, before the temperature.
@@ -43,25 +43,25 @@ class DesignRules:
     omit_at: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, given in (("bias", self.bias), *((f"bias_at[{at}]", each) for at, each in self.bias_at.items())):
-            for letter, number in given.items():
+        for name, biases in (("bias", self.bias), *((f"bias_at[{key}]", bias) for key, bias in self.bias_at.items())):
+            for letter, value in biases.items():
                 _check_letter(name, letter)
-                check_number(f"{name}[{letter!r}]", number)
-        for name, letters in (("omit", self.omit), *((f"omit_at[{at}]", each) for at, each in self.omit_at.items())):
+                check_number(f"{name}[{letter!r}]", value)
+        for name, letters in (("omit", self.omit), *((f"omit_at[{key}]", omit) for key, omit in self.omit_at.items())):
             for letter in letters:
                 _check_letter(name, letter)
-        tied = tuple(tuple(tie) for tie in self.ties)
-        residues = [residue for tie in tied for residue in tie]
+        ties = tuple(tuple(tie) for tie in self.ties)
+        residues = [residue for tie in ties for residue in tie]
         for residue in residues:
             check_int("ties", residue, low=0)
-        if several := [residue for residue in residues if residues.count(residue) > 1]:
-            raise ValueError(f"ties={shown(tied)} name residue {several[0]} more than once")
-        object.__setattr__(self, "ties", tied)
+        if repeated := [residue for residue in residues if residues.count(residue) > 1]:
+            raise ValueError(f"ties={shown(ties)} name residue {repeated[0]} more than once")
+        object.__setattr__(self, "ties", ties)
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What the columns of a structure's rows are: `C` of them, for `L` residues."""
+    """The `C` columns of a structure's rows, for `L` residues."""
 
     of: Tensor
     """[L] int64: the column of each residue."""
@@ -77,53 +77,53 @@ class Columns:
     def tied(self) -> bool:
         return len(self.residues) < len(self.of)
 
-    def averaged(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 where none is given. row,
+    def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
+        """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 without one. row,
         residue: [N] int64."""
-        at = row * len(self) + self.of.to(row.device)[residue]
-        found = logits.new_zeros(rows * len(self), logits.shape[-1])
+        column_index = row * len(self) + self.of.to(row.device)[residue]
+        sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if not self.tied:
-            return found.index_copy_(0, at, logits).unflatten(0, (rows, len(self)))
-        found.index_add_(0, at, logits)
-        count = torch.tensor([len(own) for own in self.residues], dtype=logits.dtype, device=logits.device)
-        return found.unflatten(0, (rows, len(self))) / count.unsqueeze(1)
+            return sums.index_copy_(0, column_index, logits).unflatten(0, (rows, len(self)))
+        sums.index_add_(0, column_index, logits)
+        count = torch.tensor([len(group) for group in self.residues], dtype=logits.dtype, device=logits.device)
+        return sums.unflatten(0, (rows, len(self))) / count.unsqueeze(1)
 
     @classmethod
-    def make(cls, structure: Structure, rules: DesignRules) -> Columns:
+    def from_rules(cls, structure: Structure, rules: DesignRules) -> Columns:
         """The columns of a structure under its rules, in the order of their first residues. Residues with an incomplete
         backbone take no part in ties. Raises ValueError for an unknown residue, or one without a letter that may be
         proposed."""
         size, complete = len(structure), structure.complete.tolist()
-        named = {
+        fields = {
             "bias_at": [*rules.bias_at],
             "omit_at": [*rules.omit_at],
-            "ties": [at for tie in rules.ties for at in tie],
+            "ties": [residue for tie in rules.ties for residue in tie],
         }
-        for name, at in named.items():
-            for residue in at:
+        for name, indices in fields.items():
+            for residue in indices:
                 check_int(name, residue, low=0, high=size - 1)
-        first = list(range(size))
+        leader_of = list(range(size))
         for tie in rules.ties:
-            own = [residue for residue in tie if complete[residue]]
-            for residue in own:
-                first[residue] = min(own)
-        heads = sorted({*first})
-        of = torch.tensor([heads.index(residue) for residue in first])
-        residues = [[residue for residue in range(size) if first[residue] == head] for head in heads]
+            members = [residue for residue in tie if complete[residue]]
+            for residue in members:
+                leader_of[residue] = min(members)
+        leaders = sorted({*leader_of})
+        column_of = torch.tensor([leaders.index(residue) for residue in leader_of])
+        residues = [[residue for residue in range(size) if leader_of[residue] == leader] for leader in leaders]
         bias = torch.zeros(size, len(AMINO_ACIDS), dtype=torch.float64)
-        for letter, number in rules.bias.items():
-            bias[:, AMINO_ACIDS.index(letter)] += number
-        for residue, given in rules.bias_at.items():
-            for letter, number in given.items():
-                bias[residue, AMINO_ACIDS.index(letter)] += number
+        for letter, value in rules.bias.items():
+            bias[:, AMINO_ACIDS.index(letter)] += value
+        for residue, biases in rules.bias_at.items():
+            for letter, value in biases.items():
+                bias[residue, AMINO_ACIDS.index(letter)] += value
         bias[:, [AMINO_ACIDS.index(letter) for letter in rules.omit]] = -torch.inf
         for residue, letters in rules.omit_at.items():
             bias[residue, [AMINO_ACIDS.index(letter) for letter in letters]] = -torch.inf
-        found = torch.stack([bias[own].mean(0) for own in residues])
-        if len(nothing := found.isneginf().all(1).nonzero()):
-            these = ", ".join(map(str, residues[int(nothing[0])]))
-            raise ValueError(f"omit and omit_at leave no letter for residue {these} of {structure.name}")
-        return cls(of, residues, found if found.any() else None)
+        mean_bias = torch.stack([bias[members].mean(0) for members in residues])
+        if len(empty_columns := mean_bias.isneginf().all(1).nonzero()):
+            labels = ", ".join(map(str, residues[int(empty_columns[0])]))
+            raise ValueError(f"omit and omit_at leave no letter for residue {labels} of {structure.name}")
+        return cls(column_of, residues, mean_bias if mean_bias.any() else None)
 
 
 def _check_letter(name: str, letter: str) -> None:

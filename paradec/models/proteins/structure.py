@@ -65,27 +65,27 @@ class Structure:
 
     def __post_init__(self) -> None:
         if not isinstance(self.coordinates, Tensor) or not self.coordinates.is_floating_point():
-            raise TypeError(f"coordinates of {self.name} must be floating-point, not {_kind(self.coordinates)}")
+            raise TypeError(f"coordinates of {self.name} must be floating-point, not {_type_name(self.coordinates)}")
         shape = tuple(self.coordinates.shape)
         if len(shape) != 3 or shape[0] < 1 or shape[1:] != (len(ATOMS), 3):
             raise ValueError(f"coordinates of {self.name} have shape {shape}; expected [residues, 4, 3], not empty")
         if self.coordinates.isinf().any():
             raise ValueError(f"coordinates of {self.name} are infinite; a missing atom is NaN")
         if not isinstance(self.sequence, str):
-            raise TypeError(f"sequence of {self.name} must be a text, not {_kind(self.sequence)}")
+            raise TypeError(f"sequence of {self.name} must be a text, not {_type_name(self.sequence)}")
         object.__setattr__(self, "sequence", self.sequence.upper().replace("-", "X"))
         object.__setattr__(self, "chains", tuple(self.chains) if self.chains is not None else ("A",) * shape[0])
         object.__setattr__(
             self, "numbers", tuple(self.numbers) if self.numbers is not None else tuple(range(1, shape[0] + 1))
         )
-        for part in ("sequence", "chains", "numbers"):
-            if len(getattr(self, part)) != shape[0]:
+        for name in ("sequence", "chains", "numbers"):
+            if len(getattr(self, name)) != shape[0]:
                 raise ValueError(
-                    f"{part} of {self.name} has {len(getattr(self, part))} entries; its coordinates have {shape[0]} "
+                    f"{name} of {self.name} has {len(getattr(self, name))} entries; its coordinates have {shape[0]} "
                     "residues"
                 )
-        if wrong := sorted({*self.sequence} - {*LETTERS}):
-            raise ValueError(f"sequence of {self.name} holds {', '.join(wrong)}; allowed are {LETTERS}")
+        if invalid := sorted({*self.sequence} - {*LETTERS}):
+            raise ValueError(f"sequence of {self.name} holds {', '.join(invalid)}; allowed are {LETTERS}")
         self._check_atoms()
         if self.membrane is not None:
             self._check_membrane(self.membrane)
@@ -93,7 +93,7 @@ class Structure:
     def _check_atoms(self) -> None:
         atoms = torch.zeros(0, 3, dtype=self.coordinates.dtype) if self.atoms is None else self.atoms
         if not isinstance(atoms, Tensor) or not atoms.is_floating_point():
-            raise TypeError(f"atoms of {self.name} must be a floating-point tensor, not {_kind(atoms)}")
+            raise TypeError(f"atoms of {self.name} must be a floating-point tensor, not {_type_name(atoms)}")
         elements = tuple(str(element).upper() for element in self.elements)
         if tuple(atoms.shape) != (len(elements), 3):
             raise ValueError(
@@ -102,13 +102,13 @@ class Structure:
             )
         if not atoms.isfinite().all():
             raise ValueError(f"atoms of {self.name} hold NaN or infinite coordinates; leave such atoms out")
-        if wrong := sorted({*elements} - {*ELEMENTS}):
-            raise ValueError(f"elements of {self.name} hold {shown(wrong)}; allowed are the symbols of elements")
+        if invalid := sorted({*elements} - {*ELEMENTS}):
+            raise ValueError(f"elements of {self.name} hold {shown(invalid)}; allowed are the symbols of elements")
         object.__setattr__(self, "atoms", atoms)
         object.__setattr__(self, "elements", elements)
 
-    def _check_membrane(self, given: Sequence[int] | int) -> None:
-        labels = (given,) * len(self) if isinstance(given, int) else tuple(given)
+    def _check_membrane(self, membrane: Sequence[int] | int) -> None:
+        labels = (membrane,) * len(self) if isinstance(membrane, int) else tuple(membrane)
         if len(labels) != len(self):
             raise ValueError(f"membrane of {self.name} has {len(labels)} entries; it has {len(self)} residues")
         for label in labels:
@@ -126,13 +126,13 @@ class Structure:
     @property
     def index(self) -> list[int]:
         """L numbers for the distance along the chain. A repeated number moves all that follow on by one."""
-        found: list[int] = []
-        repeated, before = 0, None
+        indices: list[int] = []
+        num_repeated, previous = 0, None
         for number in self.numbers or ():
-            repeated += number == before
-            found.append(number + repeated)
-            before = number
-        return found
+            num_repeated += number == previous
+            indices.append(number + num_repeated)
+            previous = number
+        return indices
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
         """Residues that chains of a homo-oligomer have in common: of every number that two or more of the chains have,
@@ -145,29 +145,29 @@ class Structure:
             ValueError: no such chain, or chains without a number in common.
         """
         labels = dict.fromkeys(self.chains or ())
-        wanted = [*labels] if chains is None else list(chains)
-        for chain in wanted:
+        selected = [*labels] if chains is None else list(chains)
+        for chain in selected:
             if chain not in labels:
                 raise ValueError(unknown("chain", chain, labels))
-        found: dict[tuple[int, int], list[int]] = {}
-        seen: dict[tuple[str, int], int] = {}
-        for residue, place in enumerate(zip(self.chains or (), self.numbers or (), strict=True)):
-            seen[place] = seen.get(place, 0) + 1
-            if place[0] in wanted:
-                found.setdefault((place[1], seen[place]), []).append(residue)
-        ties = [tie for tie in found.values() if len(tie) > 1]
+        groups: dict[tuple[int, int], list[int]] = {}
+        occurrences: dict[tuple[str, int], int] = {}
+        for residue, key in enumerate(zip(self.chains or (), self.numbers or (), strict=True)):
+            occurrences[key] = occurrences.get(key, 0) + 1
+            if key[0] in selected:
+                groups.setdefault((key[1], occurrences[key]), []).append(residue)
+        ties = [tie for tie in groups.values() if len(tie) > 1]
         if not ties:
-            raise ValueError(f"chains {', '.join(wanted)} of {self.name} have no residue number in common; list ties")
+            raise ValueError(f"chains {', '.join(selected)} of {self.name} have no residue number in common; list ties")
         return ties
 
     def by_chain(self, text: str) -> dict[str, str]:
         """The parts of a text of L letters, by chain. Raises ValueError for another length."""
         if len(text) != len(self):
             raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues")
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for chain, letter in zip(self.chains or (), text, strict=True):
-            found[chain] = found.get(chain, "") + letter
-        return found
+            texts[chain] = texts.get(chain, "") + letter
+        return texts
 
 
 def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
@@ -186,7 +186,7 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     Raises:
         ValueError: a line that is cut off, no such chain, or nothing to read. OSError: no such file.
     """
-    wanted = None if chains is None else {*chains}
+    selected = None if chains is None else {*chains}
     path = Path(source)
     # of each residue, and of each other molecule, its atoms: where they are, and their elements
     groups: dict[tuple[str, str, str], dict[str, tuple[list[float], str]]] = {}
@@ -196,53 +196,53 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
         record, chain, residue = line[:6].strip(), line[21:22], line[17:20].strip()
         if record == "ENDMDL":
             break
-        if record not in ("ATOM", "HETATM") or wanted is not None and chain not in wanted or residue in WATER:
+        if record not in ("ATOM", "HETATM") or selected is not None and chain not in selected or residue in WATER:
             continue
-        element = _element(line)
+        element = _read_element(line)
         atom = f"{line[12:16].strip()} of calcium" if element == "CA" else line[12:16].strip()
         is_residue = record == "ATOM" or residue in MODIFIED
-        place = (chain, line[22:27], "" if is_residue else residue)
+        key = (chain, line[22:27], "" if is_residue else residue)
         try:
-            at = [float(line[first : first + 8]) for first in (30, 38, 46)]
+            xyz = [float(line[first : first + 8]) for first in (30, 38, 46)]
             if is_residue:
                 int(line[22:26])
-            occupied = float(line[54:60].strip() or 1) > 0
+            is_occupied = float(line[54:60].strip() or 1) > 0
         except ValueError:
             raise ValueError(f"line {line_number} of {path.name} is no ATOM record of the PDB format") from None
-        letters.setdefault(place, NAMES.get(residue, "X"))
+        letters.setdefault(key, NAMES.get(residue, "X"))
         if is_residue and atom == "CA":
-            protein.add(place)  # and no ligand, even where the CA counts as missing
-        if occupied:
-            groups.setdefault(place, {}).setdefault(atom, (at, element))
-    places = [place for place, atoms in groups.items() if place in protein and "CA" in atoms]
-    if wanted is not None and (absent := sorted(wanted - {place[0] for place in places})):
-        raise ValueError(f"chains={shown(absent)} are not in {path.name}")
-    if not places:
+            protein.add(key)  # and no ligand, even where the CA counts as missing
+        if is_occupied:
+            groups.setdefault(key, {}).setdefault(atom, (xyz, element))
+    residue_keys = [key for key, atoms in groups.items() if key in protein and "CA" in atoms]
+    if selected is not None and (missing_chains := sorted(selected - {key[0] for key in residue_keys})):
+        raise ValueError(f"chains={shown(missing_chains)} are not in {path.name}")
+    if not residue_keys:
         raise ValueError(f"{path.name} has no residues with a CA atom")
-    missing = [float("nan")] * 3
-    kept = {*ELEMENTS} - {"H"}
-    bound = [atom for place, atoms in groups.items() if place not in protein for atom in atoms.values()]
-    bound = [(at, element) for at, element in bound if element in kept]
-    found = [[groups[place].get(atom, (missing, ""))[0] for atom in ATOMS] for place in places]
+    missing_xyz = [float("nan")] * 3
+    allowed_elements = {*ELEMENTS} - {"H"}
+    ligand_atoms = [atom for key, atoms in groups.items() if key not in protein for atom in atoms.values()]
+    ligand_atoms = [(xyz, element) for xyz, element in ligand_atoms if element in allowed_elements]
+    coordinates = [[groups[key].get(atom, (missing_xyz, ""))[0] for atom in ATOMS] for key in residue_keys]
     return Structure(
-        torch.tensor(found, dtype=torch.float64),
-        "".join(letters[place] for place in places),
-        [chain for chain, *_ in places],
-        [int(number[:4]) for _, number, _ in places],
+        torch.tensor(coordinates, dtype=torch.float64),
+        "".join(letters[key] for key in residue_keys),
+        [chain for chain, *_ in residue_keys],
+        [int(number[:4]) for _, number, _ in residue_keys],
         path.stem,
-        torch.tensor([at for at, _ in bound], dtype=torch.float64).reshape(-1, 3),
-        [element for _, element in bound],
+        torch.tensor([xyz for xyz, _ in ligand_atoms], dtype=torch.float64).reshape(-1, 3),
+        [element for _, element in ligand_atoms],
     )
 
 
-def _element(line: str) -> str:
+def _read_element(line: str) -> str:
     """The symbol of an atom's element, or its name's where the file has none: names have it in their first two columns,
     one letter in the second."""
-    if said := line[76:78].strip():
-        return said.upper()
+    if symbol := line[76:78].strip():
+        return symbol.upper()
     name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()
     return name if name in ELEMENTS else name[:1]
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return f"{value.dtype}" if isinstance(value, Tensor) else type(value).__name__
