@@ -26,7 +26,7 @@ from paradec.models.family import tokenizer_size
 MODEL_TYPE = "diffusion_gemma"
 CLASS = "DiffusionGemmaForBlockDiffusion"
 ATTENTION = ("sdpa", "eager")
-"""Attention functions that take masks of ours."""
+"""Attention functions that accept custom masks."""
 DEFAULTS: Mapping[str, Any] = {
     "entropy_bound": 0.1,
     "max_denoising_steps": 48,
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "stability_threshold": 1,
     "confidence_threshold": 0.005,
 }
-"""What transformers takes where neither the request nor generation_config.json says anything."""
+"""transformers' defaults, for fields that neither the request nor generation_config.json sets."""
 DEFAULT_NEW_TOKENS = 256
 TURN_ENDS = ("<turn|>", "<end_of_turn>")
 
@@ -45,8 +45,8 @@ class DiffusionGemmaModel(Model):
 
     Args:
         facts, tokenizer, default_max_new_tokens: as in `Model`.
-        denoising: values of `DEFAULTS` that the checkpoint states otherwise.
-        processor: a transformers processor, for prompts with images; it is only kept.
+        denoising: the checkpoint's values in place of `DEFAULTS`.
+        processor: a transformers processor, for prompts with images; only stored.
     """
 
     kind = "canvas"
@@ -84,7 +84,7 @@ class DiffusionGemmaModel(Model):
 
     @property
     def soft_dtype(self) -> torch.dtype:
-        """What soft embeddings are made in."""
+        """The dtype of soft embeddings."""
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
@@ -93,10 +93,10 @@ class DiffusionGemmaModel(Model):
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
         config = self.text_config
-        needed = canvas_store_bytes(config, rows, length, self.dtype)
-        check_memory(needed, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
-        sliding = [kind == "sliding_attention" for kind in config.layer_types]
-        return CanvasStore(rows, length, self.device, [config.sliding_window if each else None for each in sliding])
+        num_bytes = canvas_store_bytes(config, rows, length, self.dtype)
+        check_memory(num_bytes, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+        return CanvasStore(rows, length, self.device, windows)
 
     def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
         """The embeddings of each row's image tokens, in reading order: [N, D] of each row, None where it has none.
@@ -121,17 +121,17 @@ class DiffusionGemmaModel(Model):
         with torch.inference_mode():
             positions = None if image_position_ids is None else torch.as_tensor(image_position_ids).to(self.device)
             pixels = torch.as_tensor(pixel_values).to(self.device, self.dtype)
-            found = encoder.get_image_features(pixels, positions, return_dict=True).pooler_output
-        found = found.reshape(-1, found.shape[-1])
-        if len(found) != sum(counts):
+            features = encoder.get_image_features(pixels, positions, return_dict=True).pooler_output
+        features = features.reshape(-1, features.shape[-1])
+        if len(features) != sum(counts):
             raise ValueError(
-                f"pixel_values make {len(found)} image tokens, and the prompts have {sum(counts)} of id {token}"
+                f"pixel_values make {len(features)} image tokens, and the prompts have {sum(counts)} of id {token}"
             )
-        return [part if len(part) else None for part in found.split(counts)]
+        return [part if len(part) else None for part in features.split(counts)]
 
     @torch.no_grad()
     def soften(self, logits: Tensor) -> Tensor:
-        """The embedding that is expected of softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
+        """The expected embedding under softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
         and the distribution are rounded to the embedding's dtype."""
         embedding = self.module.model.decoder.embed_tokens
         weight = embedding.weight
@@ -183,12 +183,12 @@ class DiffusionGemmaModel(Model):
         encoder.language_model(inputs_embeds=embedded, **common)
 
     def _image_tokens(self, query: CanvasQuery) -> Tensor:
-        """[R, Q] bool: where an image is. (Padding repeats the token before it.)"""
-        here = query.tokens == self.module.config.image_token_id
-        return here if query.valid is None else here & query.valid
+        """[R, Q] bool: image tokens. (Padding repeats the token before it.)"""
+        is_image = query.tokens == self.module.config.image_token_id
+        return is_image if query.valid is None else is_image & query.valid
 
     def _masks(self, query: CanvasQuery, store: Any) -> dict[str, Tensor | None]:
-        """What each kind of layer sees: [R, 1, Q or 1, K]; None sees all."""
+        """The mask of each kind of layer: [R, 1, Q or 1, K]; None shows everything."""
         window = self.text_config.sliding_window
         widths = {"full_attention": None, "sliding_attention": window}
         assert query.store is not None  # as `bind` has checked
@@ -201,39 +201,39 @@ class DiffusionGemmaModel(Model):
         assert query.store is not None and query.store.visible_length is not None  # models with canvases are told
         keys = torch.arange(first, query.store.visible_length, device=positions.device)
         if query.kind == "encode":
-            at = positions.unsqueeze(-1)
-            seen = keys <= at
+            queries = positions.unsqueeze(-1)
+            visible = keys <= queries
             if window is not None:
-                seen &= keys > at - window
+                visible &= keys > queries - window
             if query.images is not None:
-                seen |= self._same_image(query)[..., first:]
+                visible |= self._same_image(query)[..., first:]
         else:
             start = positions[:, :1].unsqueeze(-1)
-            seen = keys < start
+            visible = keys < start
             if window is not None:  # the same context from every column
-                seen &= keys >= start - (window - 1)
-            own = seen.new_ones(len(positions), 1, positions.shape[1])
-            seen = torch.cat((seen.expand(len(positions), 1, -1), own), -1)
-        seen = seen.unsqueeze(1)
+                visible &= keys >= start - (window - 1)
+            canvas = visible.new_ones(len(positions), 1, positions.shape[1])
+            visible = torch.cat((visible.expand(len(positions), 1, -1), canvas), -1)
+        visible = visible.unsqueeze(1)
         if self.text_config._attn_implementation == "sdpa":
-            return seen
-        return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
+            return visible
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def _same_image(self, query: CanvasQuery) -> Tensor:
         """[R, Q, Q] bool: columns of one image, which see each other where the checkpoint was trained so. Rows with
         images are encoded from position 0."""
-        here = self._image_tokens(query)
+        is_image = self._image_tokens(query)
         if self.text_config.use_bidirectional_attention != "vision":
-            here = torch.zeros_like(here)
-        begins = here & ~torch.nn.functional.pad(here, (1, -1))
-        group = torch.where(here, begins.int().cumsum(1), 0)
-        return (group.unsqueeze(-1) == group.unsqueeze(1)) & here.unsqueeze(-1)
+            is_image = torch.zeros_like(is_image)
+        is_start = is_image & ~torch.nn.functional.pad(is_image, (1, -1))
+        group = torch.where(is_image, is_start.int().cumsum(1), 0)
+        return (group.unsqueeze(-1) == group.unsqueeze(1)) & is_image.unsqueeze(-1)
 
 
-def denoising_of(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_denoising(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The values of `DEFAULTS` that a generation config's fields state (`sampler_config` holds the entropy bound).
     Raises CheckpointError for a value out of its range, or a sampler of another kind."""
-    found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+    values = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     sampler = generation.get("sampler_config")
     if sampler is not None:
         sampler = sampler if isinstance(sampler, Mapping) else sampler.to_dict()
@@ -243,19 +243,19 @@ def denoising_of(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is"
             )
         if sampler.get("entropy_bound") is not None:
-            found["entropy_bound"] = sampler["entropy_bound"]
+            values["entropy_bound"] = sampler["entropy_bound"]
     try:
         for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
-            check_number(name, found.get(name), low=0, none=True)
-        check_int("max_denoising_steps", found.get("max_denoising_steps"), low=1, none=True)
-        check_int("stability_threshold", found.get("stability_threshold"), low=0, none=True)
+            check_number(name, values.get(name), low=0, none=True)
+        check_int("max_denoising_steps", values.get("max_denoising_steps"), low=1, none=True)
+        check_int("stability_threshold", values.get("stability_threshold"), low=0, none=True)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    return found
+    return values
 
 
 def check_module(module: Any, where: str) -> None:
-    """Raise CheckpointError for a module of the class whose maths is not served here, by the field that says so."""
+    """Raise CheckpointError for a module whose configuration is not supported."""
     text = module.config.get_text_config()
     if text.use_bidirectional_attention == "all":
         raise CheckpointError(
@@ -286,14 +286,14 @@ def adapted(
     check_module(module, name)
     generation = module.generation_config.to_dict()
     text = module.config.get_text_config()
-    ends = generation.get("eos_token_id") if eos_token_id is None else eos_token_id
-    ends = list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [ends]
-    known = {} if tokenizer is None or eos_token_id is not None else tokenizer.get_vocab()
-    ends += [known[token] for token in TURN_ENDS if token in known]
+    eos_ids = generation.get("eos_token_id") if eos_token_id is None else eos_token_id
+    eos_ids = list(eos_ids) if isinstance(eos_ids, (list, tuple)) else [] if eos_ids is None else [eos_ids]
+    vocabulary = {} if tokenizer is None or eos_token_id is not None else tokenizer.get_vocab()
+    eos_ids += [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
     try:
         facts = ModelFacts(
             vocab_size=text.vocab_size,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
+            eos_token_ids=tuple(dict.fromkeys(eos_ids)),
             pad_token_id=generation.get("pad_token_id") if pad_token_id is None else pad_token_id,
             max_length=text.max_position_embeddings if max_length is None else max_length,
             topology="canvas",
@@ -303,10 +303,10 @@ def adapted(
         )
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    new = generation.get("max_new_tokens")
-    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-        new = DEFAULT_NEW_TOKENS
-    return DiffusionGemmaModel(module, facts, tokenizer, new, denoising_of(generation, name), processor)
+    max_new_tokens = generation.get("max_new_tokens")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        max_new_tokens = DEFAULT_NEW_TOKENS
+    return DiffusionGemmaModel(module, facts, tokenizer, max_new_tokens, read_denoising(generation, name), processor)
 
 
 def load_diffusion_gemma(
@@ -333,26 +333,26 @@ def load_diffusion_gemma(
             f"attn_implementation={attn_implementation!r} is not for models with canvases; allowed: "
             f"{', '.join(map(repr, ATTENTION))}"
         )
-    given = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
+    arguments = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
     if dtype == torch.float64:
-        given["experts_implementation"] = "eager"  # the grouped product has no float64
+        arguments["experts_implementation"] = "eager"  # the grouped product has no float64
     try:
-        module = read_module(cls, source, revision, **given)
+        module = read_module(cls, source, revision, **arguments)
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{source!r} cannot be loaded: {reason(error)}") from error
     if device is not None:
         module = module.to(device)
-    processor = _read(transformers.AutoProcessor, source, revision)
+    processor = _read_processor(transformers.AutoProcessor, source, revision)
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
-        tokenizer = _read(transformers.AutoTokenizer, source, revision)
+        tokenizer = _read_processor(transformers.AutoTokenizer, source, revision)
     name = os.path.basename(source.rstrip("/")) or source
     return adapted(module, tokenizer, name=name, processor=processor)
 
 
-def _read(cls: Any, source: str, revision: str | None) -> Any:
+def _read_processor(cls: Any, source: str, revision: str | None) -> Any:
     """A tokenizer or processor, or None where the checkpoint ships none that can be read here."""
     from paradec.models.checkpoint import fetch
 

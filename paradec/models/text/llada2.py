@@ -133,56 +133,56 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
 
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Glm4Moe's fields of how experts are chosen."""
-    experts, chosen = experts_per_token(config)
+    num_experts, top_k = experts_per_token(config)
     if config.get(CAPACITY) is not None:
-        return _block_routing(config, experts, chosen)
-    groups, best = (positive(config, name) for name in ("n_group", "topk_group"))
-    if experts % groups or experts < 2 * groups:
+        return _block_routing(config, num_experts, top_k)
+    num_groups, topk_group = (positive(config, name) for name in ("n_group", "topk_group"))
+    if num_experts % num_groups or num_experts < 2 * num_groups:
         raise CheckpointError(
-            f"config.json: num_experts={experts} cannot be cut into n_group={groups} equal groups of at least 2"
+            f"config.json: num_experts={num_experts} cannot be cut into n_group={num_groups} equal groups of at least 2"
         )
-    if best > groups or best * (experts // groups) < chosen:
+    if topk_group > num_groups or topk_group * (num_experts // num_groups) < top_k:
         raise CheckpointError(
-            f"config.json: topk_group={best} of n_group={groups} groups of {experts // groups} experts leave fewer "
-            f"than num_experts_per_tok={chosen}"
-            if best <= groups
-            else f"config.json: topk_group={best} is larger than n_group={groups}"
+            f"config.json: topk_group={topk_group} of n_group={num_groups} groups of {num_experts // num_groups} "
+            f"experts leave fewer than num_experts_per_tok={top_k}"
+            if topk_group <= num_groups
+            else f"config.json: topk_group={topk_group} is larger than n_group={num_groups}"
         )
     return {
-        "n_routed_experts": experts,
-        "num_experts_per_tok": chosen,
-        "n_group": groups,
-        "topk_group": best,
-        "norm_topk_prob": chosen > 1,  # as the published code does it
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "n_group": num_groups,
+        "topk_group": topk_group,
+        "norm_topk_prob": top_k > 1,  # as the published code does it
     }
 
 
-def _block_routing(config: Mapping[str, Any], experts: int, chosen: int) -> dict[str, Any]:
+def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
     """The fields where experts are chosen for blocks, and not by groups."""
     capacity, block = positive(config, CAPACITY), positive(config, BLOCK_SIZE)
-    if not chosen <= capacity <= experts:
+    if not top_k <= capacity <= num_experts:
         raise CheckpointError(
-            f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={chosen} to "
-            f"num_experts={experts}"
+            f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={top_k} to "
+            f"num_experts={num_experts}"
         )
-    own = {"n_routed_experts": experts, "num_experts_per_tok": chosen, "n_group": 1, "topk_group": 1}
-    own["norm_topk_prob"] = chosen > 1
-    return {**own, CAPACITY: capacity, BLOCK_SIZE: block}
+    fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "n_group": 1, "topk_group": 1}
+    fields["norm_topk_prob"] = top_k > 1
+    return {**fields, CAPACITY: capacity, BLOCK_SIZE: block}
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
     """The block that experts are chosen for, else 32 for a published name."""
-    stated = stated_block(config, BLOCK_SIZE)
-    if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
-        return stated
+    block_length = stated_block(config, BLOCK_SIZE)
+    if block_length is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
+        return block_length
     return 32
 
 
 def reader() -> type:
     """The class that reads the published files."""
-    from paradec.models.text.llada2_modules import reading
+    from paradec.models.text.llada2_modules import register_reader
 
-    return reading(FUSED)
+    return register_reader(FUSED)
 
 
 def decoder(config: Any) -> type:

@@ -1,7 +1,7 @@
 """LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers choose for blocks.
 
 Imported with such a checkpoint, since it imports the model's code. `register_checkpoint_conversion_mapping` goes by the
-name of a class: a class of ours stands in while the files are read, so that the owner's other models are left alone.
+name of a class: a subclass reads the files, so that the conversion of other models stays unchanged.
 
 LLaDA2.2: each expert of a layer has the largest score that any position of a block gives it, and every position takes
 its experts from the `capacity` best.
@@ -28,8 +28,8 @@ from paradec.models.decoder import Decoder
 
 
 class SplitRows(ConversionOps):
-    """Cut one matrix into several with as many rows as the module's own have. (transformers' operation of this kind is
-    newer than 5.18.)"""
+    """Cut one matrix into several, with the row counts of the module's parameters. (Newer transformers than 5.18 have
+    such an operation.)"""
 
     @torch.no_grad()
     def convert(
@@ -40,14 +40,14 @@ class SplitRows(ConversionOps):
         *,
         full_layer_name: str,
         model: Any,
-        **others: Any,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
-        (found,) = input_dict.values()
-        whole = found[0] if isinstance(found, list) else found
+        (matrices,) = input_dict.values()
+        matrix = matrices[0] if isinstance(matrices, list) else matrices
         names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
         rows = [model.get_parameter(name).shape[0] for name in names]
         # copies, so that none keeps the whole matrix in memory
-        return {target: part.clone() for target, part in zip(target_patterns, whole.split(rows), strict=True)}
+        return {target: part.clone() for target, part in zip(target_patterns, matrix.split(rows), strict=True)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -70,11 +70,11 @@ class LLaDA2MoeReader(Glm4MoeForCausalLM):
         return True  # transformers looks for the experts in the file of the class
 
 
-def reading(fused: Mapping[str, tuple[str, ...]]) -> type:
+def register_reader(fused: Mapping[str, tuple[str, ...]]) -> type:
     """The class that reads the files. fused: as in `paradec.models.family.Family`."""
-    stacking = get_checkpoint_conversion_mapping("glm4_moe")
-    splitting = [WeightConverter(whole, list(parts), [SplitRows()]) for whole, parts in fused.items()]
-    register_checkpoint_conversion_mapping(LLaDA2MoeReader.__name__, [*stacking, *splitting], overwrite=True)
+    stack = get_checkpoint_conversion_mapping("glm4_moe")
+    split = [WeightConverter(matrix, list(parts), [SplitRows()]) for matrix, parts in fused.items()]
+    register_checkpoint_conversion_mapping(LLaDA2MoeReader.__name__, [*stack, *split], overwrite=True)
     return LLaDA2MoeReader
 
 
@@ -92,17 +92,19 @@ class BlockRouter(Glm4MoeTopkRouter):
         flat = hidden_states.reshape(-1, self.hidden_dim)
         logits = functional.linear(flat.type(torch.float32), self.weight.type(torch.float32))
         scores = logits.sigmoid()
-        choice = scores + self.e_score_correction_bias
-        groups, votes = self._groups(rows, length, flat.device)
-        cast = choice if votes is None else choice.masked_fill(~votes.view(-1, 1), -torch.inf)
-        best = torch.full_like(choice, -torch.inf)
-        best.scatter_reduce_(0, groups.view(-1, 1).expand_as(cast), cast, "amax")
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(self.capacity, -1).indices, True)
-        chosen = choice.masked_fill(~allowed[groups.view(-1)], -torch.inf).topk(self.top_k, -1, sorted=False).indices
-        weights = scores.gather(1, chosen)
+        biased_scores = scores + self.e_score_correction_bias
+        groups, valid = self._groups(rows, length, flat.device)
+        valid_scores = biased_scores if valid is None else biased_scores.masked_fill(~valid.view(-1, 1), -torch.inf)
+        block_scores = torch.full_like(biased_scores, -torch.inf)
+        block_scores.scatter_reduce_(0, groups.view(-1, 1).expand_as(valid_scores), valid_scores, "amax")
+        candidates = block_scores.topk(self.capacity, -1).indices
+        excluded = torch.ones_like(block_scores, dtype=torch.bool).scatter(1, candidates, False)
+        biased_scores = biased_scores.masked_fill(excluded[groups.view(-1)], -torch.inf)
+        expert_ids = biased_scores.topk(self.top_k, -1, sorted=False).indices
+        weights = scores.gather(1, expert_ids)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, weights * self.routed_scaling_factor, chosen
+        return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """[R, Q] int64 below R * Q, one number for each block of each row; and which columns are no padding."""
@@ -110,17 +112,17 @@ class BlockRouter(Glm4MoeTopkRouter):
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None
         blocks, valid = self.blocks[0].to(device), None if self.blocks[1] is None else self.blocks[1].to(device)
-        real = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
+        valid_blocks = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
         # the columns of a call are neighbours or whole rows, so that there are fewer blocks than columns
-        return row_start + (blocks - real.amin(1, keepdim=True)).clamp(0, length - 1), valid
+        return row_start + (blocks - valid_blocks.amin(1, keepdim=True)).clamp(0, length - 1), valid
 
 
 class BlockRouted(Decoder):
     """A decoder whose experts are chosen for whole blocks: calls hold these whole."""
 
-    def __init__(self, module: Any, *others: Any, **named: Any):
-        super().__init__(module, *others, **named)
-        self._routers = [part for part in module.modules() if isinstance(part, Glm4MoeTopkRouter)]
+    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        self._routers = [child for child in module.modules() if isinstance(child, Glm4MoeTopkRouter)]
         for router in self._routers:
             router.__class__ = BlockRouter
             router.capacity, router.block = module.config.expert_capacity, self.facts.block_unit

@@ -51,8 +51,8 @@ REQUIRED = (
 def is_llada_moe(config: Mapping[str, Any]) -> bool:
     """Whether a config.json of `model_type` "llada" is that of a mixture of experts."""
     names = config.get("architectures")
-    named = isinstance(names, list) and any(isinstance(name, str) and name.startswith("LLaDAMoE") for name in names)
-    return named or config.get("num_experts") is not None
+    has_name = isinstance(names, list) and any(isinstance(name, str) and name.startswith("LLaDAMoE") for name in names)
+    return has_name or config.get("num_experts") is not None
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
@@ -63,18 +63,18 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     fields = shared_fields(config, REQUIRED, ONLY)
     layers = fields["num_hidden_layers"]
     refuse_unless(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
-    experts, chosen = experts_per_token(config)
-    dense = _dense_layers(config, layers)
+    num_experts, top_k = experts_per_token(config)
+    dense_layers = _dense_layers(config, layers)
     inner = positive(config, "expert_intermediate_size")
     return Qwen3MoeConfig(
         **fields,
-        intermediate_size=positive(config, "dense_intermediate_size") if dense else inner,
+        intermediate_size=positive(config, "dense_intermediate_size") if dense_layers else inner,
         moe_intermediate_size=inner,
-        num_experts=experts,
-        num_experts_per_tok=chosen,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
         norm_topk_prob=False,
         decoder_sparse_step=1,
-        mlp_only_layers=dense,
+        mlp_only_layers=dense_layers,
         rope_parameters=rope_parameters(config),
         attention_bias=False,
         use_sliding_window=False,

@@ -59,7 +59,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
     fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), ONLY | ONLY_QWEN3)
     layers = fields["num_hidden_layers"]
-    experts, chosen = experts_per_token(config)
+    num_experts, top_k = experts_per_token(config)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(entry) is not int or not 0 <= entry < layers for entry in dense):
         raise CheckpointError(
@@ -69,8 +69,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
         **fields,
         attention_bias=False,
         moe_intermediate_size=positive(config, "moe_intermediate_size"),
-        num_experts=experts,
-        num_experts_per_tok=chosen,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
         norm_topk_prob=bool(flag(config, "norm_topk_prob", None)),
         decoder_sparse_step=positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step"),
         mlp_only_layers=dense,
@@ -79,10 +79,10 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     """The experts of a layer, and how many are chosen for each token. Raises CheckpointError for unfit numbers."""
-    experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
-    if chosen > experts:
-        raise CheckpointError(f"config.json: num_experts_per_tok={chosen} is larger than num_experts={experts}")
-    return experts, chosen
+    num_experts, top_k = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok={top_k} is larger than num_experts={num_experts}")
+    return num_experts, top_k
 
 
 def _fields(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> dict[str, Any]:

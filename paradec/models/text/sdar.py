@@ -32,18 +32,18 @@ SHORTEST = 4
 
 def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
     """Whether a checkpoint of SDAR's model_type is I-DLM's: by its names, or by a block that no SDAR has."""
-    stated = config.get(BLOCK_NAME)
-    short = isinstance(stated, int) and 0 < stated < SHORTEST and config.get(GIVEN) is None
+    block_length = config.get(BLOCK_NAME)
+    is_short = isinstance(block_length, int) and 0 < block_length < SHORTEST and config.get(GIVEN) is None
     architectures = config.get("architectures")
-    named = [*architectures] if isinstance(architectures, list) else []
-    names = (os.path.basename(source.rstrip("/")), config.get("_name_or_path"), *named)
-    return short or any(I_DLM.search(name) for name in names if isinstance(name, str))
+    architecture_names = [*architectures] if isinstance(architectures, list) else []
+    names = (os.path.basename(source.rstrip("/")), config.get("_name_or_path"), *architecture_names)
+    return is_short or any(I_DLM.search(name) for name in names if isinstance(name, str))
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
     """The block of a published name."""
-    named = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
-    return None if named is None else int(named.group(1) or 4)
+    match = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
+    return None if match is None else int(match.group(1) or 4)
 
 
 FAMILY = Family(

@@ -26,8 +26,8 @@ BLOCK_NAME = "block_length"
 
 def is_stable_diffcoder(config: Mapping[str, Any]) -> bool:
     """Whether a config.json of `model_type` "llama" is that of a Stable-DiffCoder."""
-    names = config.get("architectures")
-    return isinstance(names, list) and "StableDiffcoderForCausalLM" in names
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and "StableDiffcoderForCausalLM" in architectures
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
