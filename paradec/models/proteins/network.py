@@ -26,37 +26,37 @@ from torch.nn.functional import embedding, gelu, linear, normalize
 from paradec.models.proteins.structure import ATOMS, ELEMENTS, LETTERS, MEMBRANE, Structure
 
 SCALE = 30
-"""What sums of messages are divided by, however many neighbours there are."""
+"""Divisor of the sums of messages, for any number of neighbours."""
 BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
-"""Radial basis functions of a distance, and where they are, in angstrom."""
+"""Number and range of the radial basis functions of a distance, in angstrom."""
 REACH = 32
-"""Differences of residue numbers are told apart up to here; one index more is for residues of another chain."""
+"""Largest difference of residue numbers; one more index stands for another chain."""
 POSITIONS = 16
 PAIRS = (
     *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
-"""Atoms whose distance an edge knows, of the residue itself and of its neighbour."""
+"""Pairs of atoms whose distance an edge reads: of the residue and of its neighbour."""
 AT_ONCE = 32
-"""Residues whose messages the CPU makes together."""
+"""Residues per chunk on the CPU."""
 LEAST = -60.0
-"""Exponents of basis functions from here on: what is smaller still adds nothing, and such numbers slow a CPU down."""
+"""Smallest exponent of a basis function: smaller ones add nothing, and denormal numbers slow a CPU down."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
-"""Where an ideal CB is: factors of (CA - N) x (C - CA), CA - N and C - CA."""
+"""Position of an ideal CB from CA: factors of (CA - N) x (C - CA), CA - N and C - CA."""
 
 
 @dataclass
 class Encoding:
-    """What the decoder reads of one structure: `L` residues, `K` neighbours, `D` the width."""
+    """The decoder's inputs of one structure: `L` residues, `K` neighbours, `D` the width."""
 
     neighbours: Tensor
     """[L, K] int64: the nearest residues, the residue itself among them."""
     nodes: Tensor
     """[L, D]."""
     edges: list[Tensor]
-    """[L, K, D] for each decoder layer: what an edge adds to the first product of its message."""
+    """[L, K, D] for each decoder layer: an edge's summand of the first product of its message."""
     unseen: list[Tensor]
-    """[L, D] for each decoder layer: what a neighbour adds that has not been decoded."""
+    """[L, D] for each decoder layer: the summand of an undecoded neighbour."""
     complete: Tensor
     """[L] bool: residues with all four atoms."""
 
@@ -85,7 +85,7 @@ class ProteinMPNN(nn.Module):
         return cast(Iterable[DecoderLayer], self.decoder_layers)
 
     def encode(self, structure: Structure) -> Encoding:
-        """Everything about a backbone that no letter changes. Distances are found in float32 at least."""
+        """Encode a backbone, which no letter changes. Distances are float32 at least."""
         weight = self.W_e.weight
         complete = structure.complete.to(weight.device)
         edges, neighbours = self.features(structure, self.neighbours, weight.device)
@@ -103,11 +103,11 @@ class ProteinMPNN(nn.Module):
         )
 
     def initial_nodes(self, structure: Structure, like: Tensor) -> Tensor:
-        """Nodes [L, D] that the encoder begins with; like: of their width and dtype."""
+        """The encoder's initial nodes [L, D]; like: a tensor of their width and dtype."""
         return like.new_zeros(len(structure), like.shape[-1])
 
     def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
-        """Nodes [L, D] of what the encoder made; complete: [L] bool."""
+        """The final nodes [L, D]: the encoder's output; complete: [L] bool."""
         return nodes
 
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class ProteinMPNN(nn.Module):
 
 
 class Features(nn.Module):
-    """What is known of a pair of neighbours: distances of their atoms, and how far they are apart in the chain."""
+    """Features of a pair of neighbours: distances of their atoms, and their distance along the chain."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -189,7 +189,7 @@ class Features(nn.Module):
         chain = torch.tensor([chain_index[label] for label in structure.chains or ()], device=device)
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
-        # what an offset adds to an edge, [offsets, D]: the product with a column of each
+        # summands of the offsets, [offsets, D]
         offset_weight, basis_weight = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
         one_hot = torch.eye(2 * REACH + 2, dtype=offset_weight.dtype, device=device)
         offsets = linear(self.embeddings(one_hot), offset_weight)
@@ -214,13 +214,13 @@ class Layer(nn.Module):
         )
 
     def update_nodes(self, nodes: Tensor, messages: Tensor) -> Tensor:
-        """Nodes [..., D] after messages [..., D], which are added up already."""
+        """Update nodes [..., D] with summed messages [..., D]."""
         nodes = self.norm1(nodes + messages / SCALE)
         return self.norm2(nodes + self.dense(nodes))
 
 
 class EncoderLayer(Layer):
-    """Messages of the residue, the edge and the neighbour; then the edges are made anew, by the same."""
+    """Messages of residue, edge and neighbour update the nodes, then the edges."""
 
     def __init__(self, width: int):
         super().__init__(width, 3)
@@ -277,7 +277,7 @@ def _messages(
     first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
     """[., K, D] of each part: two layers of the residue, the edge and the neighbour, side by side. Their first product
-    is a sum of three, of which two are found residue by residue, and not edge by edge."""
+    is a sum of three; two of them are computed per residue, not per edge."""
     own_weight, edge_weight, neighbour_weight = first.weight.chunk(3, 1)
     node_part, neighbour_part = linear(nodes, own_weight, first.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
@@ -288,7 +288,7 @@ def _messages(
 
 
 def chunks(residues: Tensor) -> list[slice]:
-    """Residues [L, ...] whose messages are made together: on the CPU as many as its cache holds."""
+    """Split residues [L, ...] into chunks; on the CPU a chunk fits its cache."""
     size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
     return [slice(start, start + size) for start in range(0, len(residues), size)]
 
@@ -311,12 +311,12 @@ def bases(distances: Tensor) -> Tensor:
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
-"""Elements, groups and periods that an atom's kind is told by, 0 of each included."""
+"""Numbers of elements, groups and periods, each with 0: the one-hot features of an atom."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
-"""Atoms of a residue whose distances to an atom around it are known."""
+"""Atoms of a residue whose distances to a nearby atom are features."""
 UNSEEN = ("H", "MO")
-"""Elements that are no context. The public code leaves out molybdenum too, whose symbol it spells otherwise."""
+"""Elements that are left out. The public code leaves out molybdenum too, since it spells its symbol otherwise."""
 PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
@@ -335,7 +335,7 @@ class LigandMPNN(ProteinMPNN):
         self.y_context_encoder_layers = nn.ModuleList([Layer(width, 2) for _ in range(2)])
 
     def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
-        """Nodes with what the atoms add to them. An incomplete residue has what no atom changes."""
+        """Add the atoms' summands to the nodes. Atoms do not change those of incomplete residues."""
         outputs = []
         pairs = zip(self.context_encoder_layers, self.y_context_encoder_layers, strict=True)
         layers = cast("list[tuple[Layer, Layer]]", list(pairs))
@@ -362,7 +362,7 @@ class AtomContext(NamedTuple):
 
 
 class LigandFeatures(Features):
-    """ProteinMPNN's, and what is known of the atoms around a residue: their elements, distances and directions."""
+    """ProteinMPNN's features, and those of the atoms around a residue: elements, distances and directions."""
 
     def __init__(self, width: int):
         super().__init__(width)
@@ -373,7 +373,7 @@ class LigandFeatures(Features):
         self.norm_nodes, self.norm_y_nodes, self.norm_y_edges = (nn.LayerNorm(width) for _ in range(3))
 
     def nearest_atoms(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, AtomContext]]:
-        """The nearest atoms, at most `count`, of some residues after the others. like: of the dtype of the result."""
+        """Yield chunks of residues with their nearest atoms, at most `count`. like: a tensor of the result's dtype."""
         wide_dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
         atom_indices = [index for index, element in enumerate(structure.elements) if element not in UNSEEN]
         assert structure.atoms is not None  # a structure fills it in
@@ -422,7 +422,7 @@ class MembraneMPNN(ProteinMPNN):
 
 
 class MembraneFeatures(Features):
-    """ProteinMPNN's, and the labels'."""
+    """ProteinMPNN's features, and the labels."""
 
     def __init__(self, width: int):
         super().__init__(width)

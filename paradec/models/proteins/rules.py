@@ -25,7 +25,7 @@ class DesignRules:
     """Constraints on the design of one structure.
 
     Args:
-        bias: by letter, what is added to its logits everywhere, before the temperature.
+        bias: by letter, a summand of its logits everywhere, before the temperature.
         omit: letters that are never proposed.
         ties: groups of residues, from 0 over all chains, that share one letter: their logits are averaged before the
             draw. `Structure.copies` lists those of a homo-oligomer.
@@ -33,7 +33,7 @@ class DesignRules:
         omit_at: by residue, letters that are not proposed there either.
 
     Raises:
-        ValueError, TypeError: letters that are no amino acids, numbers that are none, a residue in two ties.
+        ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties.
     """
 
     bias: Mapping[str, float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Columns:
     residues: list[list[int]]
     """Of each column."""
     bias: Tensor | None
-    """[C, 20] float64: what is added to the logits; -inf where a letter is not proposed. None adds nothing."""
+    """[C, 20] float64, added to the logits; -inf excludes a letter. None adds nothing."""
 
     def __len__(self) -> int:
         return len(self.residues)

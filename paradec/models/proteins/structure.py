@@ -1,4 +1,4 @@
-"""Backbones of proteins: coordinates of N, CA, C and O, what is bound to them, and where they come from."""
+"""Protein backbones: coordinates of N, CA, C and O, atoms around them, and their files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR 
 NAMES = dict(zip(RESIDUES.split(), LETTERS, strict=False))
 """Letters by the names of residues in files."""
 MODIFIED = ("ASX", "CSO", "GLX", "HIP", "HSD", "HSE", "HSP", "MSE", "PTR", "SEC", "SEP", "TPO", "XAA", "XLE")
-"""Residues that files list among the ligands (HETATM). Like every other name of their kind they are an X."""
+"""Modified residues, which files list among the ligands (HETATM). They read as X."""
 WATER = ("HOH", "DOD", "WAT", "H2O", "OH2", "TIP", "TIP2", "TIP3", "TIP4")
-"""What files call water, which is no ligand."""
+"""Names of water in files. Water is not a ligand."""
 ELEMENTS = (
     *"H HE LI BE B C N O F NE NA MG AL SI P S CL AR K CA SC TI V CR MN FE CO NI CU ZN GA GE AS SE BR KR".split(),
     *"RB SR Y ZR NB MO TC RU RH PD AG CD IN SN SB TE I XE CS BA LA CE PR ND PM SM EU GD TB DY HO ER TM YB LU".split(),
@@ -44,7 +44,7 @@ class Structure:
         sequence: L letters of `LETTERS`, the residues of the file ("-" for those that are not known reads as "X").
         chains: L labels, the chain of each residue.
         numbers: L residue numbers, as the file has them; a number may be repeated (insertion codes).
-        name: what messages call it.
+        name: for messages.
         atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
         elements: A symbols of `ELEMENTS`, theirs.
         membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
@@ -125,7 +125,7 @@ class Structure:
 
     @property
     def index(self) -> list[int]:
-        """L numbers for the distance along the chain. A repeated number moves all that follow on by one."""
+        """L positions along the chain. A repeated residue number shifts all later ones by one."""
         indices: list[int] = []
         num_repeated, previous = 0, None
         for number in self.numbers or ():
@@ -135,8 +135,8 @@ class Structure:
         return indices
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Residues that chains of a homo-oligomer have in common: of every number that two or more of the chains have,
-        the residues, from 0 (ties of `DesignRules`).
+        """Ties of a homo-oligomer, for `DesignRules`: the residues, from 0, with a number that at least two of the
+        chains have.
 
         Args:
             chains: the copies; None takes all chains.
@@ -171,7 +171,7 @@ class Structure:
 
 
 def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
-    """Read the backbone, and what is bound to it, out of a file in PDB format (wwPDB, format 3.3).
+    """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3).
 
     Of several models the first is taken, of alternative locations the first of each atom. Atoms of occupancy 0 count as
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); others of
@@ -188,7 +188,7 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     """
     selected = None if chains is None else {*chains}
     path = Path(source)
-    # of each residue, and of each other molecule, its atoms: where they are, and their elements
+    # by residue or other molecule, the position and the element of each atom
     groups: dict[tuple[str, str, str], dict[str, tuple[list[float], str]]] = {}
     letters: dict[tuple[str, str, str], str] = {}
     protein = set[tuple[str, str, str]]()
@@ -236,8 +236,7 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
 
 
 def _read_element(line: str) -> str:
-    """The symbol of an atom's element, or its name's where the file has none: names have it in their first two columns,
-    one letter in the second."""
+    """Read an atom's element; without one, the first two columns of its name tell it."""
     if symbol := line[76:78].strip():
         return symbol.upper()
     name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()

@@ -57,7 +57,7 @@ CLASS_DEFAULTS = {
     "layer_norm_type": "default",
     "rope": False,
 }
-"""What the published configuration class assumes of absent fields, where that differs from `ONLY`."""
+"""The published configuration class's defaults that differ from `ONLY`."""
 
 REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 

@@ -29,7 +29,7 @@ KEY_MAPPING = {
     r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
     r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
 }
-"""Checkpoint names -> Glm4Moe names, but for what is split (`FUSED`) and stacked (transformers does that)."""
+"""Checkpoint names -> Glm4Moe names, except split matrices (`FUSED`) and stacked ones (transformers does that)."""
 FUSED = {
     "self_attn.query_key_value.weight": (
         "self_attn.q_proj.weight",
@@ -37,7 +37,7 @@ FUSED = {
         "self_attn.v_proj.weight",
     )
 }
-"""A matrix of the file, and the module's ones whose rows are in it, one after the other."""
+"""A matrix of the file, and the module's matrices that are concatenated in it."""
 PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
 """Published names, all trained with blocks of 32; their config.json does not say it."""
 BLOCK_NAME = "block_length"
@@ -59,7 +59,7 @@ ONLY = {
 }
 """Fields that would change the maths, and the values that the published code follows."""
 CAPACITY = "expert_capacity"
-"""How many experts a block may take, of LLaDA2.2, which also states its block as `BLOCK_SIZE`."""
+"""The number of experts per block in LLaDA2.2, which also states the block, as `BLOCK_SIZE`."""
 BLOCK_SIZE = "block_size"
 
 REQUIRED = (
@@ -115,7 +115,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def _rotated_share(config: Mapping[str, Any], width: int) -> float:
-    """The part of a head of this width that is rotated."""
+    """The rotated fraction of a head of this width."""
     factor = positive(config, "partial_rotary_factor")
     rotated = int(width * factor)
     if factor > 1 or rotated < 2 or rotated % 2:
@@ -132,7 +132,7 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
 
 
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Glm4Moe's fields of how experts are chosen."""
+    """Build Glm4Moe's routing fields."""
     num_experts, top_k = experts_per_token(config)
     if config.get(CAPACITY) is not None:
         return _block_routing(config, num_experts, top_k)
@@ -158,7 +158,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
-    """The fields where experts are chosen for blocks, and not by groups."""
+    """Build the routing fields of block routing, without groups of experts."""
     capacity, block = positive(config, CAPACITY), positive(config, BLOCK_SIZE)
     if not top_k <= capacity <= num_experts:
         raise CheckpointError(
@@ -171,7 +171,7 @@ def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> d
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    """The block that experts are chosen for, else 32 for a published name."""
+    """The block of block routing; otherwise 32 for a published name."""
     block_length = stated_block(config, BLOCK_SIZE)
     if block_length is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
         return block_length
@@ -186,7 +186,7 @@ def reader() -> type:
 
 
 def decoder(config: Any) -> type:
-    """The adapter of a configuration: one that chooses experts for blocks, or the plain one."""
+    """The adapter of a configuration: with block routing, or the plain one."""
     if getattr(config, CAPACITY, None) is None:
         return Decoder
     from paradec.models.text.llada2_modules import BlockRouted

@@ -79,7 +79,7 @@ def register_reader(fused: Mapping[str, tuple[str, ...]]) -> type:
 
 
 class BlockRouter(Glm4MoeTopkRouter):
-    """A router of Glm4Moe that chooses among experts of whole blocks."""
+    """Glm4Moe's router with a choice of experts per block."""
 
     capacity: int
     block: int
@@ -118,7 +118,7 @@ class BlockRouter(Glm4MoeTopkRouter):
 
 
 class BlockRouted(Decoder):
-    """A decoder whose experts are chosen for whole blocks: calls hold these whole."""
+    """A decoder with block routing; a call holds complete blocks."""
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)

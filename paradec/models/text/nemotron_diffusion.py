@@ -38,10 +38,10 @@ REQUIRED = (
     "max_position_embeddings",
 )
 SCALE = "llama_4_scaling_beta"
-"""How much queries grow with the logarithm of their position, of `rope_parameters`."""
+"""The field of `rope_parameters` for the growth of queries with the logarithm of their position."""
 BLOCK_NAME = "block_size"
 ADAPTER = "linear_spec_lora"
-"""The folder of the adapter that drafts are made with."""
+"""The folder of the draft adapter."""
 
 
 def ministral3_config(config: Mapping[str, Any]) -> Any:

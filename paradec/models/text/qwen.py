@@ -1,4 +1,4 @@
-"""What families on transformers' Qwen2, Qwen3 and Qwen3Moe share: the field names of their config.json."""
+"""Configurations of families on transformers' Qwen2, Qwen3 and Qwen3Moe, with the field names of their config.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUIRED = (
 """The class defaults are wrong for the published 7B, so nothing is filled in."""
 
 REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
-"""What mixtures of experts must state besides. (Class defaults of `norm_topk_prob` and published values differ.)"""
+"""Further fields of mixtures of experts. (Class defaults of `norm_topk_prob` and published values differ.)"""
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
@@ -78,7 +78,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The experts of a layer, and how many are chosen for each token. Raises CheckpointError for unfit numbers."""
+    """Read the numbers of experts in a layer and per token. Raises CheckpointError for inconsistent numbers."""
     num_experts, top_k = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"config.json: num_experts_per_tok={top_k} is larger than num_experts={num_experts}")

@@ -23,15 +23,15 @@ PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|
 
 BLOCK_NAME = "block_size"
 I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)
-"""How I-DLM (arXiv 2604.11035) names its checkpoints, whose config.json says SDAR's model_type."""
+"""Names of I-DLM's checkpoints (arXiv 2604.11035), whose config.json has SDAR's model_type."""
 GIVEN = "block_length"
-"""The field of config.json that says that `load` was told the block: no published file has it."""
+"""The field of config.json for a block that `load` was given; no published file has it."""
 SHORTEST = 4
 """The shortest block of a published SDAR; I-DLM's training configs state 1 to 3."""
 
 
 def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
-    """Whether a checkpoint of SDAR's model_type is I-DLM's: by its names, or by a block that no SDAR has."""
+    """Whether a checkpoint of SDAR's model_type is I-DLM's, by its names or its block."""
     block_length = config.get(BLOCK_NAME)
     is_short = isinstance(block_length, int) and 0 < block_length < SHORTEST and config.get(GIVEN) is None
     architectures = config.get("architectures")
