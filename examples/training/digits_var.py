@@ -54,9 +54,9 @@ def train_vq(args: argparse.Namespace, x: Tensor, hx: Tensor) -> MultiScaleVQ:
         """Inputs of the codebook at all scales, [n, 8]."""
         rest, inputs = model.features(images), []
         for index, side in enumerate(SCALES):
-            reduced = model.reduced(rest, side)
+            reduced = model.downsample(rest, side)
             inputs.append(reduced.flatten(0, 1))
-            rest = rest - model.smoothed(model.codes[model.quantize.nearest(reduced)], index, SCALES)
+            rest = rest - model.smooth_codes(model.codes[model.quantize.nearest(reduced)], index, SCALES)
         return torch.cat(inputs)
 
     revival = CodeRevival(model.quantize.embedding.weight, residuals)

@@ -30,26 +30,26 @@ class ImageRequest:
     """The rows of one request, ready for a sampler's `start`."""
 
     model: Any
-    """What is decoded with: the adapter, or a copy of it that knows this request's rows."""
+    """The adapter, or a copy of it for this request's rows."""
     prompts: Any
-    """What `start` takes for the rows."""
+    """The prompts for `start`."""
     unconditional: Any = None
-    """Prompts of the guidance branch, one per row, of any length, for models that are guided by other prompts."""
+    """Prompts of the guidance branch, one per row, of any length; None where guidance needs no other prompts."""
 
 
 @dataclass
 class Reading:
-    """What a state holds of its pictures. `B` pictures of `N` tokens, `S` steps."""
+    """A state's `B` pictures of `N` tokens after `S` steps."""
 
     tokens: Tensor
     """[B, N] int64 on the host; [B, N, C'] float where they are continuous."""
     whole: bool
-    """Whether every token of every picture is there."""
+    """Whether all tokens are final."""
     accepted: np.ndarray
     """[S, B] int64: tokens that became final at each step."""
     prompt_lengths: list[int]
     draft_nfe: list[int]
-    """Forward calls of a model that drafted for each row; 0 without one."""
+    """Forward calls of the draft model for each row; 0 without one."""
 
 
 class PictureModel:
@@ -57,24 +57,24 @@ class PictureModel:
     and `request`, `begin`, `latent` and `_pixels` where they differ."""
 
     makes: ClassVar[str] = ""
-    """What it is, one of `paradec.core.checks.MODELS`."""
+    """The kind, one of `paradec.core.checks.MODELS`."""
     family: ClassVar[str] = ""
-    """Of the samplers that decode with it."""
+    """The family of its samplers."""
     default_sampler: ClassVar[str] = ""
     sampler_names: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
-    """Names of samplers that mean another one for this kind of model: that one's name, and its preset."""
+    """Aliases of samplers for this kind of model: name and preset."""
     sampler_settings: ClassVar[tuple[str, ...]] = ()
     """Arguments of a request that are settings of these samplers."""
     title: ClassVar[str] = ""
-    """What messages about samplers call the model; by default its own name."""
+    """The model's name in messages about samplers; by default `facts.name`."""
     conditions: str = "class_labels"
-    """What a request gives: "prompts" or "class_labels"."""
+    """The conditions of a request: "prompts" or "class_labels"."""
     defaults: Mapping[str, Any] = {}
-    """What the model's authors sample with: fields of `paradec.Request`."""
+    """The authors' settings: fields of `paradec.Request`."""
     decoder_option: ClassVar[str | None] = None
-    """The attribute that holds what makes pixels, or None, and the option of `paradec.load` for it: "vq" or "vae"."""
+    """The decoder's attribute and option of `paradec.load`, "vq" or "vae"; or None."""
     other_sizes: ClassVar[str] = ""
-    """How to get pictures of another size, for messages."""
+    """A hint for messages: how to get pictures of another size."""
     module: Any
     evaluating: Any
     device: torch.device
@@ -82,7 +82,7 @@ class PictureModel:
 
     @property
     def decoder(self) -> Any:
-        """What makes pixels, if there is such."""
+        """The decoder of pixels, or None."""
         return None if self.decoder_option is None else getattr(self, self.decoder_option)
 
     @property
@@ -91,7 +91,7 @@ class PictureModel:
         return {}
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """The fields of a request that names no more than its sampler."""
+        """Default fields of a request with this sampler."""
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
@@ -119,26 +119,27 @@ class PictureModel:
                 )
         return Grid(side, side, range(codes))
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """Lay out one request: `num_images` rows for every prompt or label, copies side by side; here for class labels
-        (`given`: an int or several) of the `facts.classes`.
+        (an int or several) of the `facts.classes`.
 
         Raises:
             ValueError, TypeError: conditions that the model does not take; the message names them.
         """
-        self.no_negative_prompt(negative_prompt)
-        return ImageRequest(self, [label for label in labels_of(given, self.facts.classes) for _ in range(num_images)])
+        self.refuse_negative_prompt(negative_prompt)
+        labels = labels_of(conditions, self.facts.classes)
+        return ImageRequest(self, [label for label in labels for _ in range(num_images)])
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
-        """The state of one request: `sampler.start`, with what this kind of model adds to a `paradec.Request`."""
-        return sampler.start(laid.model, laid.prompts, request)
+    def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
+        """Start one request: `sampler.start`, with this kind of model's additions to a `paradec.Request`."""
+        return sampler.start(image_request.model, image_request.prompts, request)
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        """What a state holds of its pictures, also of one that is not done."""
+        """Read a state's pictures, also of an unfinished one."""
         raise NotImplementedError
 
     def check_decodes(self) -> None:
-        """Raise ValueError where there is nothing to make pixels with."""
+        """Raise ValueError without a decoder."""
         if (option := self.decoder_option) is not None and self.decoder is None:
             raise ValueError(
                 f"{self.facts.name} has no {option.upper()} decoder; load it with {option}=..., or take "
@@ -146,7 +147,7 @@ class PictureModel:
             )
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """What the decoder reads: codes [B, h, w] int64, row by row; or a float latent where there are none."""
+        """The decoder's input: codes [B, h, w] int64, row by row; or a float latent."""
         return grid.codes(tokens)
 
     def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
@@ -157,15 +158,14 @@ class PictureModel:
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def _pixels(self, latent: Tensor) -> Tensor:
-        """What `latent` gives -> images [B, C, H, W] float, about [-1, 1]."""
+        """The output of `latent` -> images [B, C, H, W] float, about [-1, 1]."""
         return self.decoder.decode(latent)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """The pictures as they are after each step, [B, C, H, W] in [0, 1], for traces: nothing, unless every step
-        changes the whole of them."""
+        """The pictures after each step, [B, C, H, W] in [0, 1], for traces; empty unless steps change all pixels."""
         return ()
 
-    def no_negative_prompt(self, negative_prompt: Any) -> None:
+    def refuse_negative_prompt(self, negative_prompt: Any) -> None:
         """Raise ValueError where one is given."""
         if negative_prompt is not None:
             raise ValueError(f"{self.facts.name} does not take negative_prompt; it is conditioned on {self.conditions}")
@@ -223,16 +223,16 @@ class ImageModel(PictureModel, Decoder):
 
     # ---- what all share -------------------------------------------------------------------------------------------
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+    def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request over the grid, guided by the unconditional prompts."""
         if request.top_k is not None and request.top_k >= self.facts.vocab_size:
             request = replace(request, top_k=None)
-        guided = {} if request.guidance_scale == 1 else {"negative_prompt": laid.unconditional}
-        return sampler.start(laid.model, laid.prompts, request, grid=grid, **guided)
+        guided = {} if request.guidance_scale == 1 else {"negative_prompt": image_request.unconditional}
+        return sampler.start(image_request.model, image_request.prompts, request, grid=grid, **guided)
 
     def read(self, state: Any, grid: Grid) -> Reading:
         return Reading(
-            tokens=tokens_of(state, grid),
+            tokens=picture_tokens(state, grid),
             whole=state.done,
             accepted=np.array(state.accepted, np.int64).reshape(-1, state.batch),
             prompt_lengths=[int(length) for length in state.prompt_length],
@@ -241,68 +241,69 @@ class ImageModel(PictureModel, Decoder):
 
     def _call(self, query: Query, store: Any) -> Tensor:
         cache = None if store is None else store.bind(query)
-        mask = self._visible(query) if store is None else self._over_store(query, store)
+        mask = self._visible(query) if store is None else self._store_mask(query, store)
         hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
         if keeps_hidden(query):
             query.hidden = hidden
         return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
-    def _over_store(self, query: Query, store: Any) -> Tensor:
+    def _store_mask(self, query: Query, store: Any) -> Tensor:
         """[R, 1, Q, K] bool: stored keys, and the call's own, up to each column's position."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask
 
-    def _bound(self, **held: Any) -> Any:
+    def _copy_with(self, **attributes: Any) -> Any:
         """A copy of the adapter with these attributes; the module is shared."""
-        bound = object.__new__(type(self))
-        bound.__dict__ = self.__dict__ | held
-        return bound
+        adapter = object.__new__(type(self))
+        adapter.__dict__ = self.__dict__ | attributes
+        return adapter
 
 
-def tokens_of(state: Any, grid: Grid) -> Tensor:
-    """[B, grid.length] int64 on the host: what follows each row's prompt in a state's canvas."""
-    first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
-    return state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()
+def picture_tokens(state: Any, grid: Grid) -> Tensor:
+    """[B, grid.length] int64 on the host: the tokens after each row's prompt in a state's canvas."""
+    start = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
+    return state.canvas.gather(1, start + torch.arange(grid.length, device=state.canvas.device)).cpu()
 
 
-def labels_of(given: Any, classes: int) -> list[int]:
-    """List class labels. Raises ValueError for none, or one out of its range; TypeError for other than integers."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    labels = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
-    if not labels:
+def labels_of(class_labels: Any, classes: int) -> list[int]:
+    """List class labels. Raises ValueError for none or one out of range, TypeError for other than integers."""
+    if hasattr(class_labels, "tolist"):
+        class_labels = class_labels.tolist()
+    if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):
+        class_labels = [class_labels]
+    if not class_labels:
         raise ValueError("class_labels is empty; give at least one")
-    for label in labels:
+    for label in class_labels:
         check_int("class_labels", label, low=0, high=classes - 1)
-    return [int(label) for label in labels]
+    return [int(label) for label in class_labels]
 
 
 def exact_prompts(rows: list[list[int]]) -> Prompts:
-    """Rows of ids as prompts: nothing is put before them."""
+    """Build prompts of rows of ids, without anything before them."""
     return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
 
 
-def merge_defaults(published: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Defaults of requests: those `given` over the published ones. Raises ValueError for an unknown field."""
-    for name in given or ():
+def merge_defaults(published: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Merge a request's defaults into the published ones. Raises ValueError for an unknown field."""
+    for name in overrides or ():
         if name not in published:
             raise ValueError(unknown("default of requests", name, published))
-    return {**published, **(given or {})}
+    return {**published, **(overrides or {})}
 
 
-def check_alike(role: str, other: Any, model: Any, theirs: Any, ours: Any, fields: Sequence[str]) -> None:
-    """Raise ValueError unless `theirs` of a model, the `role` of another one, equals `ours` in these fields."""
+def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any, fields: Sequence[str]) -> None:
+    """Raise ValueError unless a peer model's configuration equals the model's in these fields."""
     for name in fields:
-        if getattr(theirs, name) != getattr(ours, name):
+        if getattr(peer_config, name) != getattr(config, name):
             raise ValueError(
-                f"{role} {other.facts.name} has {name}={shown(getattr(theirs, name))}; {model.facts.name} has "
-                f"{shown(getattr(ours, name))}"
+                f"{role} {peer.facts.name} has {name}={shown(getattr(peer_config, name))}; {model.facts.name} has "
+                f"{shown(getattr(config, name))}"
             )
 
 
 def request_rows(query: Query, batch: int) -> Tensor:
-    """[R] int64: where each row of a call is among a request's `batch` rows, the guidance branch's after them."""
+    """[R] int64: the index of each row of a call in a request's `batch` rows; those of the guidance branch follow."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
     if isinstance(query, WindowQuery) and query.window.copies is not None:
         rows = rows.repeat_interleave(torch.as_tensor(query.window.copies, device=rows.device))

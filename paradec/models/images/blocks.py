@@ -28,8 +28,8 @@ class Attention(nn.Module):
 
 def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool = True) -> nn.Sequential:
     """Two layers with GELU between them."""
-    first, last = nn.Linear(width, inner, bias=bias), nn.Linear(inner, out, bias=bias)
-    return nn.Sequential(OrderedDict(fc1=first, act=nn.GELU(approximate), fc2=last))
+    fc1, fc2 = nn.Linear(width, inner, bias=bias), nn.Linear(inner, out, bias=bias)
+    return nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU(approximate), fc2=fc2))
 
 
 class Block(nn.Module):

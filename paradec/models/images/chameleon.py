@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from paradec.models.images.grid import Grid, pixels_to_codes
-from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, order_ids, pretrained
 from paradec.models.images.vq import VQModel, check_codebook, load_vq
 
 
@@ -84,7 +84,7 @@ class ChameleonModel(TextToImageModel):
         size = module.config.vq_config.num_embeddings
         check_codebook(vq, size, self.facts.name)
         self.layout, self.vq = layout, vq
-        self.cells = in_order(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.cells = order_ids(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.scale = self.scale if vq is None else vq.config.scale
         self.defaults = {
             "guidance_scale": layout.guidance_scale,
@@ -98,14 +98,14 @@ class ChameleonModel(TextToImageModel):
         for name, value in (("height", height), ("width", width)):
             side = pixels_to_codes(name, value, layout.side, self.scale)
             if layout.first_size is None and side != layout.side:
-                own = layout.side * self.scale
-                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {own} x {own} pixels")
+                pixels = layout.side * self.scale
+                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {pixels} x {pixels} pixels")
             if layout.first_size is not None and side * self.scale % PIXELS_PER_SIZE:
                 raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}: sizes are named so")
             sides.append(side)
         tail = (layout.end,) if layout.end_of_text is None else (layout.end, layout.end_of_text)
         rows, columns = sides
-        return self._fitting(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
+        return self._check_length(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
 
     def opening(self, grid: Grid) -> list[int]:
         """The ids between a caption and the picture's first token."""
@@ -168,9 +168,9 @@ def load_chameleon(
         layout = LAYOUTS[layout]
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq, "chameleon")
-    # the encoder of pictures takes no part, and the codebook none beside that of `vq`
-    unread = r"model\.vqmodel\.(?!quantize\.)" if vq is None else r"model\.vqmodel\."
-    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unread)
+    # the encoder is not used, nor is the codebook next to that of `vq`
+    unused_weights = r"model\.vqmodel\.(?!quantize\.)" if vq is None else r"model\.vqmodel\."
+    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unused_weights)
     if device is not None:
         module, vq = module.to(device), None if vq is None else vq.to(device)
     return ChameleonModel(module, layout, vq, tokenizer)

@@ -19,7 +19,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Kept:
-    """What a full evaluation keeps for the local ones of its group, per branch and row."""
+    """Keys and values of a full evaluation for the local ones of its group, per branch and row."""
 
     encoder: Keys
     decoder: Keys
@@ -77,8 +77,8 @@ class TokenDistribution:
 
 @dataclass
 class ContinuousAnswer:
-    """What comes back: tokens [B, W, channels], the head's conditions [R, W, width], what a full step kept, and the
-    distribution that the tokens are the mean of."""
+    """Tokens [B, W, channels], the head's conditions [R, W, width], the keys and values of a full step, and the
+    distribution whose mean the tokens are."""
 
     tokens: Tensor
     conditions: Tensor
@@ -112,7 +112,7 @@ class DiffusionHead(nn.Module):
         guidance: float | None = None,
         sections: tuple[int, ...] | None = None,
     ) -> TokenDistribution:
-        """Draw tokens; also return what they are the mean of.
+        """Draw tokens, as the mean of the returned distribution.
 
         Args:
             condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
@@ -128,17 +128,17 @@ class DiffusionHead(nn.Module):
         for index in range(len(times))[::-1]:
             branches = 1 if guidance is None else 2
             time = torch.full((len(x) * branches,), float(times[index]), device=x.device, dtype=x.dtype)
-            found = self.net(x.repeat(branches, 1).to(condition.dtype), time, condition).to(x.dtype)
-            epsilon, variance = found.chunk(2, -1)
+            output = self.net(x.repeat(branches, 1).to(condition.dtype), time, condition).to(x.dtype)
+            epsilon, variance = output.chunk(2, -1)
             if guidance is not None:
-                (epsilon, other), variance = epsilon.chunk(2), variance.chunk(2)[0]
-                epsilon = other + guidance * (epsilon - other)
-            row = {name: float(column[index]) for name, column in table.items()}
-            share = (variance + 1) / 2
-            log_variance = share * row["log_beta"] + (1 - share) * row["log_posterior"]
+                (epsilon, uncond), variance = epsilon.chunk(2), variance.chunk(2)[0]
+                epsilon = uncond + guidance * (epsilon - uncond)
+            coefficients = {name: float(column[index]) for name, column in table.items()}
+            fraction = (variance + 1) / 2
+            log_variance = fraction * coefficients["log_beta"] + (1 - fraction) * coefficients["log_posterior"]
             std = temperature * torch.exp(0.5 * log_variance)
-            start = row["recip"] * x - row["recip_minus_one"] * epsilon
-            x = row["of_start"] * start + row["of_x"] * x
+            x_start = coefficients["recip"] * x - coefficients["recip_minus_one"] * epsilon
+            x = coefficients["of_start"] * x_start + coefficients["of_x"] * x
             if index:
                 x = x + std * noise[:, len(times) - index]
                 half_log_variance += 0.5 * log_variance
@@ -156,31 +156,31 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
         ValueError: a part with no step, or with more than it has training steps.
     """
     times: list[int] = []
-    first = 0
-    for part, steps in enumerate(sections):
-        size = TRAINED_STEPS // len(sections) + (part < TRAINED_STEPS % len(sections))
+    start = 0
+    for section_index, steps in enumerate(sections):
+        size = TRAINED_STEPS // len(sections) + (section_index < TRAINED_STEPS % len(sections))
         check_int("steps", steps, low=1, high=size)
         stride = (size - 1) / (steps - 1) if steps > 1 else 1.0
-        times += [first + round(index * stride) for index in range(steps)]
-        first += size
+        times += [start + round(index * stride) for index in range(steps)]
+        start += size
 
-    def left(t: float) -> float:
+    def alpha_bar(t: float) -> float:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
 
     grid = np.arange(TRAINED_STEPS)
-    betas = np.array([min(1 - left((t + 1) / TRAINED_STEPS) / left(t / TRAINED_STEPS), 0.999) for t in grid])
-    kept = np.cumprod(1 - betas)[times]
-    before = np.append(1.0, kept[:-1])
-    betas = 1 - kept / before  # of the steps that are taken
-    posterior = betas * (1 - before) / (1 - kept)
+    betas = np.array([min(1 - alpha_bar((t + 1) / TRAINED_STEPS) / alpha_bar(t / TRAINED_STEPS), 0.999) for t in grid])
+    alphas_cumprod = np.cumprod(1 - betas)[times]
+    alphas_cumprod_prev = np.append(1.0, alphas_cumprod[:-1])
+    betas = 1 - alphas_cumprod / alphas_cumprod_prev  # of the steps that are taken
+    posterior = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
     table = {
         "log_beta": np.log(betas),
         # the first one is 0; the second one replaces it
         "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
-        "recip": np.sqrt(1 / kept),
-        "recip_minus_one": np.sqrt(1 / kept - 1),
-        "of_start": betas * np.sqrt(before) / (1 - kept),
-        "of_x": (1 - before) * np.sqrt(1 - betas) / (1 - kept),
+        "recip": np.sqrt(1 / alphas_cumprod),
+        "recip_minus_one": np.sqrt(1 / alphas_cumprod - 1),
+        "of_start": betas * np.sqrt(alphas_cumprod_prev) / (1 - alphas_cumprod),
+        "of_x": (1 - alphas_cumprod_prev) * np.sqrt(1 - betas) / (1 - alphas_cumprod),
     }
     return times, table
 

@@ -41,12 +41,12 @@ class DiffusionModel(Adapter):
         patch = self.module.config.patch_size
         return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
 
-    def conditions(self, latent: Tensor, given: Mapping[str, Any], branches: int) -> dict[str, Tensor]:
+    def conditions(self, latent: Tensor, values: Mapping[str, Any], branches: int) -> dict[str, Tensor]:
         """Check a request's latent and conditions, and lay the latter out: "class_labels" [branches * B] int64.
 
         Args:
             latent: [B, C, H, W].
-            given: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
+            values: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
             branches: 1, or 2 to append the unconditional rows.
 
         Raises:
@@ -55,10 +55,10 @@ class DiffusionModel(Adapter):
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):
             raise ValueError(f"latent has shape {tuple(latent.shape)}, not [batch, {self.channels}, {size}, {size}]")
-        if set(given) != {"class_labels"}:
-            raise ValueError(f"conditions {sorted(given)} must be: class_labels")
-        labels = labels_of(given["class_labels"], self.null_label + 1)
-        labels = labels * len(latent) if not isinstance(given["class_labels"], (Sequence, Tensor)) else labels
+        if set(values) != {"class_labels"}:
+            raise ValueError(f"conditions {sorted(values)} must be: class_labels")
+        labels = labels_of(values["class_labels"], self.null_label + 1)
+        labels = labels * len(latent) if not isinstance(values["class_labels"], (Sequence, Tensor)) else labels
         if len(labels) != len(latent):
             raise ValueError(f"class_labels has {len(labels)} entries for {len(latent)} rows; give one, or one per row")
         labels = labels + [self.null_label] * len(labels) * (branches - 1)

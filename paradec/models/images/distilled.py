@@ -65,7 +65,7 @@ class DistilledQuery:
 
 @dataclass
 class DistilledAnswer:
-    """What both heads say of every token: vectors [B, N, C], and logits [B, N, V]."""
+    """The outputs of both heads: vectors [B, N, C], and logits [B, N, V]."""
 
     continuous: Tensor
     logits: Tensor
@@ -73,7 +73,7 @@ class DistilledAnswer:
 
 @dataclass(frozen=True)
 class DistilledFacts:
-    """What samplers and messages read of a student."""
+    """Facts of a student, for samplers and messages."""
 
     name: str
     stages: Stages
@@ -115,7 +115,7 @@ class DistilledModel(PictureModel, Adapter):
     vq: Any
     facts: DistilledFacts
     taught: ClassVar[Mapping[str, Any]] = {}
-    """What the authors sample the teacher with."""
+    """The authors' settings of the teacher."""
 
     def __init__(self, module: nn.Module, facts: DistilledFacts, defaults: Mapping[str, Any] | None = None):
         super().__init__(module.eval())
@@ -143,18 +143,18 @@ class DistilledModel(PictureModel, Adapter):
         """Evaluate one query."""
         with self.evaluating():
             continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
-        wide = torch.promote_types(continuous.dtype, torch.float32)
-        return DistilledAnswer(continuous.to(wide), logits.to(wide))
+        dtype = torch.promote_types(continuous.dtype, torch.float32)
+        return DistilledAnswer(continuous.to(dtype), logits.to(dtype))
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        found = {} if getattr(sampler, "t_list", None) is not None else {"steps": self.defaults["steps"]}
+        fields = {} if getattr(sampler, "t_list", None) is not None else {"steps": self.defaults["steps"]}
         if getattr(sampler, "teacher", None) is not None:
-            found |= {name: value for name, value in self.defaults.items() if name != "steps"}
-        if (top_k := found.get("top_k")) is not None and top_k >= self.facts.vocab_size:
-            found["top_k"] = None
-        return {"temperature": 1.0} | found
+            fields |= {name: value for name, value in self.defaults.items() if name != "steps"}
+        if (top_k := fields.get("top_k")) is not None and top_k >= self.facts.vocab_size:
+            fields["top_k"] = None
+        return {"temperature": 1.0} | fields
 
     def read(self, state: Any, grid: Grid) -> Reading:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        before = [self.facts.stages.kept[-1] - grid.length] * state.batch  # of scales the last is the raster
-        return Reading(state.tokens.cpu(), state.done, accepted, before, [0] * state.batch)
+        prompt_lengths = [self.facts.stages.kept[-1] - grid.length] * state.batch  # of scales the last is the raster
+        return Reading(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

@@ -79,17 +79,17 @@ class DistilledLlamaGen(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.final_layer_conti = ContinuousHead(config.dim, config.codebook_dim)
 
-    def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
         """Vectors [B, N, codebook_dim] and logits [B, N, vocab_size] of both heads.
 
         Args:
             labels: [B] int64. tokens: [B, N, codebook_dim], row by row: normalised code vectors, then noise.
-            kept: how many are code vectors.
+            num_codes: code vectors among them.
         """
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
-        x = x + self.n_d_embed((column <= kept).long())  # the class is data
+        x = x + self.n_d_embed((column <= num_codes).long())  # the class is data
         rotation = angles((column - 1).expand(len(x), -1), self.config)
         for layer in self.layers:
             x = layer(x, rotation, None, None)
@@ -186,10 +186,10 @@ def load_distilled_llamagen(
         CheckpointError: a file that is missing, corrupt, of another format, or no VQ autoencoder. ValueError: a
             codebook of another size, a stage out of its range.
     """
-    module, book, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
-    if book is None:
+    module, codebook, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
+    if codebook is None:
         raise CheckpointError(f"{name} needs LlamaGen's VQ autoencoder: give vq=..., the file vq_ds16_c2i.pt")
-    book = book.to(torch.promote_types(dtype or torch.float32, torch.float32))
-    given = {name: value for name, value in (("second", second), ("split", split)) if value is not None}
-    module.config = replace(module.config, **given)
-    return DistilledLlamaGenModel(module, book, name, defaults)
+    codebook = codebook.to(torch.promote_types(dtype or torch.float32, torch.float32))
+    stages = {name: value for name, value in (("second", second), ("split", split)) if value is not None}
+    module.config = replace(module.config, **stages)
+    return DistilledLlamaGenModel(module, codebook, name, defaults)

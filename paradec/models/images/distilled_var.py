@@ -34,18 +34,18 @@ class DistilledVAR(VAR):
         self.layerwise_n_d_embed = nn.ModuleList(nn.Linear(self.width, self.width) for _ in range(len(self.blocks) + 1))
         self.final_layer_conti = ContinuousHead(self.width, self.code_dim)
 
-    def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Vectors [B, L, code_dim] and logits [B, L, V] of both heads.
 
         Args:
             labels: [B] int64. tokens: [B, L, code_dim], scale by scale: code vectors, then noise.
-            kept: how many are code vectors.
+            num_codes: code vectors among them.
         """
         condition = self.class_emb(labels)
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
         level = nn.functional.pad(1 + self.levels(0, self.ends[-1]), (1, 0))  # the class is level 0
-        mark = self.n_d_embed((column <= kept).long())  # [1 + L, width]; the class is data
+        mark = self.n_d_embed((column <= num_codes).long())  # [1 + L, width]; the class is data
         x = x + self.lvl_embed(level) + self.pos_1LC + mark
         # a token sees coarser scales and itself
         mask = (level.unsqueeze(1) > level) | (column.unsqueeze(1) == column)
@@ -135,14 +135,14 @@ def load_distilled_var(
             or stage out of its range.
     """
     nested = ("trainer.ema_parameters", *NESTED)
-    found = read_network(
-        DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, MARKS, nested, without_class
+    parts = read_network(
+        DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, MARKS, nested, drop_class_row
     )
-    module, vq, name, fields, _ = found
+    module, vq, name, fields, _ = parts
     second, split = fields.get("second") if second is None else second, fields.get("split") if split is None else split
     return DistilledVARModel(module, vq, name, fields.get("defaults"), second, split)
 
 
-def without_class(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_class_row(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """A student's weights without the row for the class: with the sizes of its teacher's."""
     return weights | {"pos_1LC": weights["pos_1LC"][:, 1:], "lvl_embed.weight": weights["lvl_embed.weight"][1:]}

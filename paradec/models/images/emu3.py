@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from paradec.models.images.grid import Grid, pixels_to_codes
-from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, order_ids, pretrained
 
 DEFAULT_SIDE = 90
 """Tokens along one side of a picture of 720 x 720 pixels."""
@@ -30,14 +30,14 @@ class Emu3Model(TextToImageModel):
     def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
         super().__init__(module, module.config.get_text_config().vocab_size, tokenizer, name)
         self.vq, size = module.model.vqmodel, module.config.vq_config.codebook_size
-        self.cells = in_order(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.cells = order_ids(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.row_end = self._token("<|extra_200|>")
         self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), self._end_of_text())
 
     def _token(self, text: str) -> int:
-        known = self.module.config.vocabulary_map
-        if text in known:
-            return known[text]
+        vocabulary_map = self.module.config.vocabulary_map
+        if text in vocabulary_map:
+            return vocabulary_map[text]
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         if text not in vocabulary:
             raise ValueError(f"neither vocabulary_map nor the tokenizer of {self.facts.name} has {text!r}")
@@ -53,7 +53,7 @@ class Emu3Model(TextToImageModel):
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         rows = pixels_to_codes("height", height, DEFAULT_SIDE, self.scale)
         columns = pixels_to_codes("width", width, DEFAULT_SIDE, self.scale)
-        return self._fitting(Grid(rows, columns, self.cells, row_end=self.row_end, tail=self.tail), self.scale)
+        return self._check_length(Grid(rows, columns, self.cells, row_end=self.row_end, tail=self.tail), self.scale)
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         start, token = "<|image start|>", "<|image token|>"

@@ -48,23 +48,23 @@ class PreviewGrid(Grid):
             raise ValueError("a grid with a preview has nothing beside its rasters; leave head, tail and row_end out")
 
     @property
-    def before(self) -> int:
+    def preview_length(self) -> int:
         """Tokens of the small raster."""
         return self.preview[0] * self.preview[1]
 
     @property
     def rasters(self) -> tuple[tuple[int, int, int], ...]:
-        large = (self.before, self.height, self.width)
-        return ((0, *self.preview), large) if self.before else (large,)
+        large = (self.preview_length, self.height, self.width)
+        return ((0, *self.preview), large) if self.preview_length else (large,)
 
     def line(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        small = offsets < self.before
-        stride, first = (torch.full_like(offsets, value) for value in (self.width, self.before))
-        return stride.masked_fill(small, self.preview[1]), first.masked_fill(small, 0)
+        in_preview = offsets < self.preview_length
+        stride, start = (torch.full_like(offsets, value) for value in (self.width, self.preview_length))
+        return stride.masked_fill(in_preview, self.preview[1]), start.masked_fill(in_preview, 0)
 
     @property
     def length(self) -> int:
-        return self.before + self.height * self.width
+        return self.preview_length + self.height * self.width
 
     @cached_property
     def layout(self) -> Tensor:
@@ -72,7 +72,7 @@ class PreviewGrid(Grid):
 
     @cached_property
     def cell_offsets(self) -> Tensor:
-        return torch.arange(self.before, self.length)
+        return torch.arange(self.preview_length, self.length)
 
     def prior_token_ids(self, tokens: Tensor) -> Tensor:
         """GlmImagePipeline's ids of sequences [B, length]: [B, 4 height width] int64, every code twice along both
@@ -80,7 +80,7 @@ class PreviewGrid(Grid):
         return self.codes(tokens).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-def places(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, grid: Grid) -> Tensor:
+def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, grid: Grid) -> Tensor:
     """[len(row) + grid.length, 3] int64: time, row and column of every token of a prompt and its answer.
 
     A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at row
@@ -89,22 +89,22 @@ def places(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, g
     Args:
         row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`.
     """
-    found, base, at, given = [], 0, 0, iter(sources)
-    while at < len(row):
-        found.append(torch.full((1, 3), base))
-        base, at = base + 1, at + 1
-        size = next(given, None) if row[at - 1] == start else None
+    chunks, base, index, source_sizes = [], 0, 0, iter(sources)
+    while index < len(row):
+        chunks.append(torch.full((1, 3), base))
+        base, index = base + 1, index + 1
+        size = next(source_sizes, None) if row[index - 1] == start else None
         if size is not None:
-            found.append(_raster(base, *size))
-            base, at = base + max(size), at + size[0] * size[1]
+            chunks.append(_raster(base, *size))
+            base, index = base + max(size), index + size[0] * size[1]
     for _, height, width in grid.rasters:
-        found.append(_raster(base, height, width))
+        chunks.append(_raster(base, height, width))
         base += max(height, width)
-    return torch.cat(found)
+    return torch.cat(chunks)
 
 
 def _raster(base: int, height: int, width: int) -> Tensor:
-    """[height * width, 3] int64: places of a picture's cells."""
+    """[height * width, 3] int64: positions of a picture's cells."""
     cell = torch.arange(height * width)
     return torch.stack((torch.full_like(cell, base), base + cell // width, base + cell % width), 1)
 
@@ -124,7 +124,7 @@ class GlmImageModel(TextToImageModel):
         ValueError: a codebook larger than what the output names.
     """
 
-    _places: Tensor | None = field(default=None, metadata=ROWS)
+    _token_positions: Tensor | None = field(default=None, metadata=ROWS)
     """[B, L, 3] int64 of a request's rows."""
 
     defaults = {"guidance_scale": 1.0, "top_k": None, "temperature": 0.9, "top_p": 0.75}
@@ -149,40 +149,40 @@ class GlmImageModel(TextToImageModel):
                 f"height={height}, width={width} leaves the preview no cell; one side may be {PREVIEW**2} times the "
                 "other at most"
             )
-        return self.grid_of(large, small)
+        return self.make_grid(large, small)
 
-    def grid_of(self, large: tuple[int, int], small: tuple[int, int] | None) -> PreviewGrid:
+    def make_grid(self, large: tuple[int, int], small: tuple[int, int] | None) -> PreviewGrid:
         """The grid of rasters with these rows and columns; `small` is None for an edit."""
         return PreviewGrid(*large, self.cells, preview=small or (0, 0))
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: captions, one or several; or rows of ids, then of whole prompts: up to the start of the picture."""
-        self.no_negative_prompt(negative_prompt)
-        rows = [row for row in self._rows("prompts", given, grid) for _ in range(num_images)]
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`conditions`: captions, one or several; or rows of ids of complete prompts, up to the picture's start."""
+        self.refuse_negative_prompt(negative_prompt)
+        rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):
             raise ValueError(
                 "prompts hold pictures, whose rows and columns ids do not tell: edit with the pipeline, "
                 "paradec.accelerate(pipe, prior=...)"
             )
-        return self.laid(rows, [()] * len(rows), grid)
+        return self.lay_out(rows, [()] * len(rows), grid)
 
-    def laid(self, rows: list[list[int]], sources: Sequence[Sequence[tuple[int, int]]], grid: Grid) -> ImageRequest:
-        """One request: rows of ids, and for each the rows and columns of the pictures in it."""
+    def lay_out(self, rows: list[list[int]], sources: Sequence[Sequence[tuple[int, int]]], grid: Grid) -> ImageRequest:
+        """Build a request of rows of ids, and of the rows and columns of the source pictures in each."""
         longest = max(map(len, rows)) + grid.length
-        most = self.facts.max_length
-        if most is not None and longest > most:
+        max_length = self.facts.max_length
+        if max_length is not None and longest > max_length:
             raise ValueError(
-                f"a prompt and its picture have {longest} tokens, more than {self.facts.name} takes ({most}); "
+                f"a prompt and its picture have {longest} tokens, more than {self.facts.name} takes ({max_length}); "
                 "shorten the prompt, or give a smaller height or width"
             )
-        found = [places(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
-        table = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(self.device)
-        return ImageRequest(self._bound(_places=table), exact_prompts(rows))
+        positions = [token_positions(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
+        table = torch.nn.utils.rnn.pad_sequence(positions, batch_first=True).to(self.device)
+        return ImageRequest(self._copy_with(_token_positions=table), exact_prompts(rows))
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+    def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         if request.guidance_scale != 1:
             raise ValueError(f"guidance_scale={request.guidance_scale}: {self.facts.name} is not guided; guide the DiT")
-        return super().begin(sampler, laid, grid, request)
+        return super().begin(sampler, image_request, grid, request)
 
     def check_decodes(self) -> None:
         raise ValueError(
@@ -192,65 +192,65 @@ class GlmImageModel(TextToImageModel):
 
     # ---- what the pipeline's processor makes of prompts -------------------------------------------------------------
 
-    def codes_in(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
-        """Ids [B, L] with the codes of source pictures in the places that the processor left for them.
+    def insert_codes(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
+        """Replace the image placeholders in ids [B, L] by the codes of the source pictures.
 
         Args:
             grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-            counts: [B] int64: how many of them each row has; None for one row. pixels: of the sources, from the
+            counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, from the
                 processor, or None.
         """
         if pixels is None:
             return ids
-        own = self.module.model
-        sizes = own.get_image_grids_for_generation(counts, grids)
+        model = self.module.model
+        sizes = model.get_image_grids_for_generation(counts, grids)
         with torch.no_grad():
-            features = own.get_image_features(pixels, sizes, return_dict=True).pooler_output
-            codes = own.get_image_tokens(features)
+            features = model.get_image_features(pixels, sizes, return_dict=True).pooler_output
+            codes = model.get_image_tokens(features)
         return ids.masked_scatter(ids == self.module.config.image_token_id, codes.flatten().to(ids))
 
-    def grids(
+    def read_grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """The grid of all rows, and each row's source pictures, as in `codes_in`. Raises ValueError for unlike
+        """The grid of all rows, and each row's source pictures, as in `insert_codes`. Raises ValueError for unlike
         targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
-        found, sources, at = set(), [], 0
+        target_sets, sources, start = set(), [], 0
         for row, count in zip(rows, per_row, strict=True):
-            given = row.count(self.end)
-            sources.append(sizes[at : at + given])
-            found.add(tuple(sizes[at + given : at + count]))
-            at += count
-        targets = next(iter(found))
-        if len(found) != 1 or not 1 <= len(targets) <= 2:
+            num_sources = row.count(self.end)
+            sources.append(sizes[start : start + num_sources])
+            target_sets.add(tuple(sizes[start + num_sources : start + count]))
+            start += count
+        targets = next(iter(target_sets))
+        if len(target_sets) != 1 or not 1 <= len(targets) <= 2:
             raise ValueError(f"image_grid_thw={grids.tolist()} asks for unlike pictures; give them one by one")
-        return self.grid_of(targets[0], targets[1] if len(targets) == 2 else None), sources
+        return self.make_grid(targets[0], targets[1] if len(targets) == 2 else None), sources
 
     @property
     def _table(self) -> Tensor:
-        if self._places is None:
+        if self._token_positions is None:
             raise ValueError(f"{self.facts.name} places its tokens by request: call the model that request() gives")
-        return self._places
+        return self._token_positions
 
     # ---- the network ----------------------------------------------------------------------------------------------
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         message = {"role": "user", "content": [{"type": "text", "text": text}]}
-        laid = self.tokenizer.apply_chat_template([message], tokenize=False)
-        found = self.tokenizer(text=laid, target_h=grid.height * SCALE, target_w=grid.width * SCALE)["input_ids"]
-        return list(found[0])
+        prompt = self.tokenizer.apply_chat_template([message], tokenize=False)
+        input_ids = self.tokenizer(text=prompt, target_h=grid.height * SCALE, target_w=grid.width * SCALE)["input_ids"]
+        return list(input_ids[0])
 
     @property
     def _language_model(self) -> Any:
         return self.module.model.language_model
 
     def _positions(self, query: Query) -> Tensor:
-        """[3, R, Q] int64: the places of a call's columns."""
+        """[3, R, Q] int64: the positions of a call's columns."""
         table = self._table
         table = table[request_rows(query, len(table)).to(table.device)]
-        at = query.positions.clamp(0, table.shape[1] - 1)
-        return table.gather(1, at.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
+        index = query.positions.clamp(0, table.shape[1] - 1)
+        return table.gather(1, index.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
 
 
 def load_glm_image(
@@ -259,11 +259,11 @@ def load_glm_image(
     """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`. Its
     processor is read from there, or from `processor` beside it; without one prompts are ids. Raises CheckpointError."""
     module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
-    processor, here = None, os.fspath(source)
-    for place in (here, os.path.join(here, os.pardir, "processor")):
-        if os.path.isfile(os.path.join(place, "processor_config.json")):
+    processor, path = None, os.fspath(source)
+    for folder in (path, os.path.join(path, os.pardir, "processor")):
+        if os.path.isfile(os.path.join(folder, "processor_config.json")):
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(place)  # a tokenizer by itself does not write sizes
+            processor = AutoProcessor.from_pretrained(folder)  # a tokenizer by itself does not write sizes
             break
     return GlmImageModel(module if device is None else module.to(device), processor)

@@ -1,4 +1,4 @@
-"""Where the tokens of an image are: what samplers must know of an image model's sequence beside its logits."""
+"""The layout of an image's tokens in a sequence."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Grid:
         if len(self.cells) == 0:
             raise ValueError("cells is empty; give the ids of the image tokens")
         for name in ("cells", "head", "tail"):
-            given = getattr(self, name)
-            for entry in (min(given), max(given)) if isinstance(given, range) else given:
+            ids = getattr(self, name)
+            for entry in (min(ids), max(ids)) if isinstance(ids, range) else ids:
                 check_int(name, entry, low=0)
         if len(set(self.cells)) != len(self.cells):
             raise ValueError(f"cells={shown(self.cells)} names an id twice")
@@ -94,11 +94,11 @@ class Grid:
         `cells`."""
         cells = torch.tensor(self.cells, device=tokens.device)
         order = cells.argsort()
-        found = tokens[:, self.cell_offsets.to(tokens.device)]
-        at = torch.searchsorted(cells[order], found).clamp(max=len(cells) - 1)
-        if (cells[order][at] != found).any():
+        cell_ids = tokens[:, self.cell_offsets.to(tokens.device)]
+        index = torch.searchsorted(cells[order], cell_ids).clamp(max=len(cells) - 1)
+        if (cells[order][index] != cell_ids).any():
             raise ValueError("a token in the image is none of the grid's cells")
-        return order[at].unflatten(1, (self.height, self.width))
+        return order[index].unflatten(1, (self.height, self.width))
 
 
 def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:

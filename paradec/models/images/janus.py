@@ -34,14 +34,14 @@ class JanusModel(TextToImageModel):
         generation = module.generation_config
         if boi_token_id is None:
             boi_token_id = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
-        known: dict[str, Any] = {"boi_token_id": boi_token_id}
+        token_ids: dict[str, Any] = {"boi_token_id": boi_token_id}
         for field in ("bos_token_id", "pad_token_id"):
             value = getattr(generation, field, None)
-            known[field] = getattr(self.text_config, field, None) if value is None else value
-        for field, value in known.items():
+            token_ids[field] = getattr(self.text_config, field, None) if value is None else value
+        for field, value in token_ids.items():
             if value is None:
                 raise ValueError(f"{field} of {self.facts.name} is not known: its generation_config does not say it")
-        self.boi, self.bos, self.pad = known.values()
+        self.boi, self.bos, self.pad = token_ids.values()
         self.vq = module.model.vqmodel
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:

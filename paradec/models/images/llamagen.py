@@ -132,8 +132,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [R, heads, Q, head_dim]
-        turned, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        q, k = rotate(turned, rotation).split((self.heads, self.kv_heads), 1)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
+        q, k = rotate(qk, rotation).split((self.heads, self.kv_heads), 1)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         h = scaled_dot_product_attention(
@@ -175,7 +175,7 @@ class LabelEmbedding(nn.Module):
 
 
 class CaptionEmbedding(nn.Module):
-    """Features of captions, and learned ones in their stead for guidance."""
+    """Features of captions, and learned ones for the unconditional branch."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -221,18 +221,18 @@ class LlamaGen(nn.Module):
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
     """Turns of pairs for the cells [R, Q]: complex [R, 1, Q, head_dim / 2] of length 1; 0 for condition tokens. Cells
     after the last one have its."""
-    every = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
-    return embedding(cells.clamp(-1, len(every) - 2) + 1, every).unsqueeze(1)
+    table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
+    return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
 def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
-    """Of the condition's cell and all others [1 + grid * grid, half]: they are asked for at every call."""
+    """Turns of the condition's cell and all others [1 + grid * grid, half]; cached, since every call reads them."""
     with torch.inference_mode(False):  # gradients may go through what is turned
         cells = torch.arange(grid * grid, device=device)
         frequency = base ** -(torch.arange(0, half, 2, device=device).float() / half)
-        place = cells // grid, cells % grid
-        angle = torch.cat([each.unsqueeze(-1) * frequency for each in place], -1)
+        coordinates = cells // grid, cells % grid
+        angle = torch.cat([coordinate.unsqueeze(-1) * frequency for coordinate in coordinates], -1)
         return pad(torch.complex(angle.cos(), angle.sin()), (0, 0, 1, 0))
 
 
@@ -294,58 +294,59 @@ class LlamaGenModel(ImageModel):
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels (an int or several), or captions: texts, or features [T, caption_dim], or lists."""
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
         if negative_prompt is not None:
             raise ValueError("negative_prompt: LlamaGen has an unconditional input of its own; leave it out")
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes
-            labels = [label for label in labels_of(given, classes) for _ in range(num_images)]
+            labels = [label for label in labels_of(conditions, classes) for _ in range(num_images)]
             rows, uncond = [[vocab + label] for label in labels], [[vocab + classes] for _ in labels]
             return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
-        captions = [caption for caption in self._features(given) for _ in range(num_images)]
+        captions = [caption for caption in self._features(conditions) for _ in range(num_images)]
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
         learned, project = embedding.uncond_embedding, embedding.cap_proj
         # captions are at the end of the published code's columns, and so do the learned features that replace them
-        both = captions + [learned[-len(caption) :] for caption in captions]
+        branches = captions + [learned[-len(caption) :] for caption in captions]
         with torch.no_grad():
-            bound = self._bound(
-                _captions=project(nn.utils.rnn.pad_sequence(both, batch_first=True)).unflatten(0, (2, -1)),
-                _prompt_length=torch.tensor([len(features) for features in both], device=self.device).view(2, -1),
+            bound = self._copy_with(
+                _captions=project(nn.utils.rnn.pad_sequence(branches, batch_first=True)).unflatten(0, (2, -1)),
+                _prompt_length=torch.tensor([len(features) for features in branches], device=self.device).view(2, -1),
             )
         rows = [list(range(vocab, vocab + len(caption))) for caption in captions]
         return ImageRequest(bound, exact_prompts(rows), exact_prompts(rows))
 
-    def _features(self, given: Any) -> list[Tensor]:
+    def _features(self, captions: Any) -> list[Tensor]:
         """Features [T, caption_dim] of every caption."""
         config = self.module.config
-        if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], str)):
-            texts = [given] if isinstance(given, str) else list(given)
+        if isinstance(captions, str) or (isinstance(captions, Sequence) and captions and isinstance(captions[0], str)):
+            texts = [captions] if isinstance(captions, str) else list(captions)
             if self.text_encoder is None:
                 raise ValueError(
                     f"{self.facts.name} reads features of flan-t5-xl, not text: give load(..., text_encoder=...) or "
                     f"features [tokens, {config.caption_dim}]"
                 )
             return self._encode(texts)
-        several = list(given) if isinstance(given, Sequence) or getattr(given, "ndim", 2) == 3 else [given]
-        if not several:
+        if not isinstance(captions, Sequence) and getattr(captions, "ndim", 2) != 3:
+            captions = [captions]
+        if len(captions) == 0:
             raise ValueError("prompts is empty; give at least one")
-        for features in several:
+        for features in captions:
             shape = tuple(getattr(features, "shape", ()))
             if len(shape) != 2 or shape[1] != config.caption_dim or not 1 <= shape[0] <= config.caption_length:
                 raise ValueError(
                     f"prompts hold features of shape {shape}; expected [1 to {config.caption_length}, "
                     f"{config.caption_dim}]"
                 )
-        return [torch.as_tensor(features).to(self.device, self.dtype) for features in several]
+        return [torch.as_tensor(features).to(self.device, self.dtype) for features in captions]
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
         """Features of captions in lower case, as in training; the rest of its cleaning (of links, file names and the
         like, in captions from the web) is left out."""
         tokenizer, encoder = self.text_encoder
-        found = tokenizer(
+        tokens = tokenizer(
             [text.strip().lower() for text in texts],
             max_length=self.module.config.caption_length,
             padding=True,
@@ -353,9 +354,9 @@ class LlamaGenModel(ImageModel):
             return_tensors="pt",
         ).to(encoder.device)
         with torch.no_grad():
-            features = encoder(input_ids=found["input_ids"], attention_mask=found["attention_mask"]).last_hidden_state
-        features = features.to(self.device, self.dtype)
-        return [row[keep.bool()] for row, keep in zip(features, found["attention_mask"].to(self.device))]
+            output = encoder(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        features = output.last_hidden_state.to(self.device, self.dtype)
+        return [row[mask.bool()] for row, mask in zip(features, tokens["attention_mask"].to(self.device))]
 
     def _rows(self, query: Query) -> Tensor:
         if self._prompt_length is None:
@@ -369,20 +370,20 @@ class LlamaGenModel(ImageModel):
         if query is None or not prompt.any():
             return tokens
         if isinstance(network.cls_embedding, LabelEmbedding):
-            given = network.cls_embedding.embedding_table((ids - vocab).clamp(min=0))
+            prompt_embeddings = network.cls_embedding.embedding_table((ids - vocab).clamp(min=0))
         else:
             rows = self._rows(query)
             assert self._captions is not None
             table = self._captions.flatten(0, 1)[rows]
             index = (ids - vocab).clamp(0, table.shape[1] - 1).unsqueeze(-1)
-            given = table.gather(1, index.expand(-1, -1, table.shape[-1]))
-        return torch.where(prompt.unsqueeze(-1), given, tokens)
+            prompt_embeddings = table.gather(1, index.expand(-1, -1, table.shape[-1]))
+        return torch.where(prompt.unsqueeze(-1), prompt_embeddings, tokens)
 
     def cells(self, query: Query) -> Tensor:
         """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
         # a class label is one token; captions have lengths of their own
-        first = 1 if self._prompt_length is None else self._prompt_length.flatten()[self._rows(query)].unsqueeze(1)
-        return query.positions - first
+        start = 1 if self._prompt_length is None else self._prompt_length.flatten()[self._rows(query)].unsqueeze(1)
+        return query.positions - start
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
         return self.module.backbone(embeddings, self.cells(query), mask, cache)
@@ -395,7 +396,7 @@ class LlamaGenModel(ImageModel):
 
 UNUSED = re.compile(r"freqs_cis$|\.kv_cache\.")
 NOT_SIZES = ("model_type", "vq", "defaults")
-"""What else a folder's config.json may hold."""
+"""Other fields of a folder's config.json."""
 SIZES = {"256": 16, "384": 24, "512": 32}
 """Codes along a side, by the pixels that the published files are named after (16 pixels a code)."""
 
@@ -431,7 +432,7 @@ def load_llamagen(
 
 @dataclass(frozen=True)
 class Format:
-    """Which checkpoints a kind of network of LlamaGen's blocks has."""
+    """The checkpoints of a network of LlamaGen's blocks."""
 
     name: str
     config: type[LlamaGenConfig]
@@ -439,9 +440,9 @@ class Format:
     marks: tuple[str, ...] = ()
     """Weights that no LlamaGen has and this kind must have."""
     sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
-    """Fields of the configuration that differ from what the weights would tell of a LlamaGen."""
+    """Fields of the configuration that differ from a LlamaGen's of the same weights."""
     grid: int | None = None
-    """Where the published files' names do not say it."""
+    """The grid, if the published files' names do not tell it."""
     nested: tuple[str, ...] = NESTED
 
 
@@ -480,8 +481,9 @@ def read_network(
         config = _config(path, state, format.grid if grid is None else grid, n_head, format)
     module = format.network(config)
     check_fit(module.state_dict(), state, str(path))
-    kept = state["tok_embeddings.weight"].dtype if path.suffix in PICKLES or dtype is not None else torch.float32
-    module = module.to(dtype or kept)
+    if dtype is None:
+        dtype = state["tok_embeddings.weight"].dtype if path.suffix in PICKLES else torch.float32
+    module = module.to(dtype)
     module.load_state_dict(state)
     if isinstance(text_encoder, str):
         from paradec.models.images.text_to_image import pretrained
@@ -498,7 +500,7 @@ def read_network(
 def _config(
     path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None, format: Format
 ) -> LlamaGenConfig:
-    """Sizes from the shapes of a single file's weights."""
+    """Read sizes from the shapes of a single file's weights."""
     try:
         vocab, dim = state["output.weight"].shape
         width = state["layers.0.attention.wqkv.weight"].shape[0]
@@ -510,14 +512,14 @@ def _config(
         if n_head is None:
             raise CheckpointError(f"{str(path)!r} is {dim} wide, which no published size is; give n_head")
     if grid is None:
-        named = re.search(r"_(256|384|512)(?!\d)", path.name)
-        if named is None:
+        match = re.search(r"_(256|384|512)(?!\d)", path.name)
+        if match is None:
             raise CheckpointError(
                 f"the name of {str(path)!r} does not say how large its pictures are (c2i_B_256.pt does); give grid, "
                 "the codes along one side"
             )
-        grid = SIZES[named[1]]
-    head = dim // n_head
+        grid = SIZES[match[1]]
+    head_dim = dim // n_head
     condition: dict[str, Any] = {"condition": "t2i"}
     if "cls_embedding.embedding_table.weight" in state:
         classes = state["cls_embedding.embedding_table.weight"].shape[0] - 1
@@ -527,17 +529,17 @@ def _config(
         condition |= {"caption_length": length, "caption_dim": caption}
     layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
     try:
-        found = LlamaGenConfig(
+        base = LlamaGenConfig(
             dim=dim,
             n_layer=layers,
             n_head=n_head,
-            n_kv_head=(width // head - n_head) // 2,
+            n_kv_head=(width // head_dim - n_head) // 2,
             ffn_dim=inner,
             vocab_size=vocab,
             grid=grid,
             **condition,
         )
-        own = {} if format.sizes is None else format.sizes(state, found)
-        return format.config(**{name: getattr(found, name) for name in found.__dataclass_fields__} | own)
+        overrides = {} if format.sizes is None else format.sizes(state, base)
+        return format.config(**{name: getattr(base, name) for name in base.__dataclass_fields__} | overrides)
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which file or folder holds which image model, and the options that each of them takes."""
+"""Image models by file or folder, and their loading options."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FAMILIES = {
     "var": ("var", "load_var", "VARModel"),
     "lpd": ("lpd", "load_lpd", "LPDModel"),
 }
-"""The module of an image model in this package, what loads it and its adapter, by the `model_type` of config.json."""
-TELLING = {
+"""Module, loader and adapter of image models, by the `model_type` of config.json."""
+MARKER_TENSORS = {
     "medusa_norm.weight": "nar",
     "medusa_output.weight": "nar",
     "tok_embeddings.bias": "distilled_llamagen",
@@ -40,7 +40,7 @@ TELLING = {
     "pos_1LC": "var",
     "token_emb.weight": "lpd",
 }
-"""The `model_type` of a single file, by the name of a tensor that those below do not have."""
+"""The `model_type` of a single file, by a tensor that the types below lack."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
 """Image models inside the package."""
 
@@ -53,23 +53,23 @@ def packaged_image(name: str) -> str:
     return str(Path(str(importlib.resources.files("paradec"))) / "assets" / name)
 
 
-def find_files(source: str | os.PathLike[str], decoder: str, given: Any) -> tuple[str, Path, dict[str, Any], Any]:
+def find_files(source: str | os.PathLike[str], decoder: str, option: Any) -> tuple[str, Path, dict[str, Any], Any]:
     """Find a network's files. Returns the name of the model, the file of its weights, the fields of config.json, and
     the decoder or its file. Raises CheckpointError for a folder without a config.json.
 
     Args:
         decoder: the field of config.json that names the file of the decoder, "vq" or "vae".
-        given: the decoder, or its file, that the caller named; None takes the folder's if there is one.
+        option: the decoder, or its file, that the caller named; None takes the folder's if there is one.
     """
     from paradec.models.checkpoint import read_json
 
     path = Path(source)
     if not path.is_dir():
-        return path.stem, path, {}, given
+        return path.stem, path, {}, option
     fields = read_json(str(path), "config.json", None, required=True)
-    named = path / str(fields.get(decoder, f"{decoder}.safetensors"))
-    given = named if given is None and named.is_file() else given
-    return path.name, path / "model.safetensors", fields, given
+    default_path = path / str(fields.get(decoder, f"{decoder}.safetensors"))
+    option = default_path if option is None and default_path.is_file() else option
+    return path.name, path / "model.safetensors", fields, option
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
@@ -87,14 +87,14 @@ def file_type(source: str | os.PathLike[str]) -> str:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
             nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
-            names = set(next((found for key in nested if (found := inside(data, key)) is not None), data))
+            names = set(next((weights for key in nested if (weights := inside(data, key)) is not None), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
-    return next((kind for name, kind in TELLING.items() if name in names), "llamagen")
+    return next((kind for name, kind in MARKER_TENSORS.items() if name in names), "llamagen")
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:
-    """What loads checkpoints of this `model_type`, or None for other models."""
+    """The loader of this `model_type`, or None for other models."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return None
     module, name, _ = FAMILIES[model_type]
@@ -120,9 +120,9 @@ def load_image_model(model_type: str, source: str, options: Mapping[str, Any], *
     loader = image_loader(model_type)
     assert loader is not None  # the caller asked
     parameters = inspect.signature(loader).parameters.values()
-    takes = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
+    allowed = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
     for name in options:
-        if name not in takes:
-            raise ValueError(unknown(f"option of {model_type!r} models", name, takes))
-    known = {name: value for name, value in common.items() if name in takes and value is not None}
-    return loader(os.fspath(source), **known, **options)
+        if name not in allowed:
+            raise ValueError(unknown(f"option of {model_type!r} models", name, allowed))
+    common_options = {name: value for name, value in common.items() if name in allowed and value is not None}
+    return loader(os.fspath(source), **common_options, **options)

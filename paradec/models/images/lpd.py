@@ -81,9 +81,9 @@ GUIDANCE: dict[int, dict[tuple[int, int], float]] = {
     1280: {(256, 20): 4.9, (256, 32): 5.0, (1024, 48): 6.0},
     1536: {(256, 20): 5.9},
 }
-"""What the authors guide with, by width, and by cells and groups of a picture."""
+"""The authors' guidance, by width, and by cells and groups of a picture."""
 REPULSION = {(1536, 256, 20): 3.0}
-"""Of published models, by width, cells and groups, where it differs from that of all others."""
+"""The repulsion of published models that differ from all others, by width, cells and groups."""
 
 
 class LPD(nn.Module):
@@ -113,9 +113,10 @@ class LPD(nn.Module):
         """
         codes, classes = self.config.vocab_size, self.config.num_classes
         label = (ids - codes - 1).unsqueeze(-1)
-        given = torch.where(label == classes, self.fake_latent, self.class_emb(label.squeeze(-1).clamp(0, classes - 1)))
+        class_embeddings = self.class_emb(label.squeeze(-1).clamp(0, classes - 1))
+        class_embeddings = torch.where(label == classes, self.fake_latent, class_embeddings)
         x = self.token_emb(ids.clamp(max=codes - 1))
-        x = torch.where(label < 0, torch.where(label == -1, self.mask_token, x), given)
+        x = torch.where(label < 0, torch.where(label == -1, self.mask_token, x), class_embeddings)
         return x if positions is None else self.z_proj_ln(x + self.pos_embed[0][positions])
 
     def backbone(self, x: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
@@ -140,24 +141,25 @@ class LPD(nn.Module):
         size, device = order.shape[1], order.device
         ends = torch.tensor(sizes, device=device).cumsum(0)
         group = torch.repeat_interleave(torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device))
-        known = int(ends[-2]) if len(sizes) > 1 else 0  # the last group's tokens are read by nobody
+        num_known = int(ends[-2]) if len(sizes) > 1 else 0  # the last group's tokens are not read
         classes = (self.config.vocab_size + 1 + labels).unsqueeze(1)
-        blank = torch.full_like(order, self.config.vocab_size)
-        ids = torch.cat((classes, codes.gather(1, order)[:, :known], blank), 1)
-        positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :known], 1 + order), 1)
+        masks = torch.full_like(order, self.config.vocab_size)
+        ids = torch.cat((classes, codes.gather(1, order)[:, :num_known], masks), 1)
+        positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :num_known], 1 + order), 1)
         # the class is of group -1; tokens see those up to their own group, masks those before theirs and each other
-        of = torch.cat((group.new_full((1,), -1), group[:known], group))
-        is_mask = torch.arange(len(of), device=device) > known
-        before = of.unsqueeze(0) < of.unsqueeze(1) + (~is_mask).unsqueeze(1)
-        visible = torch.where(is_mask.unsqueeze(0), is_mask.unsqueeze(1) & (of.unsqueeze(0) == of.unsqueeze(1)), before)
-        hidden = self.backbone(self.embed(ids, positions), visible[None, None])[:, known + 1 :]
+        groups = torch.cat((group.new_full((1,), -1), group[:num_known], group))
+        is_mask = torch.arange(len(groups), device=device) > num_known
+        is_earlier = groups.unsqueeze(0) < groups.unsqueeze(1) + (~is_mask).unsqueeze(1)
+        same_group = is_mask.unsqueeze(1) & (groups.unsqueeze(0) == groups.unsqueeze(1))
+        visible = torch.where(is_mask.unsqueeze(0), same_group, is_earlier)
+        hidden = self.backbone(self.embed(ids, positions), visible[None, None])[:, num_known + 1 :]
         assert hidden.shape[1] == size
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits [..., vocab_size], float32 or wider."""
-        found = self.head(hidden)
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+        scores = self.head(hidden)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -198,24 +200,24 @@ class LPDModel(ImageModel):
         facts = ModelFacts(vocab_size=config.vocab_size, max_length=1 + config.grid**2, name=name)
         super().__init__(module.eval(), facts)
         self.vq, self.blank_id = vq, config.vocab_size
-        own: dict[str, Any] = {"steps": None, "guidance_scale": None, "temperature": 1.0, "top_k": None, "top_p": None}
-        self.defaults = merge_defaults(own, defaults)
+        base: dict[str, Any] = {"steps": None, "guidance_scale": None, "temperature": 1.0, "top_k": None, "top_p": None}
+        self.defaults = merge_defaults(base, defaults)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As for all; the guidance is what the authors take for so many groups, 1 for sizes that are not published."""
-        found = super().defaults_with(sampler)
-        if found.get("guidance_scale") is None:
+        """As in the base class; the guidance is the authors' for this number of groups, 1 for unpublished sizes."""
+        fields = super().defaults_with(sampler)
+        if fields.get("guidance_scale") is None:
             cells = self.module.config.grid**2
             published = GUIDANCE.get(self.module.config.dim, {})
             groups = _count(getattr(sampler, "order", None), cells)
-            usual = published.get((cells, len(group_sizes(cells))), 1.0)
-            found["guidance_scale"] = published.get((cells, groups), usual)
-        return found
+            default_scale = published.get((cells, len(group_sizes(cells))), 1.0)
+            fields["guidance_scale"] = published.get((cells, groups), default_scale)
+        return fields
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
-        """As for all; in LPD's order with the model's own repulsion, where there is one and the sampler says none."""
+    def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
+        """As in the base class; LPD's order gets the model's repulsion, if there is one and the sampler sets none."""
         order, cells = getattr(sampler, "order", None), grid.height * grid.width
         if isinstance(order, LPDOrder) and order.repulsion is None:
             groups = len(group_sizes(cells)) if request.steps is None else request.steps
@@ -223,23 +225,26 @@ class LPDModel(ImageModel):
             repulsion = REPULSION.get((self.module.config.dim, cells, groups))
             if repulsion is not None:
                 sampler = replace(sampler, order=replace(order, repulsion=repulsion))
-        return super().begin(sampler, laid, grid, request)
+        return super().begin(sampler, image_request, grid, request)
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels, an int or several."""
-        self.no_negative_prompt(negative_prompt)
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`conditions`: class labels, an int or several."""
+        self.refuse_negative_prompt(negative_prompt)
         classes = self.module.config.num_classes
-        labels = [label for label in labels_of(given, classes) for _ in range(num_images)]
-        rows, others = ([[self.blank_id + 1 + label] for label in each] for each in (labels, [classes] * len(labels)))
-        return ImageRequest(self, exact_prompts(rows), exact_prompts(others))
+        labels = [label for label in labels_of(conditions, classes) for _ in range(num_images)]
+        rows, uncond = (
+            [[self.blank_id + 1 + label] for label in labels],
+            [[self.blank_id + 1 + classes] for _ in labels],
+        )
+        return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
 
     def check_prompts(self, name: str, rows: Sequence[Sequence[int]]) -> None:
         """Raise ValueError unless every row is one class, or none."""
-        low, high = self.blank_id + 1, self.blank_id + 1 + self.module.config.num_classes
+        min_id, max_id = self.blank_id + 1, self.blank_id + 1 + self.module.config.num_classes
         for row in rows:
             if len(row) != 1:
-                raise ValueError(f"{name} has {len(row)} ids; {self.facts.name} reads one: {low} + a label")
-            check_int(name, row[0], low=low, high=high)
+                raise ValueError(f"{name} has {len(row)} ids; {self.facts.name} reads one: {min_id} + a label")
+            check_int(name, row[0], low=min_id, high=max_id)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
@@ -255,12 +260,12 @@ class LPDModel(ImageModel):
     def in_any_order(self, branches: int) -> LPDModel:
         """The model as one of any order: rows are the class and a mask, `blank_id`, at every undecided cell."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
-        return self._bound(facts=facts, any_order=True, first_place=1, branches=branches)
+        return self._copy_with(facts=facts, any_order=True, first_place=1, branches=branches)
 
     branches = 1
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """A store for so many rows of each branch, whose slots are ranks."""
+        """A store for `rows` rows of each branch, whose slots are ranks."""
         return self.make_store(self.branches * rows, length)
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -275,16 +280,16 @@ class LPDModel(ImageModel):
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
         raise ValueError(f"{self.facts.name} is called over a store, with queries that say what each column sees")
 
-    def _over_store(self, query: Query, store: Any) -> Tensor:
+    def _store_mask(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, GroupQuery) or query.sees is None:
             raise ValueError(f"{self.facts.name} is called with queries that say what each column sees")
         mask, slots = store.visible(query)
-        seen = (slots.unsqueeze(1) < query.sees.unsqueeze(2)).unsqueeze(1)
-        return seen if mask is None else seen & mask
+        visible = (slots.unsqueeze(1) < query.sees.unsqueeze(2)).unsqueeze(1)
+        return visible if mask is None else visible & mask
 
 
 def _count(order: Any, cells: int) -> int:
-    """In how many groups an order decides so many cells, where it says so; else the usual number."""
+    """The number of groups in which an order decides `cells` cells; by default the usual number."""
     sizes = getattr(order, "sizes", None)
     if sizes is None:
         return len(group_sizes(cells))
@@ -294,7 +299,7 @@ def _count(order: Any, cells: int) -> int:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 NOT_SIZES = ("model_type", "vq", "defaults")
-"""What else a folder's config.json may hold."""
+"""Other fields of a folder's config.json."""
 
 
 def load_lpd(
@@ -315,7 +320,7 @@ def load_lpd(
             requests) and `model.safetensors`.
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
-        grid: codes along one side, if other than the file's: its positions are resized, but the class's.
+        grid: codes along one side, if other than the file's: its positions are resized, except the class's.
         n_head: heads, which the weights do not tell; known from the width for the published models.
         dtype: of the network's parameters; float32 by default, whatever the file's.
 
@@ -332,10 +337,9 @@ def load_lpd(
     config = _config(path, weights, preset, fields, n_head)
     with torch.device("meta"):  # its weights are the file's
         module = LPD(config)
-    needed = module.state_dict()
-    check_fit(needed, weights, str(path), preset or "an LPD")
+    check_fit(module.state_dict(), weights, str(path), preset or "an LPD")
     if grid is not None and grid != config.grid:
-        weights = weights | {"pos_embed": resized(weights["pos_embed"], grid)}
+        weights = weights | {"pos_embed": resize_positions(weights["pos_embed"], grid)}
         with torch.device("meta"):
             module = LPD(replace(config, grid=grid))
     module.load_state_dict(weights, assign=True)
@@ -343,7 +347,7 @@ def load_lpd(
     return LPDModel(module, open_vq(vq, device), fields.get("defaults"), name)
 
 
-def resized(pos_embed: Tensor, grid: int) -> Tensor:
+def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
     """Position embeddings [1, S + 1, D] for `grid` x `grid` cells: bicubic over the cells; the class's stays."""
     side = math.isqrt(pos_embed.shape[1] - 1)
     cells = pos_embed[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
@@ -356,14 +360,14 @@ def resized(pos_embed: Tensor, grid: int) -> Tensor:
 def _config(
     path: Path, weights: Mapping[str, Tensor], preset: str | None, fields: Mapping[str, Any], n_head: int | None
 ) -> LPDConfig:
-    """Sizes: the weights' own, but for what a preset or config.json says."""
+    """Sizes of the weights, overridden by a preset or config.json."""
     try:
         codes, dim = weights["token_emb.weight"].shape
         positions = weights["pos_embed"].shape[1] - 1
-        numbers = [int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)]
+        layer_indices = [int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)]
         sizes: dict[str, Any] = {
             "dim": dim,
-            "n_layer": 1 + max(numbers),
+            "n_layer": 1 + max(layer_indices),
             "grid": math.isqrt(positions),
             "vocab_size": codes,
             "num_classes": weights["class_emb.weight"].shape[0],
@@ -372,14 +376,14 @@ def _config(
     except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} does not hold an LPD: {error} is missing or misshapen") from None
     sizes |= {} if preset is None else PRESETS[preset]
-    published = next((known["n_head"] for known in PRESETS.values() if known["dim"] == sizes["dim"]), None)
-    own = {key: value for key, value in fields.items() if key not in NOT_SIZES}
-    heads = own.pop("n_head", None) if n_head is None else n_head
+    published = next((entry["n_head"] for entry in PRESETS.values() if entry["dim"] == sizes["dim"]), None)
+    overrides = {key: value for key, value in fields.items() if key not in NOT_SIZES}
+    heads = overrides.pop("n_head", None) if n_head is None else n_head
     heads = sizes.get("n_head", published) if heads is None else heads
     if heads is None:
         raise CheckpointError(f"n_head: no published LPD is {dim} wide; give n_head=...")
     try:
-        return LPDConfig(**(sizes | own | {"n_head": heads}))
+        return LPDConfig(**(sizes | overrides | {"n_head": heads}))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} does not hold an LPD: {error}") from error
 
@@ -396,37 +400,38 @@ def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
     """
     assert query.wanted is not None and query.store is not None and query.store.index is not None
     blank, rows = module.config.vocab_size, query.store.index
-    known = query.tokens != blank
+    is_decided = query.tokens != blank
     if query.valid is not None:
-        known &= query.valid
-    count, asked = int(known.sum(1).max()), query.asked
-    front = (~known).int().argsort(dim=1, stable=True)[:, :count]
-    wanted = query.wanted[:, : asked.shape[1]]
-    columns = torch.cat((front, wanted), 1)
+        is_decided &= query.valid
+    num_tokens, is_queried = int(is_decided.sum(1).max()), query.asked
+    token_columns = (~is_decided).int().argsort(dim=1, stable=True)[:, :num_tokens]
+    query_columns = query.wanted[:, : is_queried.shape[1]]
+    columns = torch.cat((token_columns, query_columns), 1)
     positions, ranks = query.positions.gather(1, columns), query.ranks.gather(1, columns)
-    tokens = torch.cat((query.tokens.gather(1, front), torch.full_like(wanted, blank)), 1)
-    real = torch.cat((known.gather(1, front), asked), 1)
-    is_token = torch.arange(columns.shape[1], device=columns.device) < count
+    tokens = torch.cat((query.tokens.gather(1, token_columns), torch.full_like(query_columns, blank)), 1)
+    valid = torch.cat((is_decided.gather(1, token_columns), is_queried), 1)
+    is_token = torch.arange(columns.shape[1], device=columns.device) < num_tokens
     visible = is_token & (ranks.unsqueeze(1) < (ranks + is_token).unsqueeze(2))
     visible = visible | torch.eye(len(is_token), dtype=torch.bool, device=columns.device)
-    slots = torch.where(real & is_token, ranks, -1)
+    slots = torch.where(valid & is_token, ranks, -1)
     index = np.concatenate([rows + branch * (store.rows // query.branches) for branch in range(query.branches)])
-    at = torch.as_tensor(index, device=columns.device)
-    both = [each.repeat(query.branches, *[1] * (each.ndim - 1)) for each in (tokens, positions, ranks, real, visible)]
-    tokens, positions, ranks, real, visible = both
+    row_index = torch.as_tensor(index, device=columns.device)
+    tensors = (tokens, positions, ranks, valid, visible)
+    tokens, positions, ranks, valid, visible = (x.repeat(query.branches, *[1] * (x.ndim - 1)) for x in tensors)
     if query.branches == 2:
-        others = tokens[len(rows) :]
-        others.masked_fill_(others > blank, blank + 1 + module.config.num_classes)
-    call = StoreCall(at, slots.repeat(query.branches, 1), index, query.store.visible_length, step=query.store.step)
+        uncond_tokens = tokens[len(rows) :]
+        uncond_tokens.masked_fill_(uncond_tokens > blank, blank + 1 + module.config.num_classes)
+    slots = slots.repeat(query.branches, 1)
+    call = StoreCall(row_index, slots, index, query.store.visible_length, step=query.store.step)
     # by rank, since slots are ranks: what is evaluated here is not read from the store
-    over = Query(query.rows, tokens, ranks, valid=real, visible=visible, store=call, branches=query.branches)
-    cache = store.bind(over)
-    mask, _ = store.visible(over)
-    hidden = module.backbone(module.embed(tokens, positions), mask, cache)[:, count:]
+    call_query = Query(query.rows, tokens, ranks, valid=valid, visible=visible, store=call, branches=query.branches)
+    cache = store.bind(call_query)
+    mask, _ = store.visible(call_query)
+    hidden = module.backbone(module.embed(tokens, positions), mask, cache)[:, num_tokens:]
     logits = module.logits(hidden)
     if query.branches == 2:
-        given, without = logits.chunk(2)
-        logits = without + query.scale.to(logits.dtype).unsqueeze(-1) * (given - without)
-    logits = torch.where(asked.unsqueeze(-1), logits, 0)
-    found = pad(logits, (0, 0, 0, query.wanted.shape[1] - wanted.shape[1]))
-    return pad(found, (0, 1), value=-torch.inf)
+        cond, uncond = logits.chunk(2)
+        logits = uncond + query.scale.to(logits.dtype).unsqueeze(-1) * (cond - uncond)
+    logits = torch.where(is_queried.unsqueeze(-1), logits, 0)
+    output = pad(logits, (0, 0, 0, query.wanted.shape[1] - query_columns.shape[1]))
+    return pad(output, (0, 1), value=-torch.inf)

@@ -33,7 +33,7 @@ from paradec.models.images.continuous import (
 )
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
-from paradec.models.images.vq import KLDecoder, load_kl, same_latents
+from paradec.models.images.vq import KLDecoder, have_same_latents, load_kl
 from paradec.models.weights import read_weights
 
 PRESETS = {
@@ -47,7 +47,7 @@ PUBLISHED_WIDTHS = {
     1024: {"heads": 16, "guidance_scale": 3.0},
     1280: {"heads": 16, "guidance_scale": 3.2},
 }
-"""What their weights do not tell: heads, and the guidance that their authors sample with."""
+"""Facts missing in the weights: heads, and the authors' guidance."""
 
 
 class MAR(nn.Module):
@@ -104,69 +104,69 @@ class MAR(nn.Module):
         self.diffloss = DiffusionHead(channels, width, head_width, head_depth)
 
     def encode(
-        self, tokens: Tensor, at: Tensor, labels: Tensor, kept: Keys | None = None, buffer: bool = True
+        self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
         """Encode known tokens: [R, (buffer +) N, width], and their keys and values.
 
         Args:
-            tokens: [R, N, channels]. at: [R, N] int64, their positions in the image, row by row. labels: [R] int64.
-            kept: keys and values of others, which are attended to as well.
+            tokens: [R, N, channels]. positions: [R, N] int64, in the image, row by row. labels: [R] int64.
+            past: keys and values of other tokens, which are attended to as well.
             buffer: whether the class tokens are evaluated, before the others.
         """
         position = self.encoder_pos_embed_learned[0]
-        x = self.z_proj(tokens) + position[self.buffer + at]
+        x = self.z_proj(tokens) + position[self.buffer + positions]
         if buffer:
             null = (labels == self.classes).unsqueeze(-1)
             label = torch.where(null, self.fake_latent, self.class_emb(labels.clamp(max=self.classes - 1)))
             x = torch.cat((label.unsqueeze(1) + position[: self.buffer], x), 1)
-        x, keys = run(self.encoder_blocks, self.z_proj_ln(x), kept)
+        x, keys = run(self.encoder_blocks, self.z_proj_ln(x), past)
         return self.encoder_norm(x), keys
 
     def decode(
-        self, encoded: Tensor, columns: Tensor, at: Tensor, kept: Keys | None = None, buffer: bool = True
+        self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
         """Condition of the diffusion head at any positions: [R, M, width], and keys and values, those of class tokens
         first.
 
         Args:
-            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, where in `at` the encoded are.
-            at: [R, M] int64, positions in the image; those that are not encoded are masks.
-            kept, buffer: as `encode`.
+            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, their indices in `positions`.
+            positions: [R, M] int64, in the image; those that are not encoded are masks.
+            past, buffer: as `encode`.
         """
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
-        first = self.buffer if buffer else 0
-        image = self.mask_token.expand(len(at), at.shape[1], -1)
+        start = self.buffer if buffer else 0
+        image = self.mask_token.expand(len(positions), positions.shape[1], -1)
         # autocast makes x another dtype than the parameter's
-        image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, first:].to(image.dtype))
-        image = image + position[self.buffer + at]
+        image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, start:].to(image.dtype))
+        image = image + position[self.buffer + positions]
         if buffer:
-            image = torch.cat((x[:, :first] + position[:first], image), 1)
-        x, keys = run(self.decoder_blocks, image, kept)
-        return self.decoder_norm(x)[:, first:] + self.diffusion_pos_embed_learned[0][at], keys
+            image = torch.cat((x[:, :start] + position[:start], image), 1)
+        x, keys = run(self.decoder_blocks, image, past)
+        return self.decoder_norm(x)[:, start:] + self.diffusion_pos_embed_learned[0][positions], keys
 
 
 class GroupStore:
-    """Keys and values of a call's columns by layer, `fresh`. The columns attend to those in `kept` as well."""
+    """Keys and values of a call's columns by layer, `computed`. The columns attend to those in `past` as well."""
 
-    def __init__(self, kept: Keys | None):
-        self.kept = kept
-        self.fresh: Keys = []
+    def __init__(self, past: Keys | None):
+        self.past = past
+        self.computed: Keys = []
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Add those of a layer; all that its columns attend to."""
-        self.fresh.append((key, value))
-        if self.kept is None:
+        """Add keys and values of a layer; return all that its columns attend to."""
+        self.computed.append((key, value))
+        if self.past is None:
             return key, value
-        return torch.cat((self.kept[layer][0], key), 2), torch.cat((self.kept[layer][1], value), 2)
+        return torch.cat((self.past[layer][0], key), 2), torch.cat((self.past[layer][1], value), 2)
 
 
-def run(blocks: nn.ModuleList, x: Tensor, kept: Keys | None) -> tuple[Tensor, Keys]:
-    """Blocks over x [R, n, width], which also attend to what is kept; and the keys and values of x."""
-    store = GroupStore(kept)
+def run(blocks: nn.ModuleList, x: Tensor, past: Keys | None) -> tuple[Tensor, Keys]:
+    """Run blocks on x [R, n, width], which also attend to `past`; return also the keys and values of x."""
+    store = GroupStore(past)
     for block in blocks:
         x = block(x, None, store)
-    return x, store.fresh
+    return x, store.computed
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def run(blocks: nn.ModuleList, x: Tensor, kept: Keys | None) -> tuple[Tensor, Ke
 
 @dataclass(frozen=True)
 class MARFacts:
-    """What messages say of the model."""
+    """Facts of the model, for messages."""
 
     name: str
     classes: int
@@ -225,59 +225,65 @@ class MARModel(PictureModel, Adapter):
     def _answer(self, query: ContinuousQuery) -> ContinuousAnswer:
         module = self.module
 
-        def both(x: Tensor) -> Tensor:
+        def repeat(x: Tensor) -> Tensor:
             return x.repeat(query.branches, *[1] * (x.ndim - 1))
 
         labels = query.labels
         if query.branches == 2:
             labels = torch.cat((labels, torch.full_like(labels, module.classes)))
         buffer = query.kept is None or not query.keep_buffer
-        tokens, known, targets, columns = map(both, (query.tokens, query.known, query.targets, query.columns))
-        reads = query.kept
+        tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
+        past = query.kept
         encoded, encoder = module.encode(
-            tokens.to(module.mask_token.dtype), known, labels, None if reads is None else reads.encoder, buffer
+            tokens.to(module.mask_token.dtype), known, labels, None if past is None else past.encoder, buffer
         )
-        decoded, decoder = module.decode(encoded, columns, targets, None if reads is None else reads.decoder, buffer)
-        wanted = both(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
-        conditions = decoded.gather(1, wanted)  # [R, W, width]
+        decoded, decoder = module.decode(encoded, columns, targets, None if past is None else past.decoder, buffer)
+        index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
+        conditions = decoded.gather(1, index)  # [R, W, width]
         noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
         flat = conditions.flatten(0, 1)
-        drawn = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
-        parts = (part.unflatten(0, query.wanted.shape) for part in (drawn.mean, drawn.std, drawn.half_log_variance))
+        output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
+        parts = (part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance))
         distribution = TokenDistribution(*parts)
-        kept = None if query.drop is None else self._kept(encoder, decoder, both(query.drop), query.keep_buffer)
+        kept = None
+        if query.drop is not None:
+            kept = self._select_kept(encoder, decoder, repeat(query.drop), query.keep_buffer)
         return ContinuousAnswer(distribution.mean, conditions, kept, distribution)
 
-    def _kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
+    def _select_kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""
-        first = self.module.buffer
-        out = torch.zeros(len(drop), self.module.positions, dtype=torch.bool, device=drop.device).scatter(1, drop, True)
-        rest = out.int().argsort(dim=1, stable=True)[:, : self.module.positions - drop.shape[1]]
-        index = torch.cat((torch.arange(first, device=drop.device).expand(len(drop), first), first + rest), 1)
-        index = index if keep_buffer else index[:, first:]
+        num_buffer = self.module.buffer
+        num_positions = self.module.positions
+        dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
+        index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
+        if keep_buffer:
+            index = torch.cat((torch.arange(num_buffer, device=drop.device).expand(len(drop), -1), index), 1)
 
-        def of(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            at = index[:, None, :, None].expand(-1, pair[0].shape[1], -1, pair[0].shape[3])
-            return pair[0].gather(2, at), pair[1].gather(2, at)
+        def gather(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            gather_index = index[:, None, :, None].expand(-1, pair[0].shape[1], -1, pair[0].shape[3])
+            return pair[0].gather(2, gather_index), pair[1].gather(2, gather_index)
 
-        known = encoder if keep_buffer else [(key[:, :, first:], value[:, :, first:]) for key, value in encoder]
-        return Kept(known, [of(pair) for pair in decoder])
+        if not keep_buffer:
+            encoder = [(key[:, :, num_buffer:], value[:, :, num_buffer:]) for key, value in encoder]
+        return Kept(encoder, [gather(pair) for pair in decoder])
 
     def check_draft(self, draft: MARModel) -> None:
         """Raise ValueError unless `draft` makes tokens that could be this model's."""
-        names = draft.facts.name, self.facts.name
-        for field, what in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
-            found, own = getattr(draft.module, field), getattr(self.module, field)
-            if found != own:
-                raise ValueError(f"draft {names[0]} has {found} {what}, {names[1]} {own}; a draft model has as many")
+        draft_name, name = draft.facts.name, self.facts.name
+        for field, unit in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
+            draft_count, count = getattr(draft.module, field), getattr(self.module, field)
+            if draft_count != count:
+                raise ValueError(
+                    f"draft {draft_name} has {draft_count} {unit}, {name} {count}; a draft model has as many"
+                )
         if draft.device != self.device:
-            raise ValueError(f"draft {names[0]} is on {draft.device}, {names[1]} on {self.device}; put both on one")
-        if self.vae is not None and draft.vae is not None and not same_latents(self.vae, draft.vae):
-            raise ValueError(f"draft {names[0]} has another VAE than {names[1]}, so its tokens mean other pictures")
+            raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; put both on one")
+        if self.vae is not None and draft.vae is not None and not have_same_latents(self.vae, draft.vae):
+            raise ValueError(f"draft {draft_name} has another VAE than {name}, so its tokens mean other pictures")
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        written = -np.diff(state.left[: state.index + 1])  # as many in every row
-        accepted = written.reshape(-1, 1).repeat(state.batch, 1)
+        num_written = -np.diff(state.left[: state.index + 1])  # as many in every row
+        accepted = num_written.reshape(-1, 1).repeat(state.batch, 1)
         return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
@@ -328,11 +334,11 @@ def load_mar(
     published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
     try:
         if preset is None:
-            known = sizes_of(weights)
+            base_sizes = read_sizes(weights)
             heads = fields.get("heads", published.get("heads")) if heads is None else heads
         else:
-            known = dict(PRESETS[preset])
-        sizes = known | ({"eps": fields["eps"]} if "eps" in fields else {}) | sizes
+            base_sizes = dict(PRESETS[preset])
+        sizes = base_sizes | ({"eps": fields["eps"]} if "eps" in fields else {}) | sizes
         if heads is not None:
             sizes["heads"] = heads
         if "heads" not in sizes:
@@ -346,11 +352,11 @@ def load_mar(
     if vae is not None and not isinstance(vae, KLDecoder):
         vae = load_kl(vae, fields.get("norm_groups", 32))
     vae = None if vae is None else vae.to(device)
-    scale = {"guidance_scale": published["guidance_scale"]} if published else {}
-    return MARModel(module, vae, scale | fields.get("defaults", {}), name)
+    guidance = {"guidance_scale": published["guidance_scale"]} if published else {}
+    return MARModel(module, vae, guidance | fields.get("defaults", {}), name)
 
 
-def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+def read_sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """The sizes of `MAR` that its weights tell: all but `heads` and `eps`. Raises KeyError: a tensor is missing."""
     positions, width = weights["diffusion_pos_embed_learned"].shape[1:]
     return {
@@ -367,5 +373,5 @@ def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _count(weights: Mapping[str, Tensor], blocks: str) -> int:
-    numbers = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
-    return 1 + max(map(int, numbers), default=-1)
+    indices = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
+    return 1 + max(map(int, indices), default=-1)

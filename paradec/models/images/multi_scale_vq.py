@@ -27,7 +27,7 @@ PUBLISHED_SCALES = {
 }
 """Sides of the code maps of the published models, by the side of their pictures in pixels."""
 UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
-"""The training's own counts in published files."""
+"""Counts of the training in published files."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Smoothing(nn.Module):
 
 
 class MultiScaleCodebook(Codebook):
-    """The codes, which all scales share, and what smooths them."""
+    """The codes, which all scales share, and their smoothing."""
 
     def __init__(self, size: int, dim: int):
         super().__init__(size, dim, l2_norm=False)
@@ -95,18 +95,18 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.codes
 
     def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """Features [B, C, s, s] with what scale `index` adds: codes [B, n * n, C], row by row."""
-        return features + self.smoothed(codes, index, scales)
+        """Add scale `index` to features [B, C, s, s]: codes [B, n * n, C], row by row."""
+        return features + self.smooth_codes(codes, index, scales)
 
-    def smoothed(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """What codes [B, n * n, C] of scale `index` add, [B, C, s, s]."""
+    def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
+        """The summand [B, C, s, s] of codes [B, n * n, C] of scale `index`."""
         side, full = scales[index], scales[-1]
         grid = rearrange(codes, "b (h w) c -> b c h w", h=side)
         if index < len(scales) - 1:
             grid = interpolate(grid, size=(full, full), mode="bicubic")
         return self.quantize.quant_resi(grid, index / max(len(scales) - 1, 1))
 
-    def reduced(self, features: Tensor, side: int) -> Tensor:
+    def downsample(self, features: Tensor, side: int) -> Tensor:
         """Features [B, C, s, s] averaged over areas, as the input of a scale: [B, side * side, C]."""
         return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
 
@@ -116,37 +116,37 @@ class MultiScaleVQ(nn.Module):
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quant_conv(self.encoder(images))
 
-    def quantised(self, features: Tensor, scales: Sequence[int]) -> list[Tensor]:
+    def quantise(self, features: Tensor, scales: Sequence[int]) -> list[Tensor]:
         """Features [B, C, s, s] -> ids [B, n * n] int64 of every scale, the coarsest first."""
         check_scales(scales)
         if features.shape[-1] != scales[-1] or features.shape[-2] != scales[-1]:
             raise ValueError(
                 f"the last of scales={shown(tuple(scales))} must be the side of the features, {features.shape[-1]}"
             )
-        found = []
+        all_ids = []
         for index, side in enumerate(scales):
-            ids = self.quantize.nearest(self.reduced(features, side))
-            features = features - self.smoothed(self.codes[ids], index, scales)
-            found.append(ids)
-        return found
+            ids = self.quantize.nearest(self.downsample(features, side))
+            features = features - self.smooth_codes(self.codes[ids], index, scales)
+            all_ids.append(ids)
+        return all_ids
 
     def encode(self, images: Tensor, scales: Sequence[int]) -> list[Tensor]:
         """Images [B, channels, H, W] in [-1, 1] -> ids [B, n * n] int64 of every scale, the coarsest first."""
-        return self.quantised(self.features(images), scales)
+        return self.quantise(self.features(images), scales)
 
     def inputs(self, codes: Tensor, scales: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales but the first
         [B, L - 1, C] (less the last ones where codes end earlier), and the features [B, C, s, s]."""
         features = codes.new_zeros(len(codes), codes.shape[-1], scales[-1], scales[-1])
-        found, begin = [], 0
+        outputs, begin = [], 0
         for index, side in enumerate(scales):
             if begin == codes.shape[1]:
                 break
             features = self.add(features, codes[:, begin : begin + side**2], index, scales)
             begin += side**2
             if index < len(scales) - 1:
-                found.append(self.reduced(features, scales[index + 1]))
-        return torch.cat(found, 1) if found else codes[:, :0], features
+                outputs.append(self.downsample(features, scales[index + 1]))
+        return torch.cat(outputs, 1) if outputs else codes[:, :0], features
 
     def decode(self, features: Tensor) -> Tensor:
         """Features [B, C, s, s] -> images [B, channels, H, W], about [-1, 1]."""
@@ -157,15 +157,15 @@ class MultiScaleVQ(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """For training: (reconstructions, codebook loss, ids of every scale); gradients pass straight through."""
         features = self.features(images)
-        rest, total = features.detach(), torch.zeros_like(features)
-        loss, found = features.new_zeros(()), []
+        residual, total = features.detach(), torch.zeros_like(features)
+        loss, all_ids = features.new_zeros(()), []
         for index, side in enumerate(scales):
-            ids = self.quantize.nearest(self.reduced(rest, side))
+            ids = self.quantize.nearest(self.downsample(residual, side))
             total = self.add(total, self.codes[ids], index, scales)
-            rest = (features - total).detach()
+            residual = (features - total).detach()
             loss = loss + mse_loss(total, features.detach()) + commitment * mse_loss(features, total.detach())
-            found.append(ids)
-        return self.decode(features + (total - features).detach()), loss / len(scales), found
+            all_ids.append(ids)
+        return self.decode(features + (total - features).detach()), loss / len(scales), all_ids
 
 
 def check_scales(scales: Sequence[int]) -> None:
@@ -193,10 +193,10 @@ def load_multi_scale_vq(
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
     if config is None:
-        said = metadata.get("config", {})
-        groups = norm_groups or said.get("norm_groups") or said.get("group_norm_groups") or 32
+        stored_config = metadata.get("config", {})
+        groups = norm_groups or stored_config.get("norm_groups") or stored_config.get("group_norm_groups") or 32
         try:
-            config = sizes_of(state, groups)
+            config = read_sizes(state, groups)
         except (KeyError, IndexError) as error:
             raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error} is missing") from error
         except ValueError as error:
@@ -213,14 +213,14 @@ def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in from_taming(state).items():
         if ".qkv." in name:
-            for part, third in zip("qkv", tensor.chunk(3), strict=True):
-                renamed[name.replace(".qkv.", f".{part}.")] = third
+            for letter, third in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[name.replace(".qkv.", f".{letter}.")] = third
         else:
             renamed[name] = tensor
     return renamed
 
 
-def sizes_of(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
+def read_sizes(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
     """The sizes that weights (in the names of `MultiScaleVQ`) tell. Raises KeyError where a tensor is missing,
     ValueError for sizes out of their range."""
     size, dim = state["quantize.embedding.weight"].shape

@@ -96,18 +96,18 @@ class NARModel(LlamaGenModel):
     def _visible(self, query: Query, store: Any = None) -> Tensor:
         """[R, 1, Q, Q] bool: which of the call's own columns each column sees."""
         rank = self._rank(query, query.positions)
-        seen = rank.unsqueeze(-1) >= rank.unsqueeze(-2)
+        visible = rank.unsqueeze(-1) >= rank.unsqueeze(-2)
         if query.valid is not None:
             # a padding column sees itself, so that its softmax is defined
-            itself = torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device)
-            seen = seen & query.valid.unsqueeze(1) | itself
-        return seen.unsqueeze(1)
+            diagonal = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+            visible = visible & query.valid.unsqueeze(1) | diagonal
+        return visible.unsqueeze(1)
 
-    def _over_store(self, query: Query, store: Any) -> Tensor:
+    def _store_mask(self, query: Query, store: Any) -> Tensor:
         mask, keys = store.visible(query)
         keys = keys.expand(len(query.positions), -1)
-        seen = self._rank(query, query.positions).unsqueeze(-1) >= self._rank(query, keys).unsqueeze(-2)
-        return seen.unsqueeze(1) if mask is None else seen.unsqueeze(1) & mask
+        visible = self._rank(query, query.positions).unsqueeze(-1) >= self._rank(query, keys).unsqueeze(-2)
+        return visible.unsqueeze(1) if mask is None else visible.unsqueeze(1) & mask
 
     def _rank(self, query: Query, positions: Tensor) -> Tensor:
         """[R, K] int64: the diagonals of positions [R, K]; ascending negative numbers for the condition's."""

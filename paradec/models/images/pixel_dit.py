@@ -76,11 +76,11 @@ class PixelDiTPipeline(DiffusionPipeline):
         conditions = torch.tensor(labels + null * (branches - 1), device=device)
         self.scheduler.set_timesteps(num_inference_steps, device=device)
         x = latents.to(device) * self.scheduler.init_noise_sigma
-        draws = "generator" in inspect.signature(self.scheduler.step).parameters
-        options = {"generator": generator} if draws and generator is not None else {}
+        takes_generator = "generator" in inspect.signature(self.scheduler.step).parameters
+        options = {"generator": generator} if takes_generator and generator is not None else {}
         for t in self.progress_bar(self.scheduler.timesteps):
-            given = self.scheduler.scale_model_input(torch.cat([x] * branches), t)
-            output = self.transformer(given, timestep=t.expand(len(given)), class_labels=conditions).sample
+            model_input = self.scheduler.scale_model_input(torch.cat([x] * branches), t)
+            output = self.transformer(model_input, timestep=t.expand(len(model_input)), class_labels=conditions).sample
             output = output[:, : config.in_channels]
             if branches == 2:
                 conditional, unconditional = output.chunk(2)

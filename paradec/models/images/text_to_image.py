@@ -1,4 +1,4 @@
-"""What image models on transformers' own classes share: prompts of text, and a backbone that takes embeddings."""
+"""Base of image models on transformers' classes: text prompts, and a backbone that takes embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts
 from paradec.models.images.grid import Grid
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
-"""Files that a tokenizer's vocabulary is in."""
+"""Files of tokenizers' vocabularies."""
 
 
 class TextToImageModel(ImageModel):
@@ -77,48 +77,49 @@ class TextToImageModel(ImageModel):
 
     # ---- what all share -------------------------------------------------------------------------------------------
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: captions, one or several; or rows of the tokenizer's ids, then of whole prompts: with everything
-        before the picture's first token. `negative_prompt`: as `given`, one for all or one for each."""
-        rows = self._rows("prompts", given, grid)
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`conditions`: captions, one or several; or rows of the tokenizer's ids of complete prompts, up to the
+        picture's first token. `negative_prompt`: as `conditions`, one for all or one for each."""
+        rows = self._rows("prompts", conditions, grid)
         if negative_prompt is None:
-            against = [self._unconditional(row, grid) for row in rows]
+            uncond_rows = [self._unconditional(row, grid) for row in rows]
         else:
-            against = self._rows("negative_prompt", negative_prompt, grid)
-            against = against * len(rows) if len(against) == 1 else against
-            if len(against) != len(rows):
+            uncond_rows = self._rows("negative_prompt", negative_prompt, grid)
+            uncond_rows = uncond_rows * len(rows) if len(uncond_rows) == 1 else uncond_rows
+            if len(uncond_rows) != len(rows):
                 raise ValueError(
-                    f"negative_prompt has {len(against)} entries for {len(rows)} prompts; give one or as many"
+                    f"negative_prompt has {len(uncond_rows)} entries for {len(rows)} prompts; give one or as many"
                 )
-        longest = max(map(len, rows + against))
-        most = self.facts.max_length
-        if most is not None and longest + grid.length > most:
+        longest = max(map(len, rows + uncond_rows))
+        max_length = self.facts.max_length
+        if max_length is not None and longest + grid.length > max_length:
             raise ValueError(
                 f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} takes "
-                f"({most}); shorten the prompt, or give a smaller height or width"
+                f"({max_length}); shorten the prompt, or give a smaller height or width"
             )
-        both = ([self._from_text_ids(row) for row in part for _ in range(num_images)] for part in (rows, against))
-        return ImageRequest(self, *map(exact_prompts, both))
+        batches = (rows, uncond_rows)
+        prompts = ([self._from_text_ids(row) for row in batch for _ in range(num_images)] for batch in batches)
+        return ImageRequest(self, *map(exact_prompts, prompts))
 
-    def _fitting(self, grid: Grid, scale: int) -> Grid:
+    def _check_length(self, grid: Grid, scale: int) -> Grid:
         """The grid of tokens that are `scale` pixels long. Raises ValueError where the model takes fewer tokens."""
-        most = self.facts.max_length
-        if most is not None and grid.length >= most:
+        max_length = self.facts.max_length
+        if max_length is not None and grid.length >= max_length:
             raise ValueError(
                 f"height={grid.height * scale}, width={grid.width * scale} takes {grid.length} tokens; "
-                f"{self.facts.name} makes at most {most - 1}"
+                f"{self.facts.name} makes at most {max_length - 1}"
             )
         return grid
 
-    def _rows(self, name: str, given: Any, grid: Grid) -> list[list[int]]:
-        if hasattr(given, "tolist"):
-            given = given.tolist()
-        if isinstance(given, str) or not isinstance(given, Sequence) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
+    def _rows(self, name: str, prompts: Any, grid: Grid) -> list[list[int]]:
+        if hasattr(prompts, "tolist"):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts:
             raise ValueError(f"{name} is empty; give at least one")
         rows = []
-        for entry in given:
+        for entry in prompts:
             if isinstance(entry, str):
                 if self.tokenizer is None:
                     raise ValueError(f"{name} is text, and {self.facts.name} was made without a tokenizer; give ids")
@@ -145,31 +146,31 @@ class TextToImageModel(ImageModel):
         ).last_hidden_state
 
     def _positions(self, query: Query) -> Tensor:
-        """What the backbone takes for the positions [R, Q] of a call's columns."""
+        """The backbone's position ids for the columns [R, Q] of a call."""
         return query.positions
 
     def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
         """[vocab_size, d]: row `cells[c]` holds code c of the table [codes, d], the rest NaN."""
-        wide = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
-        wide[torch.tensor(list(cells), device=table.device)] = table
-        return wide
+        codes = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
+        codes[torch.tensor(list(cells), device=table.device)] = table
+        return codes
 
 
-def in_order(codes: dict[int, int], size: int, what: str) -> tuple[int, ...]:
+def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
     """Ids in the order of the codebook, from {code: id}. Raises ValueError for a code without an id."""
     missing = [code for code in range(size) if code not in codes]
     if missing:
-        raise ValueError(f"{what} names no token for code {missing[0]} of {size}")
+        raise ValueError(f"{name} names no token for code {missing[0]} of {size}")
     return tuple(codes[code] for code in range(size))
 
 
 def pretrained(
-    source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unread: str | None = None
+    source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unused: str | None = None
 ) -> tuple[Any, Any]:
     """(module, tokenizer) of a folder or hub repository by transformers' class; safetensors alone are read.
 
     Args:
-        unread: a pattern of the weights that may be missing, since nothing reads them.
+        unused: a pattern of the weights that may be missing, since nothing reads them.
 
     Raises:
         CheckpointError: a checkpoint that the class cannot read, or weights that are missing or of a wrong dtype.
@@ -189,7 +190,7 @@ def pretrained(
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{os.fspath(source)!r} cannot be read as a {architecture}: {reason}") from error
     # transformers makes up what is missing
-    missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unread and re.match(unread, key))]
+    missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unused and re.match(unused, key))]
     if missing:
         raise CheckpointError(f"the weights of {name!r} do not fit config.json: {listed({'missing': missing})}")
     if not any(fetch(name, file, revision) for file in VOCABULARIES):

@@ -23,7 +23,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.decoder import Decoder, keeps_hidden
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, tokens_of
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
@@ -113,11 +113,11 @@ class UViT(nn.Module):
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for what is no image token
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for other ids
         (guidance subtracts them)."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
-        others = self.vocab_size - self.codebook_size
-        return nn.functional.pad(logits, (0, others), value=torch.finfo(logits.dtype).min)
+        num_others = self.vocab_size - self.codebook_size
+        return nn.functional.pad(logits, (0, num_others), value=torch.finfo(logits.dtype).min)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[R, Q, width]: class embeddings at position 0, token embeddings elsewhere."""
@@ -264,32 +264,32 @@ class MaskedImageModel(PictureModel, UViTModel):
         return [[self.class_token(label)] for label in labels for _ in range(num_images)]
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As for all; and the cache of samplers that choose a group's targets in a full step, which evaluates those."""
+        """As in the base class; samplers that choose a group's targets in a full step also get the cache "recap"."""
         return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels, an int or several."""
-        self.no_negative_prompt(negative_prompt)
-        return ImageRequest(self, self.prompts(given, num_images))
+    def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`conditions`: class labels, an int or several."""
+        self.refuse_negative_prompt(negative_prompt)
+        return ImageRequest(self, self.prompts(conditions, num_images))
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+    def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request for all codes of a picture, with a trace: they are not written in order."""
-        own = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
-        return sampler.start(laid.model, laid.prompts, replace(request, **own))
+        overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
+        return sampler.start(image_request.model, image_request.prompts, replace(request, **overrides))
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        tokens = tokens_of(state, grid)
+        tokens = picture_tokens(state, grid)
         steps = [] if state.trace is None else state.trace.steps
         accepted = np.zeros((len(steps), state.batch), np.int64)
         for index, step in enumerate(steps):
             rows = [row for row, _, token, _ in step.commits if token != self.facts.mask_token_id]
             accepted[index] = np.bincount(rows, minlength=state.batch)
-        whole = not tokens.eq(self.facts.mask_id).any()
-        return Reading(tokens, whole, accepted, state.prompt_length.tolist(), [0] * state.batch)
+        is_complete = not tokens.eq(self.facts.mask_id).any()
+        return Reading(tokens, is_complete, accepted, state.prompt_length.tolist(), [0] * state.batch)
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """Ids that are no codes."""
+        """Ids that are not codes."""
         return tuple(range(self.module.codebook_size, self.facts.vocab_size))
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:

@@ -33,12 +33,12 @@ from paradec.models.weights import NESTED, read_weights
 HEAD = 64
 """Width of a head of the published models."""
 BUFFERS = ("lvl_1L", "attn_bias_for_masking")
-"""What published files hold besides: both follow from the scales."""
+"""Other tensors of published files; both follow from the scales."""
 LARGEST_SCALE = math.log(100)
 """Of the logarithm that queries are multiplied with."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
-"""What the authors' figures are sampled with; their scale is written 1.5 there, which is this scale less one."""
+"""Settings of the authors' figures; their scale of 1.5 is this one less one."""
 
 
 def ends_of(scales: Sequence[int]) -> list[int]:
@@ -47,7 +47,7 @@ def ends_of(scales: Sequence[int]) -> list[int]:
 
 
 class ScaleStore:
-    """Keys and values of the evaluated scales, in order; what follows them is not read. It takes 2 * layers * rows *
+    """Keys and values of the evaluated scales, in order; later ones are not read. It takes 2 * layers * rows *
     heads * length * head_dim numbers at the first call; `length` leaves out the last scale, which is never read."""
 
     def __init__(
@@ -59,24 +59,24 @@ class ScaleStore:
 
     @property
     def nbytes(self) -> int:
-        """Its memory."""
+        """Bytes of the store."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.data = None
 
-    def extended(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, heads, begin + n, head_dim] of a layer: those before `begin`, and the new ones
-        [R, heads, n, head_dim], which are written down where there is room."""
+    def append(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [R, heads, n, head_dim] of a layer, where there is room. Returns all from the
+        beginning: [R, heads, begin + n, head_dim]."""
         if self.data is None:
             self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        kept, stop = self.data[layer], begin + keys.shape[2]
-        if stop <= kept.shape[3]:
-            kept[0, :, :, begin:stop], kept[1, :, :, begin:stop] = keys, values
-            return kept[0, :, :, :stop], kept[1, :, :, :stop]
-        before = kept[:, :, :, :begin]
-        return torch.cat((before[0], keys.to(self.dtype)), 2), torch.cat((before[1], values.to(self.dtype)), 2)
+        stored, stop = self.data[layer], begin + keys.shape[2]
+        if stop <= stored.shape[3]:
+            stored[0, :, :, begin:stop], stored[1, :, :, begin:stop] = keys, values
+            return stored[0, :, :, :stop], stored[1, :, :, :stop]
+        past = stored[:, :, :, :begin]
+        return torch.cat((past[0], keys.to(self.dtype)), 2), torch.cat((past[1], values.to(self.dtype)), 2)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class ScaleQuery:
     masked: bool = True
     """Whether scales do not see finer ones of the call."""
     drafting: bool = False
-    """Whether it is for the model that drafts."""
+    """Whether the draft model is called."""
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions evaluated for each row in one branch."""
     kind: str = "window"
@@ -111,7 +111,7 @@ class ScaleQuery:
 
 @dataclass
 class ScaleAnswer:
-    """What comes back."""
+    """A model's answer."""
 
     logits: Tensor
     """[wanted * B, n, V] of the last scale."""
@@ -297,9 +297,9 @@ class Attention(nn.Module):
             query = normalize(query, dim=-1) * self.scale_mul_1H11.clamp(max=LARGEST_SCALE).exp()
             key = normalize(key, dim=-1)
         if store is not None:
-            key, value = store.extended(layer, begin, key, value)
-        found = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
-        return self.proj(found.transpose(1, 2).flatten(2))
+            key, value = store.append(layer, begin, key, value)
+        attended = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
 
 class HeadNorm(nn.Module):
@@ -318,7 +318,7 @@ class HeadNorm(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFacts:
-    """What samplers and messages know of the model."""
+    """Facts of the model, for samplers and messages."""
 
     name: str
     scales: tuple[int, ...]
@@ -333,7 +333,7 @@ class ScaleFacts:
 
 
 class ScalePictures(PictureModel):
-    """How codes of all scales become pictures, of a `VAR` and of its students."""
+    """Conversion of codes of all scales to pictures, for `VAR` and its students."""
 
     decoder_option = "vq"
     vq: Any
@@ -400,7 +400,7 @@ class VARModel(ScalePictures, Adapter):
         return self.vq.codes.detach()
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As for all; and what the sampler's authors take in place of the model's."""
+        """As in the base class, with the defaults of the sampler's authors."""
         return super().defaults_with(sampler) | dict(sampler.request_defaults)
 
     def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
@@ -410,12 +410,12 @@ class VARModel(ScalePictures, Adapter):
             if query.branches == 2:
                 labels = torch.cat((labels, torch.full_like(labels, self.module.classes)))
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
-            wanted = query.wanted * len(query.labels)
-            logits = self.module(labels, inputs, query.first, query.last, query.store, wanted, query.masked)
+            num_wanted = query.wanted * len(query.labels)
+            logits = self.module(labels, inputs, query.first, query.last, query.store, num_wanted, query.masked)
         return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """An empty store for so many rows of a call (both branches' under guidance) and the first scales. Under
+        """An empty store for `rows` rows of a call (both branches' under guidance) and the first `scales` scales. Under
         autocast keys are rounded to the parameters' type when written."""
         module = self.module
         length = module.begin(scales)
@@ -428,15 +428,15 @@ class VARModel(ScalePictures, Adapter):
         """See `ScaleAnswer.place`."""
         scales = self.module.scales
         features = self.vq.add(features, codes.to(features.dtype), index, scales)
-        last = index == len(scales) - 1
-        return features, None if last else self.vq.reduced(features, scales[index + 1])
+        is_last = index == len(scales) - 1
+        return features, None if is_last else self.vq.downsample(features, scales[index + 1])
 
     def read(self, state: Any, grid: Grid) -> Reading:
         sides = self.module.scales[: state.index]
         accepted = np.array([[side**2] * state.batch for side in sides], np.int64).reshape(-1, state.batch)
         tokens = state.tokens if state.codes is None else state.codes
-        before = [self.module.begin(len(self.module.scales) - 1)] * state.batch
-        return Reading(tokens.cpu(), state.done, accepted, before, state.draft_nfe.tolist())
+        prompt_lengths = [self.module.begin(len(self.module.scales) - 1)] * state.batch
+        return Reading(tokens.cpu(), state.done, accepted, prompt_lengths, state.draft_nfe.tolist())
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
         """The pictures after each scale."""
@@ -499,7 +499,7 @@ def read_network(
 
     Args:
         kind: what messages call it. extra: weights that no VAR has and this kind must have. nested: as for
-            `read_weights`. sized: from the weights those that `sizes_of` reads.
+            `read_weights`. sized: from the weights those that `read_sizes` reads.
     """
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
@@ -508,10 +508,12 @@ def read_network(
     weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
     if missing := [key for key in extra if key not in weights]:
         raise CheckpointError(f"{str(path)!r} holds no {kind}: {', '.join(missing)} missing")
-    said = fields or metadata.get("config", {})
-    scales = scales or said.get("scales") or said.get("patch_nums")
+    stored_config = fields or metadata.get("config", {})
+    scales = scales or stored_config.get("scales") or stored_config.get("patch_nums")
     try:
-        sizes = sizes_of(sized(weights), scales, heads or said.get("heads") or said.get("num_heads"))
+        sizes = read_sizes(
+            sized(weights), scales, heads or stored_config.get("heads") or stored_config.get("num_heads")
+        )
         module = network(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} holds no {kind}: {error} is missing") from error
@@ -526,14 +528,14 @@ def read_network(
     return module.to(device).requires_grad_(False), vq, name, fields, scales is None
 
 
-def sizes_of(
+def read_sizes(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
     """The sizes of `VAR` that its weights tell, with scales and heads where they do not. Raises KeyError where a tensor
     is missing, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:
-        scales = next((known for known in PUBLISHED_SCALES.values() if ends_of(known)[-1] == length), None)
+        scales = next((candidate for candidate in PUBLISHED_SCALES.values() if ends_of(candidate)[-1] == length), None)
         if scales is None:
             raise ValueError(f"its pictures have {length} tokens, as no published model's; give scales=...")
     check_scales(scales)
@@ -546,10 +548,10 @@ def sizes_of(
     scale = weights.get("blocks.0.attn.scale_mul_1H11")
     if heads is None:
         heads = width // HEAD if scale is None else scale.shape[1]
-    found = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
+    matches = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     return {
         "scales": tuple(scales),
-        "depth": 1 + max((int(match[1]) for match in found if match), default=-1),
+        "depth": 1 + max((int(match[1]) for match in matches if match), default=-1),
         "width": width,
         "heads": heads,
         "classes": weights["class_emb.weight"].shape[0] - 1,

@@ -114,7 +114,7 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """One head over all places of a feature map."""
+    """Attention of one head over all cells of a feature map."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()
@@ -123,7 +123,7 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (rearrange(part(h), "b c h w -> b 1 (h w) c") for part in (self.q, self.k, self.v))
+        q, k, v = (rearrange(projection(h), "b c h w -> b 1 (h w) c") for projection in (self.q, self.k, self.v))
         h = scaled_dot_product_attention(q, k, v)
         return x + self.proj_out(rearrange(h, "b 1 (h w) c -> b c h w", h=x.shape[2]))
 
@@ -147,7 +147,7 @@ class Downsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Blocks at one resolution, then the way to the next."""
+    """Blocks at one resolution, then resampling to the next."""
 
     def __init__(self, width: int, out: int, blocks: int, attention: bool, groups: int):
         super().__init__()
@@ -273,7 +273,7 @@ class VQModel(nn.Module):
         return self.quantize.nearest(self.latents(images))
 
     def latents(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] -> what the codebook is compared with, [B, H / scale, W / scale, dim]."""
+        """Images [B, C, H, W] -> latents [B, H / scale, W / scale, dim], before the codebook."""
         return rearrange(self.quant_conv(self.encoder(images)), "b c h w -> b h w c")
 
     def forward(self, images: Tensor, commitment: float = 0.25) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,8 +306,8 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of `VQConfig` that a decoder's weights tell: all but the codebook's and `norm_groups`. Raises KeyError
     where a tensor is missing."""
-    numbers = (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state)
-    levels = 1 + max((int(number[1]) for number in numbers if number), default=0)
+    matches = (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state)
+    levels = 1 + max((int(match[1]) for match in matches if match), default=0)
     lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
     widths = [state[f"decoder.conv_blocks.{level}.res.0.conv1.weight"].shape[0] for level in range(levels)][::-1]
     return {
@@ -321,9 +321,9 @@ def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
-"""What checkpoints hold besides: the training's own, and the encoder where only decoding was asked for."""
+"""Other tensors of checkpoints: those of the training, and the encoder."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
-"""The training's own, of which counts are integers."""
+"""Tensors of the training; counts are integers."""
 
 
 def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None) -> VQModel:
@@ -346,10 +346,10 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
         config = PUBLISHED[config]
     state = from_taming(state)
     model = VQModel(config)
-    book = state.get("quantize.embedding.weight")
-    if book is not None and tuple(book.shape) != (config.codebook_size, config.codebook_embed_dim):
+    codebook = state.get("quantize.embedding.weight")
+    if codebook is not None and tuple(codebook.shape) != (config.codebook_size, config.codebook_embed_dim):
         raise CheckpointError(
-            f"the codebook of {os.fspath(source)!r} has shape {list(book.shape)}; this configuration has "
+            f"the codebook of {os.fspath(source)!r} has shape {list(codebook.shape)}; this configuration has "
             f"[{config.codebook_size}, {config.codebook_embed_dim}]"
         )
     check_fit(model.state_dict(), state, os.fspath(source), unused=UNUSED)
@@ -358,7 +358,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
 
 
 def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> VQModel | None:
-    """A VQ autoencoder that decodes on a device: the one that is given, or that of a file; None is none."""
+    """A VQ autoencoder on a device, from a file unless it is one already; None stays None."""
     if vq is None:
         return None
     return (vq if isinstance(vq, VQModel) else load_vq(vq)).to(device).eval().requires_grad_(False)
@@ -375,7 +375,7 @@ def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> Non
 
 
 DECODING = ("decoder.", "post_quant_conv.")
-"""What decodes; checkpoints also hold the encoder, and sometimes what training needed."""
+"""Parts that decode; checkpoints also hold the encoder, and sometimes tensors of the training."""
 
 
 class KLDecoder(nn.Module):
@@ -397,14 +397,14 @@ class KLDecoder(nn.Module):
         return self.decoder(self.post_quant_conv(latents / self.latent_scale))
 
 
-def same_latents(one: KLDecoder, other: KLDecoder) -> bool:
+def have_same_latents(vae_a: KLDecoder, vae_b: KLDecoder) -> bool:
     """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter."""
-    if one is other:
+    if vae_a is vae_b:
         return True
-    if (one.config, one.latent_scale) != (other.config, other.latent_scale):
+    if (vae_a.config, vae_a.latent_scale) != (vae_b.config, vae_b.latent_scale):
         return False
-    first, second = (vae.post_quant_conv.weight.float().cpu() for vae in (one, other))
-    return torch.allclose(first, second, rtol=0.01, atol=0.001)
+    weight_a, weight_b = (vae.post_quant_conv.weight.float().cpu() for vae in (vae_a, vae_b))
+    return torch.allclose(weight_a, weight_b, rtol=0.01, atol=0.001)
 
 
 def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:

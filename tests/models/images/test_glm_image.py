@@ -35,9 +35,9 @@ def model() -> GlmImageModel:
 @lru_cache
 def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
     arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
-    grid = model().grid_of(tuple(facts["large"]), facts["small"] and tuple(facts["small"]))
+    grid = model().make_grid(tuple(facts["large"]), facts["small"] and tuple(facts["small"]))
     rows = [ids[mask > 0].tolist() for ids, mask in zip(arrays["input_ids"], arrays["attention_mask"], strict=True)]
-    return arrays, grid, model().laid(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
+    return arrays, grid, model().lay_out(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
 
 
 def call(laid: ImageRequest, row: int, tokens: list[int]) -> Tensor:
@@ -63,7 +63,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
         # the end token's, which is never evaluated, is the next place after the last raster
-        table = laid.model._places[row, : len(prompt) + grid.length].T
+        table = laid.model._token_positions[row, : len(prompt) + grid.length].T
         assert np.array_equal(table, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
@@ -165,7 +165,7 @@ def test_zipar_knows_both_rasters(window: int) -> None:
     fed = {at for step in steps[:-1] for at in step.fed}
     assert set(range(-1, 3)) <= fed  # the small raster whole
     method = paradec.samplers.create("zipar", window=window)
-    laid = model().laid([[100, 101, 64], [102, 64]], [(), ()], GRID)
+    laid = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
     state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
     paradec.decode(method, laid.model, state)
     tokens = model().read(state, GRID).tokens
@@ -184,7 +184,7 @@ def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
     rows, prompt, grid = 1500, [100, 101, 64], PreviewGrid(1, 1, range(64), preview=(1, 1))
     method = paradec.samplers.create(sampler)
     request = paradec.Request(sampler=method, seed=1, **model().defaults)
-    laid = model().laid([prompt] * rows, [()] * rows, grid)
+    laid = model().lay_out([prompt] * rows, [()] * rows, grid)
     state = model().begin(method, laid, grid, request)
     law = {}
     for first in range(64):

@@ -23,7 +23,7 @@ from paradec.core import orders
 from paradec.kernels.token_stats import draw
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.loading import file_type
-from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
+from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resize_positions
 from paradec.samplers.distributions import guided
 from paradec.samplers.pictures.groups import Groups
 
@@ -183,13 +183,13 @@ def test_presets_have_the_published_sizes(name: str, millions: int) -> None:
 def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
     torch.manual_seed(0)
     table = torch.randn(1, 17, 3)
-    assert torch.equal(resized(table, 4)[:, :1], table[:, :1])
-    assert (resized(table, 4) - table).abs().max() < 1e-6
-    larger = resized(table, 8)
+    assert torch.equal(resize_positions(table, 4)[:, :1], table[:, :1])
+    assert (resize_positions(table, 4) - table).abs().max() < 1e-6
+    larger = resize_positions(table, 8)
     assert larger.shape == (1, 65, 3) and torch.equal(larger[:, 0], table[:, 0])
     # a plane stays a plane, inside
     plane = torch.arange(4.0).view(1, 4, 1).expand(1, 4, 4).reshape(1, 16, 1)
-    grown = resized(torch.cat((torch.zeros(1, 1, 1), plane), 1), 8)[0, 1:].view(8, 8)
+    grown = resize_positions(torch.cat((torch.zeros(1, 1, 1), plane), 1), 8)[0, 1:].view(8, 8)
     assert (grown[:, 0] == grown[:, 5]).all() and grown[4, 0] - grown[3, 0] == pytest.approx(0.5, abs=0.1)
     save_file(tiny_lpd().module.state_dict(), tmp_path / "tiny.safetensors")
     model = load_lpd(tmp_path / "tiny.safetensors", n_head=2, grid=6)

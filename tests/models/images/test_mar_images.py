@@ -16,7 +16,7 @@ from torch import Tensor
 import paradec
 from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
+from paradec.models.images.mar import MAR, PRESETS, MARModel, read_sizes
 from paradec.models.images.vq import KLDecoder, VQConfig, load_kl
 
 SIZES = MAR_SIZES | {"head_depth": 1, "head_width": 16}
@@ -87,7 +87,7 @@ def test_decoder_is_latent_diffusion_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_weights_tell_the_sizes(preset: str) -> None:
     with torch.device("meta"):
-        found = sizes_of(MAR(**PRESETS[preset]).state_dict())
+        found = read_sizes(MAR(**PRESETS[preset]).state_dict())
     assert {**PRESETS[preset], **found} == {**found, "heads": PRESETS[preset]["heads"]}
     assert (found["side"], found["channels"], found["classes"], found["buffer"]) == (16, 16, 1000, 64)
 

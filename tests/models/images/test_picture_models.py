@@ -24,7 +24,7 @@ from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
 from paradec.core.query import Cost, Query
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, tokens_of
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, picture_tokens
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
 from paradec.request import DEFAULTS, Request, request_for
@@ -50,8 +50,8 @@ class Tiles(PictureModel):
         return sampler.start(self, laid.prompts, replace(request, **own))
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        nothing = [0] * state.batch
-        return Reading(tokens_of(state, grid), state.done, np.zeros((state.commits, state.batch)), [1] * 2, nothing)
+        tokens, accepted = picture_tokens(state, grid), np.zeros((state.commits, state.batch))
+        return Reading(tokens, state.done, accepted, [1] * 2, [0] * state.batch)
 
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
         return grid.codes(tokens).unsqueeze(1) / 3

@@ -306,7 +306,7 @@ def test_what_is_encoded_is_decoded() -> None:
         nearest = (reduced.unsqueeze(2) - model.codes).square().sum(-1).argmin(-1)
         begin = model.module.begin(index)
         assert torch.equal(tokens[:, begin : begin + side**2], nearest)
-        rest = rest - model.vq.smoothed(model.codes[nearest], index, SCALES)
+        rest = rest - model.vq.smooth_codes(model.codes[nearest], index, SCALES)
     with pytest.raises(ValueError, match=r"expected \[batch, channels, 8, 8\]"):
         model.encode(torch.rand(1, 3, 9, 8))
 
@@ -516,7 +516,7 @@ def test_pictures_become_codes(name: str) -> None:
     vq, scales = vae(f"var/{record['model']}"), tuple(record["patch_nums"])
     with torch.no_grad():
         features = vq.features(arrays["picture"])
-        codes = vq.quantised(features, scales)
+        codes = vq.quantise(features, scales)
         inputs, total = vq.inputs(torch.cat([vq.codes[ids] for ids in codes], 1), scales)
         back = vq.decode(total).clamp(-1, 1)
     torch.testing.assert_close(features, arrays["features"], atol=1e-4, rtol=0)

@@ -112,16 +112,16 @@ class PriorSession(Attached):
                 f"{odd}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
             )
         model = self.model
-        whole = model.codes_in(input_ids, image_grid_thw, images_per_sample, pixel_values)
+        whole = model.insert_codes(input_ids, image_grid_thw, images_per_sample, pixel_values)
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = [ids[keep.bool()].tolist() for ids, keep in zip(whole, kept, strict=True)]
-        grid, sources = model.grids(rows, image_grid_thw, images_per_sample)
+        grid, sources = model.read_grids(rows, image_grid_thw, images_per_sample)
         if max_new_tokens is not None and max_new_tokens < grid.length:
             raise ValueError(f"max_new_tokens={max_new_tokens}: the rasters have {grid.length} tokens")
         request = self._request(do_sample)
         if request.seed is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
-        laid = model.laid(rows, sources, grid)
+        laid = model.lay_out(rows, sources, grid)
         method, begin = request.sampler, time.perf_counter()
         state = model.begin(method, laid, grid, request)
         with state.freed_store():
