@@ -1,4 +1,4 @@
-"""Automata over the tokens of one model: which token leads where, by classes of tokens that lead everywhere alike."""
+"""Automata over a model's tokens, with edges by class: tokens of one class have equal transitions everywhere."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from functools import cached_property
 import numpy as np
 
 MAX_STATES, MAX_EDGES = 2**16, 2**20
-"""Of an automaton over tokens; the tables of the largest one are some 130 MB."""
+"""Limits of an automaton over tokens; the largest has about 130 MB of tables."""
 MAX_TABLE_BYTES = 2**28
-"""Of a table with an entry for each state and slot."""
+"""Limit of a table with an entry for each state and slot."""
 
 
 class ConstraintSizeError(ValueError):
-    """A constraint whose tables of states times tokens take too much memory."""
+    """A constraint whose tables take too much memory."""
 
 
 STRETCH = 2048
-"""Ids whose logits a core's first cache holds."""
+"""Ids per stretch: their logits fit a core's L1 cache."""
 
 
 class Grouped:
-    """Entries in the order of a key, so that those of equal keys are together."""
+    """Entries sorted and grouped by key."""
 
     def __init__(self, keys: np.ndarray):
         self.order = np.argsort(keys, kind="stable")
         self.keys, self.starts, sizes = np.unique(keys[self.order], return_index=True, return_counts=True)
         self.owner = np.repeat(np.arange(len(sizes)), sizes)
-        """[E]: the place among the keys of each entry, in order."""
+        """[E]: index of each sorted entry's key."""
 
 
 class Runs:
@@ -66,13 +66,13 @@ class TokenAutomaton:
     def __init__(
         self, vocab_size: int, members: Sequence[np.ndarray], edges: np.ndarray, accept: np.ndarray, end: int = -1
     ):
-        edges, number = _useful(edges, accept)
-        kept = np.unique(edges[:, 1])
+        edges, state_ids = _trim(edges, accept)
+        class_ids = np.unique(edges[:, 1])
         self.vocab_size = vocab_size
-        self.members = [np.sort(members[index]) for index in kept]
-        self.accept = accept[number >= 0]
-        self.end = int(number[end]) if end >= 0 else -1
-        edges = np.stack((number[edges[:, 0]], np.searchsorted(kept, edges[:, 1]), number[edges[:, 2]]), 1)
+        self.members = [np.sort(members[index]) for index in class_ids]
+        self.accept = accept[state_ids >= 0]
+        self.end = int(state_ids[end]) if end >= 0 else -1
+        edges = np.stack((state_ids[edges[:, 0]], np.searchsorted(class_ids, edges[:, 1]), state_ids[edges[:, 2]]), 1)
         self.edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
         self._begins = np.searchsorted(self.edges[:, 0], np.arange(self.states + 1))
         self.class_of = np.full(vocab_size, -1, np.int32)
@@ -93,7 +93,7 @@ class TokenAutomaton:
         return np.array([len(ids) for ids in self.members], np.int64)
 
     def after(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """The classes [k] that lead on from a state, ascending, and where each leads [k]."""
+        """Outgoing classes [k] of a state, ascending, and their next states [k]."""
         _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
         return classes, following
 
@@ -115,27 +115,27 @@ class TokenAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables that decoding reads, at most."""
-        # with what is made on first use: three groups of 32 bytes an edge, runs, distances
+        """Upper bound of the tables' bytes."""
+        # includes the cached properties: three groups of 32 bytes an edge, runs, distances
         tokens = 12 * int(self.sizes.sum()) + 56 * len(self.runs.classes)
         return 5 * self.edges.nbytes + tokens + self.class_of.nbytes + 9 * self.states
 
     @cached_property
     def distance(self) -> np.ndarray:
-        """[S] int64: the fewest tokens from each state to an accepting one."""
+        """[S] int64: minimum number of tokens from each state to an accepting one."""
         return _distances(self.edges[:, 2], self.edges[:, 0], self.accept)
 
     def reach(self, count: int) -> np.ndarray:
-        """[S] bool: from which states exactly `count` tokens lead to an accepting one."""
-        if self.end >= 0:  # end tokens fill up what is left
+        """[S] bool: states from which exactly `count` tokens lead to an accepting one."""
+        if self.end >= 0:  # end tokens fill the rest
             return self.distance <= count
         states = self.accept
         for _ in range(count):
-            states = self.before(states)
+            states = self.predecessors(states)
         return states
 
-    def before(self, states: np.ndarray) -> np.ndarray:
-        """[S] bool: from which states one token leads to some of `states` [S] bool."""
+    def predecessors(self, states: np.ndarray) -> np.ndarray:
+        """[S] bool: states with an edge into `states` [S] bool."""
         sources = np.zeros(self.states, bool)
         sources[self.edges[states[self.edges[:, 2]], 0]] = True
         return sources
@@ -146,38 +146,38 @@ class TokenAutomaton:
         if state < 0 or index < 0:
             return -1
         classes, following = self.after(state)
-        at = int(np.searchsorted(classes, index))
-        return int(following[at]) if at < len(classes) and classes[at] == index else -1
+        edge = int(np.searchsorted(classes, index))
+        return int(following[edge]) if edge < len(classes) and classes[edge] == index else -1
 
-    def ended(self, ids: Iterable[int]) -> TokenAutomaton:
-        """The same where a text may be followed by any number of the end tokens `ids`, and has none of them in it."""
+    def with_end_tokens(self, ids: Iterable[int]) -> TokenAutomaton:
+        """Allow any number of the end tokens `ids` after a text, and none within it."""
         ids = np.unique(np.array([*ids], np.int64))
-        texts = self.without(ids)
+        texts = self.without_tokens(ids)
         if not len(ids) or not texts.states:
             return texts
         end, index = texts.states, texts.classes
         accepted = np.append(np.flatnonzero(texts.accept), end)
-        more = np.stack((accepted, np.full_like(accepted, index), np.full_like(accepted, end)), 1)
-        edges = np.concatenate((texts.edges, more))
+        end_edges = np.stack((accepted, np.full_like(accepted, index), np.full_like(accepted, end)), 1)
+        edges = np.concatenate((texts.edges, end_edges))
         return TokenAutomaton(self.vocab_size, [*texts.members, ids], edges, np.append(texts.accept, True), end)
 
-    def without(self, ids: Iterable[int]) -> TokenAutomaton:
-        """The same language without the texts that have one of the tokens `ids`."""
-        gone = np.zeros(self.vocab_size, bool)
-        gone[[*ids]] = True
-        if not self.states or not gone[self.runs.tokens].any():
+    def without_tokens(self, ids: Iterable[int]) -> TokenAutomaton:
+        """Remove the texts that contain one of the tokens `ids`."""
+        removed = np.zeros(self.vocab_size, bool)
+        removed[[*ids]] = True
+        if not self.states or not removed[self.runs.tokens].any():
             return self
-        members = [found[~gone[found]] for found in self.members]
-        left = np.array([len(found) > 0 for found in members])
-        return TokenAutomaton(self.vocab_size, members, self.edges[left[self.edges[:, 1]]], self.accept, self.end)
+        members = [tokens[~removed[tokens]] for tokens in self.members]
+        nonempty = np.array([len(tokens) > 0 for tokens in members])
+        return TokenAutomaton(self.vocab_size, members, self.edges[nonempty[self.edges[:, 1]]], self.accept, self.end)
 
 
-def _useful(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The edges on ways from the beginning to acceptance, and the new number of every state (-1: on none)."""
-    begin = np.zeros(len(accept), bool)
-    begin[:1] = True
-    after, before = _distances(edges[:, 0], edges[:, 2], begin), _distances(edges[:, 2], edges[:, 0], accept)
-    useful = np.maximum(after, before) < UNREACHED
+def _trim(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keep the edges on paths from the start to acceptance. Returns them and new state ids [S] (-1: removed)."""
+    is_start = np.zeros(len(accept), bool)
+    is_start[:1] = True
+    from_start, to_accept = _distances(edges[:, 0], edges[:, 2], is_start), _distances(edges[:, 2], edges[:, 0], accept)
+    useful = np.maximum(from_start, to_accept) < UNREACHED
     if not useful[:1].any():
         useful[:] = False
     edges = edges[useful[edges[:, 0]] & useful[edges[:, 2]]]
@@ -187,18 +187,18 @@ def _useful(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarr
 UNREACHED = np.iinfo(np.int64).max
 
 
-def _distances(source: np.ndarray, target: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """[S] int64: the fewest edges from the states `begin` [S] bool to each state, along edges from source to target,
-    each [E]; `UNREACHED` where there is no way."""
-    order = np.argsort(source, kind="stable")
-    target, starts = target[order], np.searchsorted(source[order], np.arange(len(begin) + 1))
-    distance = np.full(len(begin), UNREACHED)
-    states, count = np.flatnonzero(begin), 0
+def _distances(sources: np.ndarray, targets: np.ndarray, is_start: np.ndarray) -> np.ndarray:
+    """[S] int64: shortest path lengths from the states `is_start` [S] bool, along edges sources [E] -> targets [E];
+    `UNREACHED` without a path."""
+    order = np.argsort(sources, kind="stable")
+    targets, starts = targets[order], np.searchsorted(sources[order], np.arange(len(is_start) + 1))
+    distance = np.full(len(is_start), UNREACHED)
+    states, count = np.flatnonzero(is_start), 0
     while len(states):
         distance[states] = count
         count += 1
         sizes = starts[states + 1] - starts[states]
         edges = np.arange(sizes.sum()) + np.repeat(starts[states] - (np.cumsum(sizes) - sizes), sizes)
-        states = target[edges]
+        states = targets[edges]
         states = np.unique(states[distance[states] == UNREACHED])
     return distance

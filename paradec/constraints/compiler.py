@@ -1,4 +1,4 @@
-"""Compile constraints in processes of their own, with limits of time and memory: for a server's threads."""
+"""Compile constraints in subprocesses with limits of time and memory, for servers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.byte_automaton import byte_automaton
 from paradec.constraints.spelling import lift, spelling_of
-from paradec.constraints.values import Constraint, find_automaton, keep_automaton
+from paradec.constraints.values import Constraint, cache_automaton, has_automaton
 
 MAX_KNOWN = 256
-"""Constraints that are known by what they are made of."""
+"""Maximum number of remembered constraints."""
 
 
 class Compiler:
@@ -44,17 +44,17 @@ class Compiler:
         key = pickle.dumps((make, arguments))
         with self._lock:
             value = self._known.get(key)
-        if value is not None and find_automaton(value, self.tokenizer, self.vocab_size):
+        if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
         if spelling_of(self.tokenizer) is None:  # the error says so
             value = make(*arguments)
-            value.lifted(self.tokenizer, self.vocab_size)
+            value.to_token_automaton(self.tokenizer, self.vocab_size)
         with self._slots:
-            answer = self._ask(key)
-        if isinstance(answer, Exception):
-            raise answer
-        value, automaton = answer
-        keep_automaton(value, self.tokenizer, self.vocab_size, automaton)
+            reply = self._ask(key)
+        if isinstance(reply, Exception):
+            raise reply
+        value, automaton = reply
+        cache_automaton(value, self.tokenizer, self.vocab_size, automaton)
         with self._lock:
             self._known[key] = value
             while len(self._known) > MAX_KNOWN:
@@ -67,7 +67,7 @@ class Compiler:
             _end(self._idle.pop())
 
     def _ask(self, key: bytes) -> Any:
-        """What a process answers, an error or a constraint with its automaton."""
+        """Let a process compile; returns an error, or a constraint with its automaton."""
         try:
             process = self._idle.pop()
         except IndexError:
@@ -78,7 +78,7 @@ class Compiler:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(key)
             process.stdin.flush()
-            answer = pickle.load(process.stdout)
+            reply = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):  # it was killed, or has run out of memory
             _end(process)
             size = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
@@ -86,7 +86,7 @@ class Compiler:
         finally:
             timer.cancel()
         self._idle.append(process)
-        return answer
+        return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -107,8 +107,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve() -> None:
-    """Answer what comes on standard input, until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Answer requests from standard input until it closes."""
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     spelling, vocab_size, max_bytes = pickle.load(sys.stdin.buffer)
     try:
@@ -117,23 +117,23 @@ def _serve() -> None:
         pass
     else:
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
-    pickle.dump(None, answers)
-    answers.flush()
+    pickle.dump(None, output)
+    output.flush()
     while True:
         try:
             make, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        answer: Any
+        reply: Any
         try:
             value = make(*arguments)
-            answer = value, lift(byte_automaton(value.node()), spelling, vocab_size)
+            reply = value, lift(byte_automaton(value.node()), spelling, vocab_size)
         except MemoryError:
-            answer = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
+            reply = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
         except Exception as error:
-            answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
+            reply = error
+        pickle.dump(reply, output)
+        output.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Regular expressions as values: sets of characters, one after the other, alternatives, repetitions."""
+"""Regular expressions as values: character sets, sequences, alternatives, repetitions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 MAX_PARTS = 2**18
-"""Sets of characters, choices and repetitions that an expression may have, a repeated part counted as often as it is
-repeated at most. It bounds the states of the automaton that is built from it."""
+"""Maximum number of character sets, choices and repetitions, with repeated parts counted each time. It bounds the
+automaton's states."""
 LAST_CHARACTER = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
-"""Code points that no UTF-8 text has."""
+"""Code points that UTF-8 does not encode."""
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Code points, as ascending ranges (first, last) with gaps between them."""
 
@@ -45,7 +45,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Either:
-    """One of several; none of none, which no text matches."""
+    """Alternatives; without any, no text matches."""
 
     parts: tuple[Node, ...]
     size: int = field(init=False, compare=False, repr=False)
@@ -69,7 +69,7 @@ class Repeated:
 
     @property
     def copies(self) -> int:
-        """How often the part is in an automaton: the last of them repeats where there is no limit."""
+        """Copies of the part in an automaton; without a limit the last one loops."""
         return max(self.least, 1) if self.most is None else self.most
 
 
@@ -78,19 +78,19 @@ EMPTY, NEVER = Sequence(()), Either(())
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ranges in any order, overlapping or not, as `Ranges`."""
-    found: list[tuple[int, int]] = []
+    """Sort ranges and merge overlapping ones."""
+    disjoint: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if disjoint and first <= disjoint[-1][1] + 1:
+            disjoint[-1] = (disjoint[-1][0], max(last, disjoint[-1][1]))
         elif first <= last:
-            found.append((first, last))
-    return tuple(found)
+            disjoint.append((first, last))
+    return tuple(disjoint)
 
 
-def without(ranges: Ranges, others: Ranges) -> Ranges:
+def without(ranges: Ranges, removed: Ranges) -> Ranges:
     """The characters of `ranges` that are not among `others`."""
-    for low, high in others:
+    for low, high in removed:
         ranges = tuple(
             part
             for first, last in ranges
@@ -104,8 +104,8 @@ ANY: Ranges = without(((0, LAST_CHARACTER),), (SURROGATES,))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Node:
-    kept = without(merged(ranges), (SURROGATES,))
-    return Characters(kept) if kept else NEVER
+    valid = without(merged(ranges), (SURROGATES,))
+    return Characters(valid) if valid else NEVER
 
 
 def text(value: str) -> Node:
@@ -126,14 +126,14 @@ def either(parts: Iterable[Node]) -> Node:
 
 
 def _bounded(parts: Iterable[Node]) -> tuple[Node, ...]:
-    """The parts; no more of them are made than an expression may have."""
-    found, size = list[Node](), 0
+    """Collect parts. Raises ValueError above `MAX_PARTS`, before it makes the rest."""
+    collected, size = list[Node](), 0
     for part in parts:
         size += part.size
         if size > MAX_PARTS:
             raise ValueError(f"the constraint has more than {MAX_PARTS} parts")
-        found.append(part)
-    return tuple(found)
+        collected.append(part)
+    return tuple(collected)
 
 
 def repeated(part: Node, least: int = 0, most: int | None = None, between: Node = EMPTY) -> Node:

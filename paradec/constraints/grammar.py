@@ -1,8 +1,7 @@
-"""Grammars for causal models, by llguidance (the extra `grammar`): which tokens may follow what is written.
+"""Grammars for causal models, by llguidance (the extra `grammar`).
 
-A grammar has no list of states, so neither the length of an answer nor the sum over its texts is known: a token is
-allowed where some text continues with it. Where only one text can follow, llguidance allows only the tokenizer's own
-tokens for it.
+A token is allowed where some text of the grammar continues with it. Lengths and sums over texts are unknown: a grammar
+has no finite list of states. Where only one text can follow, llguidance allows only the tokenizer's tokens for it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paradec.constraints.spelling import Spelling, spelling_of
 from paradec.core.checks import shown
 
 MOST_MATCHERS = 256
-"""Beginnings of texts that are kept with what may follow them."""
+"""Maximum number of cached prefixes."""
 Tokens = tuple[int, ...]
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -42,12 +41,12 @@ def check_grammar(text: str) -> None:
     """Raise ValueError for a text that is no grammar of llguidance's Lark, with the place; ModuleNotFoundError without
     llguidance."""
     matcher = library().LLMatcher
-    if said := matcher.validate_grammar(matcher.grammar_from_lark(text)):
-        raise ValueError(f"grammar={shown(text)}: {' '.join(said.split())}")
+    if message := matcher.validate_grammar(matcher.grammar_from_lark(text)):
+        raise ValueError(f"grammar={shown(text)}: {' '.join(message.split())}")
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """A tokenizer in llguidance's interface."""
 
     def __init__(self, tokenizer: Any, spelling: Spelling, size: int, ends: tuple[int, ...]):
         texts = {token: text for token, text in spelling.texts[0].items() if token not in ends}
@@ -58,33 +57,35 @@ class _Vocabulary:
         self._ids = {text: token for token, text in reversed(texts.items()) if token < size}
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text: those of the tokenizer, or where they read something else the longest ones."""
+        """Tokenise a text with the tokenizer, or greedily by longest token where that does not round-trip."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[i] for i in ids) == text.encode():
             return ids
-        ids, left = [], text.encode()
-        while left:
-            size = next((n for n in range(min(self._longest, len(left)), 0, -1) if left[:n] in self._ids), 0)
+        ids, remaining = [], text.encode()
+        while remaining:
+            size = next((n for n in range(min(self._longest, len(remaining)), 0, -1) if remaining[:n] in self._ids), 0)
             if not size:
                 break
-            ids.append(self._ids[left[:size]])
-            left = left[size:]
+            ids.append(self._ids[remaining[:size]])
+            remaining = remaining[size:]
         return ids
 
 
-def _compiled(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
+def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
     """Convert the tokenizer for llguidance, once. Raises ValueError if it does not join tokens plainly."""
-    kept = _KNOWN.setdefault(tokenizer, {})
-    if (size, ends) not in kept:
+    cache = _KNOWN.setdefault(tokenizer, {})
+    if (size, ends) not in cache:
         spelling = spelling_of(tokenizer)
         if spelling is None or len(spelling.texts) != 1:
             raise ValueError(
                 "the tokenizer's tokens read otherwise at the beginning of a text or after others, which llguidance "
                 "does not know of; paradec.Regex and paradec.JsonSchema work with it"
             )
-        found, vocabulary = library(), _Vocabulary(tokenizer, spelling, size, ends)
-        kept[size, ends] = found.LLTokenizer(found.TokenizerWrapper(vocabulary), n_vocab=size, eos_token=[*ends])
-    return kept[size, ends]
+        llguidance, vocabulary = library(), _Vocabulary(tokenizer, spelling, size, ends)
+        cache[size, ends] = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(vocabulary), n_vocab=size, eos_token=[*ends]
+        )
+    return cache[size, ends]
 
 
 class GrammarTexts:
@@ -103,7 +104,7 @@ class GrammarTexts:
             raise ValueError("the model has no end token to end an answer with")
         self._matchers: OrderedDict[Tokens, Any] = OrderedDict()
         self._fits: OrderedDict[Tokens, np.ndarray] = OrderedDict()
-        first = self._first()
+        first = self._new_matcher()
         if first.is_error():
             raise ValueError(f"grammar={shown(grammar)}: {' '.join(first.get_error().split())}")
 
@@ -113,55 +114,55 @@ class GrammarTexts:
     def __deepcopy__(self, memo: Any) -> GrammarTexts:
         return type(self)(self.grammar, self.tokenizer, self.size, self.ends)
 
-    def _first(self) -> Any:
+    def _new_matcher(self) -> Any:
         matcher = library().LLMatcher
         source = matcher.grammar_from_lark(self.grammar)
-        return matcher(_compiled(self.tokenizer, self.size, self.ends), source, log_level=0)
+        return matcher(_make_tokenizer(self.tokenizer, self.size, self.ends), source, log_level=0)
 
     def _matcher(self, tokens: Tokens) -> Any:
-        """After these tokens; in an error where they begin no text."""
-        known = next((end for end in range(len(tokens), 0, -1) if tokens[:end] in self._matchers), 0)
-        if known == len(tokens) and known:
+        """Matcher after these tokens; in an error state if no text begins with them."""
+        prefix_length = next((end for end in range(len(tokens), 0, -1) if tokens[:end] in self._matchers), 0)
+        if prefix_length == len(tokens) and prefix_length:
             self._matchers.move_to_end(tokens)
             return self._matchers[tokens]
-        found = self._matchers[tokens[:known]].deep_copy() if known else self._first()
-        for token in tokens[known:]:
-            found.consume_token(token)
-        self._matchers[tokens] = found
+        matcher = self._matchers[tokens[:prefix_length]].deep_copy() if prefix_length else self._new_matcher()
+        for token in tokens[prefix_length:]:
+            matcher.consume_token(token)
+        self._matchers[tokens] = matcher
         if len(self._matchers) > MOST_MATCHERS:
             self._matchers.popitem(last=False)
-        return found
+        return matcher
 
     def after(self, state: Tokens, token: int) -> Tokens | None:
-        """The state after a token; None where no text goes on with it."""
+        """State after a token; None if no text continues with it."""
         tokens = (*state, token)
         return None if token < 0 or not self.fits(state)[token] or self._matcher(tokens).is_error() else tokens
 
     def fits(self, state: Tokens) -> np.ndarray:
-        """[V] bool: which tokens may follow; end tokens alone after an end token."""
+        """[V] bool: tokens that may follow; after an end token only end tokens."""
         if state in self._fits:
             self._fits.move_to_end(state)
             return self._fits[state]
         if state and state[-1] in self.ends:
-            found = np.zeros(self.size, bool)
-            found[[*self.ends]] = True
+            allowed = np.zeros(self.size, bool)
+            allowed[[*self.ends]] = True
         else:
             bits = np.frombuffer(self._matcher(state).compute_bitmask(), np.uint8)
-            found = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
-        self._fits[state] = found
+            allowed = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
+        self._fits[state] = allowed
         if len(self._fits) > MOST_MATCHERS:
             self._fits.popitem(last=False)
-        return found
+        return allowed
 
     def excluded(self, state: Tokens, read: int, device: torch.device) -> Tensor:
-        """[V] bool: the tokens that do not fit after `read` ones."""
+        """[V] bool: tokens that may not follow. read: unused; as for automata."""
         return torch.as_tensor(~self.fits(state), device=device)
 
     def accepts(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens read a whole text."""
+        """Whether tokens are a complete text."""
         return bool(self._matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, read: int) -> int | None:
-        """The token that alone fits after `read` ones."""
-        found = np.flatnonzero(self.fits(state))
-        return int(found[0]) if len(found) == 1 else None
+        """The only token that may follow; None if several may."""
+        tokens = np.flatnonzero(self.fits(state))
+        return int(tokens[0]) if len(tokens) == 1 else None

@@ -1,4 +1,4 @@
-"""The marginals of a model's slots and what the language makes of them: from logits to sums over classes, and back."""
+"""Marginals of a model's slots, conditioned on a language: from logits to sums over classes, and back."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from paradec.constraints import passes
 from paradec.constraints.automaton import Runs, TokenAutomaton
 
 NEAR = 60.0
-"""Logits whose exponentials float32 holds together."""
+"""Spread of logits whose exponentials float32 can sum with one shift."""
 
 
 class Marginals:
     """The product of the distributions softmax(logits) of a text's undecided slots, conditioned on the language.
 
     Args:
-        logits: [m, V] of the m undecided slots. held: what each of the n slots holds, None where it is undecided.
+        logits: [m, V] of the m undecided slots. tokens: the token of each of the n slots, None where it is undecided.
         first: the state before the first slot. last: [S] bool, the states that the last one may lead to.
     """
 
-    def __init__(self, automaton: TokenAutomaton, logits: Tensor, held: list[int | None], first: int, last: np.ndarray):
-        self.automaton, self.logits, self.held, self.first, self.last = automaton, logits.detach(), held, first, last
-        self._open = [slot for slot, token in enumerate(held) if token is None]
+    def __init__(
+        self, automaton: TokenAutomaton, logits: Tensor, tokens: list[int | None], first: int, last: np.ndarray
+    ):
+        self.automaton, self.logits, self.held, self.first, self.last = automaton, logits.detach(), tokens, first, last
+        self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
         self.broken = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
-        """Whether logits are NaN or +inf; nothing else may be asked then."""
+        """Whether logits are NaN or +inf; then no method may be called."""
         if not self.broken:
-            self.sums = self._of_classes(self._runs[1], passes.summed)
-            """[n, C] float64: the logarithm of each class's probability in each slot, up to the constant `norms`
-            says."""
+            self.sums = self._of_classes(self._runs[1], passes.logsumexp)
+            """[n, C] float64: log-probability of each class in each slot, up to the constant `norms`."""
             self.total, self._log_g, self._backward = passes.conditioned(automaton, self.sums, first, last)
             """ln Z, up to the constants of the slots."""
 
-    def _of_classes(self, runs: np.ndarray, among: passes.Sums) -> np.ndarray:
-        """[n, C] of values [m, P] of runs; of what is decided, that it is certain."""
+    def _of_classes(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
+        """[n, C] from values [m, P] of runs; decided slots are certain."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
-            rows = iter(among(runs[:, by_class.order], by_class, self.automaton.classes))
-        each = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.held]
-        return np.array(each).reshape(len(self.held), self.automaton.classes)
+            rows = iter(reduce(runs[:, by_class.order], by_class, self.automaton.classes))
+        by_slot = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.held]
+        return np.array(by_slot).reshape(len(self.held), self.automaton.classes)
 
     def conditioned(self) -> Tensor:
         """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
@@ -54,23 +55,23 @@ class Marginals:
     def probabilities(self, tokens: Tensor) -> Tensor:
         """[m] float64: r of one token [m] of each slot; exactly 1 where no other token fits."""
         ids = tokens.cpu().numpy()
-        own = self.logits.gather(1, tokens.unsqueeze(1))[:, 0].double().cpu().numpy()
+        token_logits = self.logits.gather(1, tokens.unsqueeze(1))[:, 0].double().cpu().numpy()
         shares = self.sums[self._open] + self._log_g[self._open]
         top = shares.max(1)
-        whole = np.log(np.exp(shares - top[:, None]).sum(1)) + top
-        found = own + self._log_g[self._open, self.automaton.class_of[ids]] - whole
-        return torch.as_tensor(np.minimum(np.exp(found), 1), device=tokens.device)
+        log_norm = np.log(np.exp(shares - top[:, None]).sum(1)) + top
+        log_prob = token_logits + self._log_g[self._open, self.automaton.class_of[ids]] - log_norm
+        return torch.as_tensor(np.minimum(np.exp(log_prob), 1), device=tokens.device)
 
     def best(self) -> Tensor:
-        """The tokens [m] of the likeliest text; of several the lowest ids, from the left."""
-        tops = self._of_classes(self._runs[0], passes.highest)
-        found = passes.best(self.automaton, tops, self._lowest, self.first, self.last)
-        return torch.tensor([found[slot] for slot in self._open], device=self.logits.device)
+        """Tokens [m] of the likeliest text; ties go to the lowest ids, from the left."""
+        tops = self._of_classes(self._runs[0], passes.maximum)
+        text = passes.best(self.automaton, tops, self._lowest, self.first, self.last)
+        return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
-    def drawn(self, uniform: np.ndarray) -> Tensor:
-        """The tokens [m] of a text that is drawn jointly, with the numbers uniform [m] (see `passes.drawn`)."""
+    def sample(self, uniform: np.ndarray) -> Tensor:
+        """Draw the tokens [m] of a text jointly, with the numbers uniform [m] (`passes.sample`)."""
         rows = {slot: row for row, slot in enumerate(self._open)}
-        found = passes.drawn(
+        text = passes.sample(
             self.automaton,
             lambda slot: self._runs[1, rows[slot]],
             lambda slot, ids: self._values(rows[slot], ids),
@@ -79,61 +80,60 @@ class Marginals:
             self.first,
             [0.0 if slot not in rows else float(uniform[rows[slot]]) for slot in range(len(self.held))],
         )
-        return torch.tensor([found[slot] for slot in self._open], device=self.logits.device)
+        return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
     def norms(self, slots: Sequence[int]) -> np.ndarray:
-        """[k] float64: the logarithms of what makes the distributions of undecided slots sum to 1."""
+        """[k] float64: log-normalisers of undecided slots."""
         rows = [self._open.index(slot) for slot in slots]
-        found: np.ndarray = self.logits[rows].double().logsumexp(-1).cpu().numpy()
-        return found
+        log_norms: np.ndarray = self.logits[rows].double().logsumexp(-1).cpu().numpy()
+        return log_norms
 
     def log_z(self) -> float:
         """ln Z: the logarithm of the language's probability."""
         return self.total - float(self.norms(self._open).sum())
 
     def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """The logits of a slot's tokens [k], in float64."""
-        found: np.ndarray = self.logits[row][torch.as_tensor(ids, device=self.logits.device)].double().cpu().numpy()
-        return found
+        """Logits [k] float64 of a slot's tokens `ids`."""
+        logits: np.ndarray = self.logits[row][torch.as_tensor(ids, device=self.logits.device)].double().cpu().numpy()
+        return logits
 
     def _lowest(self, slot: int, index: int) -> int:
-        """The likeliest token of a class in a slot, the lowest of several."""
-        if (held := self.held[slot]) is not None:
-            return held
+        """Likeliest token of a class in a slot; ties go to the lowest id."""
+        if (token := self.held[slot]) is not None:
+            return token
         row, runs = self._open.index(slot), self.automaton.runs
-        own = runs.by_class.order[runs.by_class.owner == index]
-        run = int(own[self._runs[0, row, own].argmax()])
+        class_runs = runs.by_class.order[runs.by_class.owner == index]
+        run = int(class_runs[self._runs[0, row, class_runs].argmax()])
         ids = runs.tokens[runs.begins[run] : runs.begins[run + 1]]
         return int(ids[self._values(row, ids).argmax()])
 
 
 def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
-    """Of logits [m, V]: the largest of each run, and the logarithms of the sums of their exponentials, [2, m, P]
-    float64 on the host."""
+    """Maximum and log-sum-exp of logits [m, V] over each run: [2, m, P] float64 on the host."""
     tokens = torch.as_tensor(runs.tokens, device=logits.device)
     if not logits.is_cpu:
         return _scattered_sums(runs, logits.index_select(-1, tokens))
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     values = torch.empty(len(tokens), dtype=logits.dtype)  # one row's, which fits a cache
-    array, found = values.numpy(), np.empty((2, len(logits), len(runs.classes)))
+    array, sums = values.numpy(), np.empty((2, len(logits), len(runs.classes)))
     with np.errstate(divide="ignore", invalid="ignore"):  # of runs without a finite logit
-        for row, own in enumerate(logits):
-            torch.index_select(own, 0, tokens, out=values)
-            tops = found[0, row] = np.maximum.reduceat(array, runs.begins[:-1])
+        for row, row_logits in enumerate(logits):
+            torch.index_select(row_logits, 0, tokens, out=values)
+            tops = sums[0, row] = np.maximum.reduceat(array, runs.begins[:-1])
             base = np.where(tops > -np.inf, tops, tops.max())
-            if base.max() - base.min() < NEAR:  # one number for all runs loses none of them
+            if base.max() - base.min() < NEAR:  # one shift for all runs
                 base[:] = base.max()
                 values -= float(base[0])
             else:
                 array -= np.repeat(np.maximum(base, passes.LEAST), np.diff(runs.begins))
             values.exp_()
-            found[1, row] = np.log(np.add.reduceat(array, runs.begins[:-1])) + base
-    return found
+            sums[1, row] = np.log(np.add.reduceat(array, runs.begins[:-1])) + base
+    return sums
 
 
 def _scattered_sums(runs: Runs, values: Tensor) -> np.ndarray:
-    """The same of values [m, A], those of `runs.tokens`, on their device: sums over runs alone come to the host."""
+    """`_run_sums` of values [m, A] of `runs.tokens`, computed on their device."""
     owner = torch.as_tensor(np.repeat(np.arange(len(runs.classes)), np.diff(runs.begins)), device=values.device)
     owner, wide = owner.expand(len(values), -1), values.to(torch.promote_types(values.dtype, torch.float32))
     top = wide.new_full((len(values), len(runs.classes)), -torch.inf).scatter_reduce_(1, owner, wide, "amax")

@@ -1,4 +1,4 @@
-"""Patterns as `re` writes them become expressions; what is not regular, or would match elsewhere, is refused."""
+"""Expressions of `re` patterns; non-regular features and inner anchors are rejected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse(pattern: str) -> Node:
 
 @dataclass
 class Branch:
-    """An alternative of a whole pattern, and whether it says that a text begins or ends with it."""
+    """An alternative of a pattern. begins, ends: whether it is anchored there."""
 
     node: Node = EMPTY
     begins: bool = False
@@ -59,7 +59,7 @@ class Branch:
 
 
 def branches(pattern: str) -> list[Branch]:
-    """The alternatives of a pattern, apart. Raises as `parse`."""
+    """Parse the alternatives of a pattern. Raises as `parse`."""
     if not isinstance(pattern, str):
         raise TypeError(f"regex={shown(pattern)} must be a text")
     try:
@@ -73,14 +73,14 @@ def branches(pattern: str) -> list[Branch]:
 
 @dataclass
 class _Reader:
-    """Reads a pattern that `re` has found well-formed."""
+    """Recursive-descent parser of a pattern that `re` accepts."""
 
     pattern_text: str
     at: int = 0
     depth: int = 0
 
-    def refuse(self, what: str, at: int) -> ValueError:
-        return ValueError(f"regex={shown(self.pattern_text)}: {what} at {at} is not supported")
+    def refuse(self, feature: str, position: int) -> ValueError:
+        return ValueError(f"regex={shown(self.pattern_text)}: {feature} at {position} is not supported")
 
     def next_is(self, text: str) -> bool:
         return self.pattern_text.startswith(text, self.at)
@@ -92,27 +92,27 @@ class _Reader:
         return True
 
     def pattern(self) -> list[Branch]:
-        found = [self.branch()]
+        alternatives = [self.branch()]
         while self.take("|"):
-            found.append(self.branch())
-        return found
+            alternatives.append(self.branch())
+        return alternatives
 
     def branch(self) -> Branch:
-        found, parts = Branch(), list[Node]()
+        alternative, parts = Branch(), list[Node]()
         while self.at < len(self.pattern_text) and not self.next_is("|") and not self.next_is(")"):
-            at = self.at
+            start = self.at
             if self.take("^") or self.take("\\A"):
                 if self.depth or parts:
-                    raise self.refuse("an anchor inside a pattern", at)
-                found.begins = True
+                    raise self.refuse("an anchor inside a pattern", start)
+                alternative.begins = True
             elif self.take("$") or self.take("\\Z"):
                 if self.depth or not (self.at == len(self.pattern_text) or self.next_is("|")):
-                    raise self.refuse("an anchor inside a pattern", at)
-                found.ends = True
+                    raise self.refuse("an anchor inside a pattern", start)
+                alternative.ends = True
             else:
                 parts.append(self.repeats(self.single()))
-        found.node = sequence(parts)
-        return found
+        alternative.node = sequence(parts)
+        return alternative
 
     def single(self) -> Node:
         if self.take("("):
@@ -127,18 +127,18 @@ class _Reader:
         return text(self.pattern_text[self.at - 1])
 
     def group(self) -> Node:
-        begin = self.at - 1
+        start = self.at - 1
         if self.take("?"):
-            for sign, what in sorted(REFUSED_GROUPS.items(), key=lambda entry: -len(entry[0])):
+            for sign, feature in sorted(REFUSED_GROUPS.items(), key=lambda entry: -len(entry[0])):
                 if self.next_is(sign):
-                    raise self.refuse(what, begin)
+                    raise self.refuse(feature, start)
             if self.take("#"):
                 self.at = self.pattern_text.index(")", self.at) + 1
                 return EMPTY
             if self.take("P<"):
                 self.at = self.pattern_text.index(">", self.at) + 1
             elif not self.take(":"):
-                raise self.refuse("an inline flag", begin)
+                raise self.refuse("an inline flag", start)
         self.depth += 1
         node = either(branch.node for branch in self.pattern())
         self.depth -= 1
@@ -146,9 +146,9 @@ class _Reader:
         return node
 
     def repeats(self, node: Node) -> Node:
-        """A part with what says how often it comes, if anything does."""
-        at = self.at
-        counted = COUNT.match(self.pattern_text, at)
+        """Apply the quantifier after a part, if any."""
+        start = self.at
+        counted = COUNT.match(self.pattern_text, start)
         low: int
         high: int | None
         if self.take("*"):
@@ -158,31 +158,31 @@ class _Reader:
         elif self.take("?"):
             low, high = 0, 1
         elif counted:
-            exact, least, most = counted.groups()
+            exact, min_count, max_count = counted.groups()
             self.at = counted.end()
-            low = int(exact or least or 0)
-            high = low if exact else int(most) if most else None
+            low = int(exact or min_count or 0)
+            high = low if exact else int(max_count) if max_count else None
         else:
             return node
         if self.take("+"):
-            raise self.refuse("a possessive repetition", at)
-        self.take("?")  # which of several matches comes first does not matter
+            raise self.refuse("a possessive repetition", start)
+        self.take("?")  # lazy: the language is the same
         return repeated(node, low, high)
 
     def escape(self, inside: bool) -> Ranges:
-        """The characters of an escape, whose backslash has been read."""
-        begin, sign = self.at - 1, self.pattern_text[self.at]
+        """Characters of an escape, after its backslash."""
+        start, sign = self.at - 1, self.pattern_text[self.at]
         self.at += 1
         if sign in SETS:
             return SETS[sign]
         if sign in "bB" and not inside:
-            raise self.refuse("a word boundary", begin)
+            raise self.refuse("a word boundary", start)
         if sign.isdigit() and not inside and sign != "0":
-            octal = re.compile(r"[0-3][0-7]{2}").match(self.pattern_text, begin + 1)
+            octal = re.compile(r"[0-3][0-7]{2}").match(self.pattern_text, start + 1)
             if octal is None:
-                raise self.refuse("a backreference", begin)
+                raise self.refuse("a backreference", start)
         if sign in "01234567":
-            octal = re.compile(r"0[0-7]{0,2}|[0-7]{1,3}").match(self.pattern_text, begin + 1)
+            octal = re.compile(r"0[0-7]{0,2}|[0-7]{1,3}").match(self.pattern_text, start + 1)
             assert octal is not None
             self.at = octal.end()
             return self.one(int(octal.group(), 8))
@@ -191,24 +191,24 @@ class _Reader:
                 self.at += digits
                 return self.one(int(self.pattern_text[self.at - digits : self.at], 16))
         if sign == "N":
-            raise self.refuse("a named character", begin)
+            raise self.refuse("a named character", start)
         return self.one(8 if sign == "b" else CONTROLS.get(sign, ord(sign)))
 
     def one(self, code: int) -> Ranges:
         return ((code, code),)
 
     def set_of_characters(self) -> Ranges:
-        """The characters of a set, whose bracket has been read."""
-        negated, found, first = self.take("^"), list[tuple[int, int]](), True
+        """Characters of a set, after its bracket."""
+        negated, ranges, first = self.take("^"), list[tuple[int, int]](), True
         while first or not self.next_is("]"):
             first = False
-            low = self.member()
-            if self.next_is("-") and not self.next_is("-]") and len(low) == 1 and low[0][0] == low[0][1]:
+            member = self.member()
+            if self.next_is("-") and not self.next_is("-]") and len(member) == 1 and member[0][0] == member[0][1]:
                 self.at += 1
-                low = ((low[0][0], self.member()[0][1]),)
-            found += low
+                member = ((member[0][0], self.member()[0][1]),)
+            ranges += member
         self.at += 1
-        return without(ANY, merged(found)) if negated else merged(found)
+        return without(ANY, merged(ranges)) if negated else merged(ranges)
 
     def member(self) -> Ranges:
         if self.take("\\"):

@@ -1,4 +1,4 @@
-"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`, `paradec.Grammar`."""
+"""Constraints: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`, `paradec.Grammar`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from paradec.constraints.expressions import Node
 
 MAX_KEPT_BYTES = 2**28
-"""Of the automata that are kept for a tokenizer, all together."""
+"""Limit of the automata cached per tokenizer."""
 DEEPEST = 8
-"""Levels of arrays and objects that a schema may leave open."""
+"""Maximum `depth` of a schema."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A set of texts. Values are immutable, and equal where they say the same."""
+    """A set of texts; immutable and hashable."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that JSON can hold; `constraint_of` reads it."""
+        """Convert to JSON data, as `constraint_of` reads it."""
         raise NotImplementedError
 
     def node(self) -> Node:
-        """Build the expression of the texts. Raises ValueError where no automaton can hold them."""
+        """Build the expression of the texts. Raises ValueError if they are not regular, or too many."""
         raise NotImplementedError
 
-    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+    def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         """Build the automaton of all token sequences of the texts.
 
         Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown way.
@@ -89,10 +89,10 @@ class Choice(Constraint):
     choices: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        given = self.choices
-        texts = () if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
+        choices = self.choices
+        texts = () if isinstance(choices, str) or not isinstance(choices, Sequence) else tuple(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-            raise ValueError(f"choices={shown(given)} must be a sequence of different texts, none of them empty")
+            raise ValueError(f"choices={shown(choices)} must be a sequence of different texts, none of them empty")
         for text in texts:
             check_text("choices", text)
         object.__setattr__(self, "choices", texts)
@@ -105,7 +105,7 @@ class Choice(Constraint):
 
         return either(text(choice) for choice in self.choices)
 
-    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+    def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         """Build the automaton of the tokenizer's tokens of each text.
 
         Raises ValueError for a text that the tokenizer cannot write, or for too many tokens.
@@ -127,20 +127,20 @@ def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAu
 
     from paradec.constraints.automaton import MAX_STATES, TokenAutomaton
 
-    after: dict[tuple[int, int], int] = {}
+    transitions: dict[tuple[int, int], int] = {}
     accept, classes = [False], dict[int, int]()
     for ids in sequences:
         state = 0
         for token in ids:
-            step = (state, classes.setdefault(token, len(classes)))
-            if step not in after:
+            edge = (state, classes.setdefault(token, len(classes)))
+            if edge not in transitions:
                 if len(accept) == MAX_STATES:
                     raise ValueError(f"choices take more than {MAX_STATES} states: give fewer or shorter texts")
-                after[step] = len(accept)
+                transitions[edge] = len(accept)
                 accept.append(False)
-            state = after[step]
+            state = transitions[edge]
         accept[state] = True
-    edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
+    edges = np.array([(state, token, target) for (state, token), target in transitions.items()], np.int64)
     return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
 
 
@@ -212,7 +212,7 @@ class Grammar(Constraint):
     def to_dict(self) -> dict[str, Any]:
         return {"grammar": self.grammar}
 
-    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+    def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         raise ValueError(
             f"constraint={shown(self)} is for causal models: a grammar has no list of states, by which what is decided "
             "in any order could be completed; give a paradec.Regex or paradec.JsonSchema"
@@ -277,8 +277,8 @@ class ToolCalls(Constraint):
 
         calls = []
         for name, parameters in self.tools:
-            begin = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            calls.append(sequence((text(begin), expression(parameters, 3), text("}\n</tool_call>"))))
+            prefix = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+            calls.append(sequence((text(prefix), expression(parameters, 3), text("}\n</tool_call>"))))
         return either(calls)
 
 
@@ -289,41 +289,42 @@ _LOCK = threading.Lock()
 def token_automaton(
     value: Constraint, tokenizer: Any, vocab_size: int, ends: tuple[int, ...], suppressed: tuple[int, ...]
 ) -> TokenAutomaton:
-    """The automaton of a constraint over a model's tokens; the last ones of a tokenizer are kept, up to
-    `MAX_KEPT_BYTES`.
+    """Build the automaton of a constraint over a model's tokens, or take it from the tokenizer's cache.
 
     Args:
-        ends: ids that may follow a text, any number of them, and that no text has; none where texts fill all of their
-            slots. suppressed: ids that no text may have.
+        ends: end tokens, any number of which may follow a text; () where texts fill all their slots. suppressed: ids
+            that no text may contain.
 
     Raises:
-        ValueError: what the value holds is too much, or the tokenizer does not fit it.
+        ValueError: the automaton is too large, or the tokenizer does not fit.
     """
-    kept = _KEPT.setdefault(tokenizer, {})
+    cache = _KEPT.setdefault(tokenizer, {})
     key = (value, vocab_size, ends, suppressed)
     with _LOCK:
-        found = kept.pop(key, None)  # it becomes the last one that was asked for
-    if found is None and not ends and not suppressed:
-        found = value.lifted(tokenizer, vocab_size)
-    elif found is None:
-        found = token_automaton(value, tokenizer, vocab_size, (), ()).without(suppressed).ended(ends)
-    _keep(kept, key, found)
-    return found
+        automaton = cache.pop(key, None)  # reinserted below as the most recent
+    if automaton is None and not ends and not suppressed:
+        automaton = value.to_token_automaton(tokenizer, vocab_size)
+    elif automaton is None:
+        automaton = (
+            token_automaton(value, tokenizer, vocab_size, (), ()).without_tokens(suppressed).with_end_tokens(ends)
+        )
+    _cache(cache, key, automaton)
+    return automaton
 
 
-def find_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
-    """Whether the automaton of a constraint is kept."""
+def has_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
+    """Whether the automaton of a constraint is cached."""
     return (value, vocab_size, (), ()) in _KEPT.get(tokenizer, {})
 
 
-def keep_automaton(value: Constraint, tokenizer: Any, vocab_size: int, automaton: TokenAutomaton) -> None:
-    """Keep the automaton of a constraint, which another process has made, for `token_automaton`."""
-    _keep(_KEPT.setdefault(tokenizer, {}), (value, vocab_size, (), ()), automaton)
+def cache_automaton(value: Constraint, tokenizer: Any, vocab_size: int, automaton: TokenAutomaton) -> None:
+    """Cache an automaton that another process has built."""
+    _cache(_KEPT.setdefault(tokenizer, {}), (value, vocab_size, (), ()), automaton)
 
 
-def _keep(kept: dict[Any, TokenAutomaton], key: Any, found: TokenAutomaton) -> None:
+def _cache(cache: dict[Any, TokenAutomaton], key: Any, automaton: TokenAutomaton) -> None:
     with _LOCK:
-        kept[key] = found
-        size = sum(automaton.nbytes for automaton in kept.values())
-        while size > MAX_KEPT_BYTES and len(kept) > 1:
-            size -= kept.pop(next(iter(kept))).nbytes
+        cache[key] = automaton
+        size = sum(entry.nbytes for entry in cache.values())
+        while size > MAX_KEPT_BYTES and len(cache) > 1:
+            size -= cache.pop(next(iter(cache))).nbytes

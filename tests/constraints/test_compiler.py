@@ -26,9 +26,9 @@ def test_the_automaton_is_that_of_this_process(compiler: Compiler, monkeypatch: 
     values: list[Constraint] = [Regex("[ab]{2,5}c?"), JsonSchema({"type": "array", "items": {"enum": [1, "two"]}})]
     arguments = (Regex, "[ab]{2,5}c?"), (JsonSchema, {"type": "array", "items": {"enum": [1, "two"]}})
     for value, (make, argument) in zip(values, arguments, strict=True):
-        expected = value.lifted(TOKENIZER, VOCAB)
+        expected = value.to_token_automaton(TOKENIZER, VOCAB)
         assert compiler.compile(make, argument) == value
-        monkeypatch.setattr(type(value), "lifted", None)  # it is found
+        monkeypatch.setattr(type(value), "to_token_automaton", None)  # it is found
         found = token_automaton(value, TOKENIZER, VOCAB, (), ())
         for name in ("edges", "accept", "class_of"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -73,7 +73,7 @@ def test_marginals(name: str) -> None:
     probability = math.prod(case["p"][at][best[at]] for at in undecided)
     assert probability == pytest.approx(expected["best_probability"], rel=1e-9)
     for uniform, text in zip(expected["uniforms"], expected["draws"], strict=True):
-        assert found.drawn(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
+        assert found.sample(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
     fits = passes.possible(ours, canvas, 0, ours.accept)
     allowed = [sorted(np.concatenate([ours.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits]
     assert [allowed[at] for at in undecided] == [expected["allowed"][at] for at in undecided]
@@ -140,4 +140,4 @@ def test_vocabularies_of_several_stretches() -> None:
     assert math.exp(found.log_z()) == pytest.approx(weights(0, 0, np.sum).sum(), rel=1e-9)
     for uniform in draw.random((60, 3)):
         chosen = text(lambda slot, w: np.searchsorted(w.cumsum(), uniform[slot] * w.sum(), side="right"), np.sum)  # noqa: B023
-        assert found.drawn(uniform).tolist() == chosen
+        assert found.sample(uniform).tolist() == chosen

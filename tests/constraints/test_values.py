@@ -424,7 +424,7 @@ def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = len(lifted(value).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges // 2)
     with pytest.raises(ValueError, match=f"more than {edges // 2} edges"):
-        value.lifted(TOKENIZER, len(TOKENIZER))
+        value.to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
 def test_automata_are_kept_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ class MaskedConstraint(SpanConstraint):
         if temperature == 0:
             tokens = source.best()
         else:
-            tokens = source.drawn(self.uniform(state, part))
+            tokens = source.sample(self.uniform(state, part))
             self._drawn[part.row, number] = int(state.row_step[part.row]), part, source
         scored = model if needs.score_from == "raw" else source
         if needs.reads == ("confidence",):
@@ -267,7 +267,7 @@ class MaskedConstraint(SpanConstraint):
             masses = drawn.sums.copy()
             for slot in decided:
                 masses[slot] = passes.certain(part.span.automaton, now[slot])
-            after = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
+            after = passes.backward_sums(part.span.automaton, masses, part.last)[0, part.state]
             self.log_weight[row] += drawn.total - float(after) - float(drawn.norms(decided).sum())
         self._drawn.clear()
         return False
@@ -354,7 +354,7 @@ class CanvasConstraint(SpanConstraint):
         """Draws [R, C] of the last step's distributions: texts where they are constrained, `tokens` elsewhere."""
         drawn = tokens.clone()
         for index, part, columns, marginals in self._found:
-            drawn[index, columns] = marginals.drawn(self.uniform(state, part))
+            drawn[index, columns] = marginals.sample(self.uniform(state, part))
         return drawn
 
 

@@ -345,7 +345,7 @@ class Sequences(Constraint):
     def to_dict(self) -> dict[str, Any]:
         return {"ids": [[*ids] for ids in self.ids]}
 
-    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+    def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         return of_sequences(self.ids, vocab_size)
 
 
