@@ -280,8 +280,8 @@ class Batch:
     def _end_all(self) -> None:
         """End everything, once the batch is closed."""
         with self._waits.changed:
-            left = [*self._waits.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
-        for ticket in left:
+            tickets = [*self._waits.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
+        for ticket in tickets:
             if ticket is not None:
                 ticket.cancelled = True
         self._cancel()
@@ -356,9 +356,9 @@ class Batch:
     # ---- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        most = self.batch_size if self.max_memory is None and self._most_positions is None else 1
+        max_tickets = self.batch_size if self.max_memory is None and self._most_positions is None else 1
         while self.occupied < self.batch_size and not self._waits.closed:
-            tickets = self._waits.first(min(most, self.batch_size - self.occupied), self._can_start_together)
+            tickets = self._waits.first(min(max_tickets, self.batch_size - self.occupied), self._can_start_together)
             if not tickets:
                 return
             try:
@@ -366,7 +366,7 @@ class Batch:
                     return  # once other rows have ended there is room
             except Exception as error:
                 if len(tickets) > 1:
-                    most = 1  # the error may be of one of them, and there may be memory for some
+                    max_tickets = 1  # the error may be of one of them, and there may be memory for some
                     continue
                 if is_out_of_memory(error) and self.occupied:
                     return
@@ -398,33 +398,33 @@ class Batch:
         width = state.extent(np.arange(count))
         if group is not None:
             width = group.columns(width)
-        row = bytes_of_row(self.model, state, width)
-        others = sum(g.nbytes for g in self._groups if g is not group)
-        others += 0 if self.prefixes is None else self.prefixes.nbytes
-        most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
+        row_bytes = bytes_of_row(self.model, state, width)
+        reserved = sum(g.nbytes for g in self._groups if g is not group)
+        reserved += 0 if self.prefixes is None else self.prefixes.nbytes
+        max_slots = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
         if self.max_memory is not None:
-            most = min(most, (self.max_memory - others) // row)
+            max_slots = min(max_slots, (self.max_memory - reserved) // row_bytes)
         if self._most_positions is not None:
-            most = min(most, max(1, self._most_positions // width))
+            max_slots = min(max_slots, max(1, self._most_positions // width))
         occupied = 0 if group is None else group.occupied
-        if most < occupied + count:
+        if max_slots < occupied + count:
             if self.occupied:
                 return False
-            if self.max_memory is not None and row > self.max_memory:
-                raise ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
+            if self.max_memory is not None and row_bytes > self.max_memory:
+                raise ValueError(f"the prompt needs {row_bytes} bytes, more than max_memory={self.max_memory}")
             self._drop_prefixes()
-            most = 1
+            max_slots = 1
         try:
             with held_back():
                 for ticket in tickets:
                     ticket.new_tokens, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    make: Any = partial(DeviceGroup, capture=self.capture) if on_device else Group
-                    group = make(key, first.sampler, state, row, self._model_of(first), self.model)
+                    make_group: Any = partial(DeviceGroup, capture=self.capture) if on_device else Group
+                    group = make_group(key, first.sampler, state, row_bytes, self._model_of(first), self.model)
                     self._groups.append(group)
-                group.make_room(most, self.waiting, width, count)
+                group.make_room(max_slots, self.waiting, width, count)
                 slots = group.enter(tickets, state, self._model_of(first))
-                group.row_bytes = row
+                group.row_bytes = row_bytes
                 for ticket in tickets:
                     self._waits.remove(ticket)
                 self._feed(group, slots)
@@ -519,16 +519,16 @@ class Batch:
             self._groups.remove(group)
             failed = tickets
         else:
-            kept = tickets[: len(tickets) // 2] if keep else []
+            remaining = tickets[: len(tickets) // 2] if keep else []
             try:
-                group.keep([group.tickets.index(ticket) for ticket in kept])
+                group.keep([group.tickets.index(ticket) for ticket in remaining])
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                kept = []
-            if not kept:
+                remaining = []
+            if not remaining:
                 self._groups.remove(group)
-            self._waits.requeue([ticket for ticket in tickets if ticket not in kept])
+            self._waits.requeue([ticket for ticket in tickets if ticket not in remaining])
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -539,16 +539,16 @@ class Batch:
         group.record_time()
         self._feed(group, range(len(group.tickets)))
         running = group.state.running
-        if ended := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
-            self._let_go(group, ended, None)
+        if finished := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
+            self._let_go(group, finished, None)
 
     def _feed(self, group: Group, slots: Sequence[int]) -> None:
         """Give streamers what has become final; one that raises ends its ticket."""
         if not group.has_streamer:
             return
-        every = np.arange(len(group.tickets))
-        group.sync(every)
-        canvas, final = group.state.canvas.cpu(), group.state.final(every)  # once for all of them
+        all_slots = np.arange(len(group.tickets))
+        group.sync(all_slots)
+        canvas, final = group.state.canvas.cpu(), group.state.final(all_slots)  # once for all of them
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or ticket.streamer is None:
@@ -607,9 +607,9 @@ class Batch:
         for ticket in self._waits.remove_cancelled():
             self._fail(ticket, self._cause(ticket))
         for group in self._groups:
-            for slot, running in enumerate(group.tickets):
-                if running is not None and running.cancelled:
-                    self._let_go(group, [slot], self._cause(running))
+            for slot, ticket_in_slot in enumerate(group.tickets):
+                if ticket_in_slot is not None and ticket_in_slot.cancelled:
+                    self._let_go(group, [slot], self._cause(ticket_in_slot))
                     group.stop_rows(np.array([slot]))
 
     def _cause(self, ticket: Ticket) -> Exception:

@@ -1,8 +1,4 @@
-"""Pictures from a batch that stays full: what `paradec.generate_many` decodes image models with.
-
-The batch is `paradec.batching.Batch`. A prompt is a class label or a text; its row is laid out by the model, as in
-`paradec.generate_images`, and becomes an `ImageOutput` of one picture.
-"""
+"""`Batch` for image models, as `paradec.generate_many` uses it. A row becomes an `ImageOutput` of one picture."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from paradec.request import Preset, Request
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
 
 REFILLED = ("masked", "draft_verify")
-"""Families of samplers whose states give their rows away."""
+"""Sampler families whose rows can be replaced."""
 
 
 @dataclass(eq=False)
@@ -42,7 +38,7 @@ class ImageTicket(Ticket):
     laid: Any = None
     """Its `ImageRequest`."""
     accepted: list[int] = field(default_factory=list, repr=False)
-    """Tokens that became final at each step, less those that were taken back."""
+    """Tokens that became final at each step, minus retracted ones."""
 
 
 class ImageBatch(Batch):

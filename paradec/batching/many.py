@@ -227,7 +227,7 @@ class Many(Iterator[Any]):
 
     def _take(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
-            index = next(index for index, other in self._tickets.items() if other is ticket)
+            index = next(index for index, candidate in self._tickets.items() if candidate is ticket)
             del self._tickets[index]
             assert ticket.output is not None  # it has ended
             self._hold(index, ticket.output)

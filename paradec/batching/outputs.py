@@ -1,4 +1,4 @@
-"""Outputs of a batch's rows: of those that end, of prompts that fail, and what streamers receive."""
+"""Outputs of ended rows and failed prompts, and the feed of streamers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoisi
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
-    """Copy rows of a state as far as outputs need them: without what they remember and have stored."""
+    """Copy rows of a state for outputs, without memory and stores."""
     light: Any = copy.copy(state)
     light.store, light.memory = None, Memory()
     if drafting := getattr(state, "drafting", None):
@@ -47,15 +47,15 @@ def build_outputs(
         return [build_outputs(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
     rows, prompts = copy_rows(state, slots), [ticket.prompts for ticket in tickets]
     joined = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
-    output, counts, now = build_output(model, rows, joined, 0.0), rows.counts, time.perf_counter()
+    output, counts, end_time = build_output(model, rows, joined, 0.0), rows.counts, time.perf_counter()
     return [
-        replace(_select_row(output, rows, counts, index, ticket), seconds=now - ticket.began, error=error)
+        replace(_select_row(output, rows, counts, index, ticket), seconds=end_time - ticket.began, error=error)
         for index, ticket in enumerate(tickets)
     ]
 
 
 def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticket: Ticket) -> Output:
-    """Select one row's part, in memory of its own. counts: of all rows, as `State.counts`."""
+    """Copy one row of an output. counts: of all rows, as `State.counts`."""
     width, row = int(rows.asked[index]), slice(index, index + 1)
     changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
@@ -74,7 +74,7 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
 
 
 def failed_output(model: Any, ids: Sequence[int], error: Exception) -> Output:
-    """Build an output without an answer: the prompt's ids, if there are any, and the error."""
+    """Build an output with the prompt's ids and the error, without an answer."""
     sequence = torch.tensor([list(ids)], dtype=torch.int64)
     return Output(
         text=None if model.tokenizer is None else "",
@@ -93,22 +93,21 @@ def failed_output(model: Any, ids: Sequence[int], error: Exception) -> Output:
 
 
 def detach_error(error: Exception) -> Exception:
-    """Remove an error's traceback, which would keep a step's tensors alive. It becomes a note of errors that neither a
-    check raised nor are of memory."""
+    """Remove an error's traceback, which keeps tensors alive; unexpected errors keep it as a note."""
     if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not is_out_of_memory(error):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     return error.with_traceback(None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was too small."""
+    """Whether an exception reports a lack of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
-    """Give a ticket's streamer what has become final. Raises what it raises.
+    """Pass newly final tokens to a ticket's streamer. Raises its exceptions.
 
     Args:
         row: [L] int64, on the host: the canvas of the slot. final: of `State.final`.

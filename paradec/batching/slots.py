@@ -1,8 +1,4 @@
-"""Parts of a batch that stays full: tickets, the queue in which they wait, and groups of slots.
-
-`why_unsupported` says which requests a batch can be refilled with, `group_key` which of them share a group, and so
-their calls.
-"""
+"""Tickets, their queue, and groups of slots: the parts of a batch that stays full."""
 
 from __future__ import annotations
 
@@ -32,14 +28,14 @@ if TYPE_CHECKING:
     from paradec.samplers.masked.state import MaskedState
 
 RowState: TypeAlias = "MaskedState | CausalState"
-"""States of the families whose rows come and go."""
+"""States whose rows can be replaced."""
 S = TypeVar("S", "MaskedState", "CausalState")
 KINDS = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
 ROW_FIELDS = ("max_new_tokens", "seed", "stop_strings", "chat")
-"""Fields of a request in which the rows of one batch may differ."""
+"""Request fields that may differ between rows of one group."""
 MASKED_ROW_FIELDS = (*ROW_FIELDS, "suppress_tokens")
-"""The same for masked samplers."""
+"""`ROW_FIELDS` for masked samplers."""
 _PREFIX = "a prefix needs rows that begin together; use paradec.generate"
 REFUSED = {
     "prefix": _PREFIX,
@@ -53,13 +49,13 @@ REFUSED = {
     "trace": "a trace records the rows that it began with; use paradec.generate",
     "progress": "count the outputs as they end",
 }
-"""Fields that are not supported here, and what to do instead."""
+"""Unsupported request fields, with advice."""
 WIDTHS = 32
-"""Canvases that have to grow are rounded up to a multiple of this."""
+"""Growing canvases are rounded up to a multiple of this."""
 
 
 class Cancelled(Exception):
-    """A prompt was cancelled before its answer was whole."""
+    """A prompt was cancelled before its answer was complete."""
 
 
 class BatchClosed(RuntimeError):
@@ -68,24 +64,24 @@ class BatchClosed(RuntimeError):
 
 @dataclass(eq=False)
 class Ticket:
-    """A prompt in a `Batch`: the handle to cancel it by, with its answer once it has one."""
+    """A prompt in a `Batch`: the handle for `cancel`, and later the output."""
 
     number: int
-    """How many prompts came before it."""
+    """Index in order of arrival."""
     id: Any
     prompts: Prompts
     request: Request
     sampler: Any
-    """The request's, made for the model."""
+    """The request's sampler, made for the model."""
     streamer: Any = None
     on_done: Callable[[Ticket], None] | None = None
     output: Output | None = None
-    """One row; None while it waits or is being decoded."""
+    """One row; None until it has ended."""
     cancelled: bool = False
     cache_salt: str | None = None
     """Only prompts with an equal one share keys and values."""
     isolated: bool = False
-    """Decoded alone, because a step of its group raised."""
+    """Whether it is decoded alone, because a step of its group raised."""
     new_tokens: int = field(default=0, repr=False)
     added: float = field(default_factory=time.perf_counter, repr=False)
     """Time of `add`; `began` is when it got a row, `committed` its first commit, all in seconds of one clock."""
@@ -96,12 +92,12 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, whatever the reason."""
+        """Whether it has ended, for any reason."""
         return self.output is not None
 
 
 class Queue:
-    """Prompts that wait for a slot, in order of arrival. Any thread may use it."""
+    """Waiting prompts, in order of arrival; thread-safe."""
 
     def __init__(self) -> None:
         self.waiting: deque[Ticket] = deque()
@@ -112,7 +108,7 @@ class Queue:
         self._number = 0
 
     def add(self, ticket: Ticket, alone: bool) -> None:
-        """Number a ticket and append it. alone: do not count it among equal ones.
+        """Number a ticket and append it. alone: do not count it as a copy of equal prompts.
 
         Raises:
             BatchClosed: the queue is closed.
@@ -123,22 +119,22 @@ class Queue:
         with self.changed:
             if self.closed:
                 raise BatchClosed("this batch is closed")
-            before = 0
+            copy_index = 0
             if not alone:  # as `paradec.samplers.start.row_keys` counts in a list
-                before = self.copies[key]
+                copy_index = self.copies[key]
                 self.copies[key] += 1
-            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
+            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [copy_index], prompts.images, among=True)
             ticket.number = self._number
             self._number += 1
             self.waiting.append(ticket)
             self.changed.notify_all()
 
-    def first(self, most: int, alike: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
-        """List the ticket that has waited longest and those right after it that are alike, `most` in all."""
+    def first(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
+        """List the first ticket and those directly after it that can join it, at most `max_tickets`."""
         tickets: list[Ticket] = []
         with self.changed:
             for ticket in self.waiting:
-                if len(tickets) == most or (tickets and not alike(tickets[0], ticket)):
+                if len(tickets) == max_tickets or (tickets and not can_join(tickets[0], ticket)):
                     break
                 tickets.append(ticket)
         return tickets
@@ -169,13 +165,13 @@ class Queue:
 
 
 class Group(Generic[S]):
-    """Rows that share their calls: one state, whose rows are slots."""
+    """Rows that share model calls: one state, whose rows are slots."""
 
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
         self.state: S = state
         self.bound = model is not shared
-        """Whether the model holds the rows' prompts, and so exchanges rows as the state does."""
+        """Whether the model holds the rows' prompts, so that its rows are replaced with the state's."""
         self.model = select_rows(model, np.arange(state.batch)) if self.bound else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """[slots]; None is free."""
@@ -205,45 +201,45 @@ class Group(Generic[S]):
         return len(self.tickets) * self.row_bytes
 
     def propose(self) -> Any:
-        """Take one step of all rows; `commit` takes the result."""
+        """Take one step of all rows; returns the proposal for `commit`."""
         return self.sampler.step(self.model, self.state)
 
     def commit(self, proposal: Any) -> None:
-        """Make it final."""
+        """Commit a proposal."""
         self.sampler.commit(self.state, proposal)
 
     def record_time(self) -> None:
-        """Note the time of rows' first commit."""
-        now = time.perf_counter()
+        """Record the time of each row's first commit."""
+        time_now = time.perf_counter()
         for ticket in self.tickets:
             if ticket is not None:
-                ticket.committed = ticket.committed or now
+                ticket.committed = ticket.committed or time_now
 
     def sync(self, slots: np.ndarray) -> None:
-        """Bring the state of slots [N] up to date; called before it is read."""
+        """Update the host state of slots [N] before it is read."""
 
     def stop_rows(self, slots: np.ndarray, wipe: bool = False) -> None:
-        """Stop decoding slots [N]. wipe: overwrite what they have stored."""
+        """Stop decoding slots [N]. wipe: overwrite their cache entries."""
         self.state.stop_rows(slots, wipe)
 
     def close(self) -> None:
-        """Called when the last row has ended."""
+        """Release resources after the last row."""
 
-    def make_room(self, most: int, waiting: int, width: int, wanted_now: int = 1) -> None:
-        """Make `wanted_now` free slots of `width` columns, and some for others that wait, up to `most` slots in all."""
+    def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
+        """Make `num_free` free slots of `width` columns, and more for waiting tickets, up to `max_slots` in all."""
         slots, columns = len(self.tickets), self.columns(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
-        wanted = slots
-        if len(occupied) + wanted_now > slots:
-            wanted = self._more(slots, most, waiting)
-        elif slots > most:
-            wanted = most
-        if (wanted, columns) != (slots, self.width):
-            self._arrange(occupied, wanted, columns)
+        num_slots = slots
+        if len(occupied) + num_free > slots:
+            num_slots = self._more(slots, max_slots, waiting)
+        elif slots > max_slots:
+            num_slots = max_slots
+        if (num_slots, columns) != (slots, self.width):
+            self._arrange(occupied, num_slots, columns)
 
-    def _more(self, slots: int, most: int, waiting: int) -> int:
-        """Number of slots to have when all are taken."""
-        return min(most, slots + max(waiting, slots // 2, 1))
+    def _more(self, slots: int, max_slots: int, waiting: int) -> int:
+        """New number of slots when all are occupied."""
+        return min(max_slots, slots + max(waiting, slots // 2, 1))
 
     def keep(self, slots: Sequence[int]) -> None:
         """Drop all slots but these."""
@@ -268,7 +264,7 @@ class Group(Generic[S]):
         return slots
 
     def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        """Change the number of slots, the `occupied` ones first; the others hold copies that nobody decodes."""
+        """Resize to `slots`, the `occupied` ones first; the others hold stopped copies."""
         first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
         state = select_rows(self.state, rows, columns - self.width)
@@ -281,8 +277,8 @@ class Group(Generic[S]):
 
 
 class DeviceGroup(Group["MaskedState"]):
-    """Rows that share their calls on the device (`compile=True`). The state on the host is updated when it is read. All
-    slots are made at once: a graph is captured for a number of them."""
+    """A group whose steps run on the device (`compile=True`). The host state is updated when it is read. All slots are
+    made at once, since a graph is captured for a fixed number of them."""
 
     rows: DeviceRows | None = None  # made for the first row
 
@@ -315,10 +311,10 @@ class DeviceGroup(Group["MaskedState"]):
         self.rows.replace_row(slot, state)
         return slots
 
-    def make_room(self, most: int, waiting: int, width: int, wanted_now: int = 1) -> None:
-        if self.rows is None and most > len(self.tickets):
-            self._arrange([], most, self.width)
-        super().make_room(most, waiting, width, wanted_now)
+    def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
+        if self.rows is None and max_slots > len(self.tickets):
+            self._arrange([], max_slots, self.width)
+        super().make_room(max_slots, waiting, width, num_free)
 
     def compact(self) -> None:
         """Keep all slots until the last row has ended."""
@@ -327,8 +323,8 @@ class DeviceGroup(Group["MaskedState"]):
         if self.rows is not None:
             self.rows.close()
 
-    def _more(self, slots: int, most: int, waiting: int) -> int:
-        return most
+    def _more(self, slots: int, max_slots: int, waiting: int) -> int:
+        return max_slots
 
     def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
         if self.rows is not None and slots != len(self.tickets):
@@ -348,15 +344,15 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Say in one line why a batch cannot be refilled with a request; None where it can be.
+    """Reason why a batch cannot be refilled with a request; None if it can.
 
     Args:
-        sampler: the request's, where it is made already.
+        sampler: the request's sampler, if already made.
     """
-    for name, instead in REFUSED.items():
+    for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
-            return f"{name}={shown(value)} does not work with batches that are refilled: {instead}"
+            return f"{name}={shown(value)} does not work with batches that are refilled: {advice}"
     if request.rng != "counter":
         return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
     sampler = sampler or make_sampler(model, request.sampler)
@@ -374,9 +370,8 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
 
 
 def can_start_together(model: Any, first: Ticket, second: Ticket) -> bool:
-    """Whether two prompts may begin as rows of one request: they differ in nothing but their ids and seeds, and
-    neither has what is laid out for all rows of a request (holes, pictures), is decoded alone, or steps on the
-    device."""
+    """Whether two prompts may start as rows of one request: they differ only in ids and seeds, and neither has holes or
+    pictures, is isolated, or steps on the device."""
     for ticket in (first, second):
         if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:
             return False
@@ -388,20 +383,20 @@ def can_start_together(model: Any, first: Ticket, second: Ticket) -> bool:
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> tuple[Prompts, Request]:
-    """Make one request, with a row for each, of tickets that can start together."""
+    """Build one request with a row per ticket."""
     first = tickets[0]
     if len(tickets) == 1:
         return first.prompts, first.request
     parts = [ticket.prompts for ticket in tickets]
     starts = [start for part in parts for start in part.starts]
-    before = [number for part in parts for number in part.before or ()]
-    prompts = Prompts([part.rows[0] for part in parts], False, starts, before, among=True)
+    copies = [copy_index for part in parts for copy_index in part.before or ()]
+    prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, among=True)
     seeds: Any = tuple(ticket.request.seed for ticket in tickets)
     return prompts, first.request if len({*seeds}) == 1 else replace(first.request, seed=seeds)
 
 
 def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
-    """What rows must have in common to share their calls."""
+    """Key that rows must share to share model calls."""
     request, sampler = ticket.request, ticket.sampler
     differing = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
     fields = {name: value for name, value in request.changes().items() if name not in (*differing, "sampler")}
@@ -409,7 +404,7 @@ def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ..
 
 
 def bytes_of_row(model: Any, state: RowState, width: int) -> int:
-    """Approximate bytes of one row of `width` columns in canvas, memory and stores."""
+    """Estimate the bytes of one row of `width` columns in canvas, memory and stores."""
     needed = state.memory.nbytes // state.batch + 32 * width
     branches = state.branches
     if state.store is not None:
@@ -421,7 +416,7 @@ def bytes_of_row(model: Any, state: RowState, width: int) -> int:
 
 
 def call_on_done(tickets: deque[Any]) -> None:
-    """Call `on_done` of tickets that have ended, and remove them. Raises what they raise, once all were called."""
+    """Call `on_done` of ended tickets and remove them. Raises their exceptions after all calls."""
     errors = []
     while tickets:
         with held_back():
