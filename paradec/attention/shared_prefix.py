@@ -40,21 +40,23 @@ def attend_shared(
     query, key = query.to(value.dtype), key.to(value.dtype)
 
     # [R, kv_heads, heads per group * Q, head_dim]: a group's heads beside each other
-    own, own_lse = _part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
-    own, own_lse = own.reshape(query.shape), own_lse.reshape(rows, heads, columns)
+    row_output, row_lse = _part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
+    row_output, row_lse = row_output.reshape(query.shape), row_lse.reshape(rows, heads, columns)
 
     # [kv_heads, heads per group * R * Q, head_dim]: all rows' columns beside each other
-    every = query.transpose(0, 1).reshape(groups, -1, width)
-    shared_keys, shared_values = (part.to(value.dtype).transpose(0, 1) for part in prefix)
+    all_queries = query.transpose(0, 1).reshape(groups, -1, width)
+    shared_keys, shared_values = (tensors.to(value.dtype).transpose(0, 1) for tensors in prefix)
     size = max(1, MOST_SCORES // (groups * shared_keys.shape[1]))
-    parts = [_part(chunk, shared_keys, shared_values, scaling) for chunk in every.split(size, dim=1)]
-    common, common_lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    common = common.reshape(heads, rows, columns, width).transpose(0, 1)
-    common_lse = common_lse.reshape(heads, rows, columns).transpose(0, 1)
+    chunks = [_part(chunk, shared_keys, shared_values, scaling) for chunk in all_queries.split(size, dim=1)]
+    shared_output, shared_lse = (torch.cat(tensors, 1) for tensors in zip(*chunks, strict=True))
+    shared_output = shared_output.reshape(heads, rows, columns, width).transpose(0, 1)
+    shared_lse = shared_lse.reshape(heads, rows, columns).transpose(0, 1)
 
-    total = torch.logaddexp(own_lse, common_lse)
-    merged = own * (own_lse - total).exp().unsqueeze(-1) + common * (common_lse - total).exp().unsqueeze(-1)
-    return merged.to(value.dtype).transpose(1, 2).contiguous()
+    total = torch.logaddexp(row_lse, shared_lse)
+    output = row_output * (row_lse - total).exp().unsqueeze(-1) + shared_output * (shared_lse - total).exp().unsqueeze(
+        -1
+    )
+    return output.to(value.dtype).transpose(1, 2).contiguous()
 
 
 def _part(

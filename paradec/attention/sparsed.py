@@ -127,17 +127,17 @@ class SparseDState:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def modes(self, state: Any, rows: np.ndarray, whole: bool) -> np.ndarray:
+    def modes(self, state: Any, rows: np.ndarray, is_full: bool) -> np.ndarray:
         """[N] int64: DENSE, ESTIMATE or SPARSE for `rows` [N] in a call that evaluates all of them or (`whole` False) a
         part."""
-        step, every = state.row_step[rows], self.settings.refresh_pattern_every
-        has = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
-        due = ~has & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
-        if every is not None:
-            due |= has & (step - self.found_at[rows] >= every)
-        if not whole:
-            return np.where(has, SPARSE, DENSE)
-        return np.where(due, ESTIMATE, np.where(has, SPARSE, DENSE))
+        step, interval = state.row_step[rows], self.settings.refresh_pattern_every
+        has_lists = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
+        is_due = ~has_lists & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
+        if interval is not None:
+            is_due |= has_lists & (step - self.found_at[rows] >= interval)
+        if not is_full:
+            return np.where(has_lists, SPARSE, DENSE)
+        return np.where(is_due, ESTIMATE, np.where(has_lists, SPARSE, DENSE))
 
     def plan(self, state: Any, part: Any) -> SparsePlan | None:
         """What the attention of one part of the cache's plan does; None attends to everything."""
@@ -153,23 +153,23 @@ class SparseDState:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
             self.calls[modes, rows] += 1
-            found = rows[modes == ESTIMATE]
-            self.found_at[found], self.length[found] = state.row_step[found] - 1, state.length[found]
+            estimated = rows[modes == ESTIMATE]
+            self.found_at[estimated], self.length[estimated] = state.row_step[estimated] - 1, state.length[estimated]
 
     # ---- lists -----------------------------------------------------------------------------------------------------
 
-    def keep(self, layer: int, rows: np.ndarray, found: Any, branches: int) -> None:
-        """Keep the lists `found` of `rows` [R], which count the branches of guidance."""
+    def keep(self, layer: int, rows: np.ndarray, block_index: Any, branches: int) -> None:
+        """Keep the lists `block_index` of `rows` [R], which count the branches of guidance."""
         if layer not in self.layers:
-            self.layers[layer] = self._empty(found, branches)
+            self.layers[layer] = self._empty(block_index, branches)
             self.peak_bytes = sum(index.nbytes for index in self.layers.values())
-        kept, at = self.layers[layer], torch.as_tensor(rows, device=found.count.device)
-        count, blocks = kept.count[at].zero_(), kept.blocks[at].zero_()
-        count[:, :, : found.count.shape[2]] = found.count
-        blocks[:, :, : found.blocks.shape[2], : found.blocks.shape[3]] = found.blocks
-        kept.count[at], kept.blocks[at] = count, blocks
+        stored, row_index = self.layers[layer], torch.as_tensor(rows, device=block_index.count.device)
+        count, blocks = stored.count[row_index].zero_(), stored.blocks[row_index].zero_()
+        count[:, :, : block_index.count.shape[2]] = block_index.count
+        blocks[:, :, : block_index.blocks.shape[2], : block_index.blocks.shape[3]] = block_index.blocks
+        stored.count[row_index], stored.blocks[row_index] = count, blocks
 
-    def _empty(self, found: Any, branches: int) -> Any:
+    def _empty(self, index: Any, branches: int) -> Any:
         """Lists for every row, as wide as any row's can become."""
         from paradec.kernels.block_sparse.lists import BlockIndex, budget, generation_block
 
@@ -177,10 +177,10 @@ class SparseDState:
         blocks = -(-self.length // size)
         first = generation_block(self.length, self.length - self.prompt_length, size)
         prompt = budget(first if self.settings.selection == "isolated" else blocks, select)
-        most = int((np.minimum(prompt, first) + budget(blocks - first, select)).max())
-        shape = (branches * len(self.length), found.count.shape[1], int(blocks.max()))
+        max_blocks = int((np.minimum(prompt, first) + budget(blocks - first, select)).max())
+        shape = (branches * len(self.length), index.count.shape[1], int(blocks.max()))
         with torch.inference_mode(False):  # else only inference mode could write to it later
-            return BlockIndex(found.count.new_zeros(shape), found.blocks.new_zeros((*shape, most)), size)
+            return BlockIndex(index.count.new_zeros(shape), index.blocks.new_zeros((*shape, max_blocks)), size)
 
     def release(self) -> None:
         """Give the lists' memory back; what they held is remembered for `report`."""
@@ -190,20 +190,22 @@ class SparseDState:
 
     def _share(self) -> np.ndarray:
         """[B] float64: the share of all pairs of blocks that the lists hold, mean over layers, heads and branches."""
-        listed = torch.stack([index.count.double().sum(2).mean(1).cpu() for index in self.layers.values()]).mean(0)
+        num_listed = torch.stack([index.count.double().sum(2).mean(1).cpu() for index in self.layers.values()]).mean(0)
         blocks = -(-self.length // self.settings.block_size)
-        return listed.view(-1, len(self.length)).mean(0).numpy() / blocks**2
+        return num_listed.view(-1, len(self.length)).mean(0).numpy() / blocks**2
 
     def report(self) -> AttentionCost:
         """What was computed."""
-        share = self._share() if self.layers else self._density
-        found = self.found_at >= 0
+        density = self._share() if self.layers else self._density
+        has_lists = self.found_at >= 0
         return AttentionCost(
             attention=self.settings.name,
             dense_calls=self.calls[DENSE].tolist(),
             pattern_calls=self.calls[ESTIMATE].tolist(),
             sparse_calls=self.calls[SPARSE].tolist(),
-            density=[float(share[row]) if found[row] and share is not None else None for row in range(len(found))],
+            density=[
+                float(density[row]) if has_lists[row] and density is not None else None for row in range(len(has_lists))
+            ],
             pattern_bytes=self.peak_bytes,
         )
 
@@ -270,17 +272,17 @@ class SparsePlan:
         """
         self.attended = True
         query, key = query.to(value.dtype), key.to(value.dtype)
-        parts = []
+        outputs = []
         if len(self.dense):
-            parts.append(dense(*_rows(self.dense, query, key, value, mask)))
+            outputs.append(dense(*_rows(self.dense, query, key, value, mask)))
         if len(self.due):
-            parts.append(self._find(dense, layer, *_rows(self.due, query, key, value, mask), scale=scale))
+            outputs.append(self._find(dense, layer, *_rows(self.due, query, key, value, mask), scale=scale))
         if len(self.sparse):
-            parts.append(self._sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
-        if len(parts) == 1:
-            return parts[0]
+            outputs.append(self._sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
+        if len(outputs) == 1:
+            return outputs[0]
         order = np.argsort(np.concatenate((self.dense, self.due, self.sparse)))
-        return torch.cat(parts).index_select(0, torch.as_tensor(order, device=query.device))
+        return torch.cat(outputs).index_select(0, torch.as_tensor(order, device=query.device))
 
     def _sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         from paradec.kernels.block_sparse.api import sparse_attention
@@ -318,28 +320,28 @@ class SparsePlan:
         shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
         if kernels.runs_on(backend, query, settings.block_size) == "triton":
             # the dense step finds the sums that the first pass of `block_means` is for
-            out, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
-            out, sums = out.transpose(1, 2), sums[:, :, :longest]
+            output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
+            output, sums = output.transpose(1, 2), sums[:, :, :longest]
         else:
-            out = dense(query, key, value, mask)
+            output = dense(query, key, value, mask)
         query, key = query[:, :, :longest], key[:, :, :longest]
         means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **shared)
         joint = None
         if settings.selection == "reference":
             joint = kernels.block_means(query, key, settings.block_size, logsumexp=sums, **shared)
-        found = kernels.select_blocks(
+        index = kernels.select_blocks(
             means, settings.select, settings.block_size, lengths=lengths, first=first, joint=joint
         )
-        self.owner.keep(layer, self.rows[self.due], found, self.branches)
-        return out
+        self.owner.keep(layer, self.rows[self.due], index, self.branches)
+        return output
 
 
-def _rows(chosen: np.ndarray, *tensors: Tensor | None) -> list[Any]:
-    """The `chosen` rows of each tensor [R, ...], without a copy where that is all of them."""
-    found: list[Any] = []
+def _rows(indices: np.ndarray, *tensors: Tensor | None) -> list[Any]:
+    """Rows `indices` of each tensor [R, ...], without a copy if these are all."""
+    selected: list[Any] = []
     for tensor in tensors:
-        if tensor is None or len(tensor) == len(chosen) or len(tensor) == 1:
-            found.append(tensor)
+        if tensor is None or len(tensor) == len(indices) or len(tensor) == 1:
+            selected.append(tensor)
         else:
-            found.append(tensor.index_select(0, torch.as_tensor(chosen, device=tensor.device)))
-    return found
+            selected.append(tensor.index_select(0, torch.as_tensor(indices, device=tensor.device)))
+    return selected

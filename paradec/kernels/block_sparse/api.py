@@ -54,10 +54,10 @@ def block_means(
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"query and key have {query.shape[2]} and {key.shape[2]} positions; patterns need whole rows")
     lengths = _host(lengths, query.shape[0], query.shape[2])
-    starts = blocks_in(lengths, block_size) if first is None else np.asarray(first, np.int64)
+    first_blocks = blocks_in(lengths, block_size) if first is None else np.asarray(first, np.int64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     run = _serving(runs_on("auto" if backend == "flex" else backend, query, block_size)).means
-    return run(query, key, block_size, lengths, starts, logsumexp, scale)
+    return run(query, key, block_size, lengths, first_blocks, logsumexp, scale)
 
 
 def sparse_attention(
@@ -105,16 +105,16 @@ def sparse_attention(
     _check_lists(query, index, tiles, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     run = _serving(runs_on(backend, query, size)).attend
-    out, logsumexp = run(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
-    return (out, logsumexp) if return_logsumexp else out
+    output, logsumexp = run(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
+    return (output, logsumexp) if return_logsumexp else output
 
 
-def _host(lengths: Any, rows: int, most: int) -> np.ndarray:
+def _host(lengths: Any, rows: int, max_length: int) -> np.ndarray:
     """[B] int64. Raises ValueError: not one per row, or out of range."""
-    found = np.full(rows, most) if lengths is None else np.asarray(lengths, np.int64)
-    if found.shape != (rows,) or (found < 1).any() or (found > most).any():
-        raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {most}")
-    return found
+    host_lengths = np.full(rows, max_length) if lengths is None else np.asarray(lengths, np.int64)
+    if host_lengths.shape != (rows,) or (host_lengths < 1).any() or (host_lengths > max_length).any():
+        raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {max_length}")
+    return host_lengths
 
 
 def _check_heads(query: Tensor, key: Tensor) -> None:
@@ -134,14 +134,14 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
         )
     if index is None:
         return
-    held, heads, blocks = index.count.shape
+    num_rows, heads, blocks = index.count.shape
     if heads != query.shape[1] or tiles.last >= blocks:
         raise ValueError(
             f"index has {heads} heads and {blocks} blocks of queries; the call has {query.shape[1]} heads, and "
             f"queries up to block {tiles.last}"
         )
-    if rows.shape != (len(query),) or rows.min() < 0 or rows.max() >= held:
-        raise ValueError(f"rows={shown(rows.tolist())} must be {len(query)} integers from 0 to {held - 1}")
+    if rows.shape != (len(query),) or rows.min() < 0 or rows.max() >= num_rows:
+        raise ValueError(f"rows={shown(rows.tolist())} must be {len(query)} integers from 0 to {num_rows - 1}")
 
 
 def runs_on(backend: str, query: Tensor, size: int) -> str:

@@ -33,32 +33,35 @@ def attend(
 
     keys, device = key.shape[2], query.device
     total = -(-keys // size)
-    listed, number = lists_of(query, index, tiles, rows, total, size)
-    listed = listed.long()
+    block_lists, counts = lists_of(query, index, tiles, rows, total, size)
+    block_lists = block_lists.long()
     limit = torch.as_tensor(lengths, device=device)
     end = limit[:, None, None, None]
-    here = torch.arange(listed.shape[-1], device=device) < number.unsqueeze(-1)
-    whole, short = here & ((listed + 1) * size <= end), here & (listed * size < end) & ((listed + 1) * size > end)
-    seen = torch.zeros((*number.shape, total + 1), dtype=torch.bool, device=device)
-    seen.scatter_(-1, torch.where(here, listed, total), True)
+    is_listed = torch.arange(block_lists.shape[-1], device=device) < counts.unsqueeze(-1)
+    is_full, is_partial = (
+        is_listed & ((block_lists + 1) * size <= end),
+        is_listed & (block_lists * size < end) & ((block_lists + 1) * size > end),
+    )
+    listed_blocks = torch.zeros((*counts.shape, total + 1), dtype=torch.bool, device=device)
+    listed_blocks.scatter_(-1, torch.where(is_listed, block_lists, total), True)
 
     def visible(row: Tensor, head: Tensor, column: Tensor, position: Tensor) -> Tensor:
         # without compilation this alone decides
-        return seen[row, head, column // size, position // size] & (position < limit[row])
+        return listed_blocks[row, head, column // size, position // size] & (position < limit[row])
 
-    count = whole.sum(-1, keepdim=True)  # lists ascend: the short block follows these
+    count = is_full.sum(-1, keepdim=True)  # lists ascend: the short block follows these
     queries = by_tile(query, tiles, size).to(key.dtype)
     mask = BlockMask.from_kv_blocks(
-        short.sum(-1).int(),
-        listed.gather(-1, count.clamp(max=listed.shape[-1] - 1)).int(),
+        is_partial.sum(-1).int(),
+        block_lists.gather(-1, count.clamp(max=block_lists.shape[-1] - 1)).int(),
         count.squeeze(-1).int(),
-        listed.int(),
+        block_lists.int(),
         BLOCK_SIZE=size,
         mask_mod=visible,
         seq_lengths=(queries.shape[2], keys),
         compute_q_blocks=False,
     )
-    out, found = _flex_attention(query.is_cuda)(
+    output, aux = _flex_attention(query.is_cuda)(
         queries,
         key,
         value,
@@ -67,8 +70,8 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=return_logsumexp),
     )
-    sums = by_column(found.lse.unsqueeze(-1), tiles).squeeze(-1) if return_logsumexp else None
-    return by_column(out, tiles), sums
+    sums = by_column(aux.lse.unsqueeze(-1), tiles).squeeze(-1) if return_logsumexp else None
+    return by_column(output, tiles), sums
 
 
 @functools.cache

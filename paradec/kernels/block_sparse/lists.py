@@ -27,27 +27,26 @@ class BlockIndex:
         return self.count.nbytes + self.blocks.nbytes
 
     @classmethod
-    def from_mask(cls, mask: Tensor, block_size: int, most: int | None = None) -> BlockIndex:
-        """From mask [B, H, n, key blocks] bool. most: width of the lists; None: the longest (waits for the device)."""
+    def from_mask(cls, mask: Tensor, block_size: int, max_blocks: int | None = None) -> BlockIndex:
+        """From mask [B, H, n, key blocks] bool. max_blocks: width of the lists; None: the longest (synchronises)."""
         count = mask.sum(-1)
-        most = max(int(count.max()), 1) if most is None else most
-        blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :most]
-        blocks = blocks.masked_fill(torch.arange(most, device=mask.device) >= count.unsqueeze(-1), 0)
+        max_blocks = max(int(count.max()), 1) if max_blocks is None else max_blocks
+        blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :max_blocks]
+        blocks = blocks.masked_fill(torch.arange(max_blocks, device=mask.device) >= count.unsqueeze(-1), 0)
         # int16 halves what a long request keeps
         kind = torch.int16 if mask.shape[-1] < 2**15 else torch.int32
         return cls(count.int(), blocks.to(kind), block_size)
 
     def to_mask(self, key_blocks: int) -> Tensor:
         """[B, H, n, key_blocks] bool."""
-        listed = torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.count.unsqueeze(-1)
-        chosen = torch.zeros((*self.count.shape, key_blocks + 1), dtype=torch.bool, device=self.blocks.device)
-        return chosen.scatter_(-1, self.blocks.long().masked_fill(~listed, key_blocks), True)[..., :key_blocks]
+        is_listed = torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.count.unsqueeze(-1)
+        mask = torch.zeros((*self.count.shape, key_blocks + 1), dtype=torch.bool, device=self.blocks.device)
+        return mask.scatter_(-1, self.blocks.long().masked_fill(~is_listed, key_blocks), True)[..., :key_blocks]
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Where the queries of each block are among the columns of a call, which may hold any ascending positions. `T`
-    tiles per row, at most one per block."""
+    """Tiles of a call's columns, which hold any ascending positions: one per block of queries, `T` per row."""
 
     block: Tensor
     """[B, T] int32: the block of queries."""
@@ -75,23 +74,26 @@ class QueryTiles:
         opens[:, 1:] = block[:, 1:] != block[:, :-1]
         tile = opens.cumsum(1) - 1
         shape = (rows, int(tile.max()) + 1)
-        found = np.zeros((3, *shape), np.int32)
-        row, at = opens.nonzero()
-        found[0, row, tile[row, at]], found[1, row, tile[row, at]] = block[row, at], at
-        here = np.ones_like(opens) if valid is None else valid
-        aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~here).all())
-        np.add.at(found[2], (np.repeat(np.arange(rows), columns), tile.ravel()), here.ravel())
-        offset = np.arange(columns) - np.take_along_axis(found[1], tile, 1)
-        offset = np.minimum(offset, np.take_along_axis(found[2], tile, 1) - 1)  # padding answers as the last column
-        tensors = torch.as_tensor(found, device=device)
+        tiles = np.zeros((3, *shape), np.int32)
+        row, first_column = opens.nonzero()
+        tiles[0, row, tile[row, first_column]], tiles[1, row, tile[row, first_column]] = (
+            block[row, first_column],
+            first_column,
+        )
+        is_valid = np.ones_like(opens) if valid is None else valid
+        aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~is_valid).all())
+        np.add.at(tiles[2], (np.repeat(np.arange(rows), columns), tile.ravel()), is_valid.ravel())
+        offset = np.arange(columns) - np.take_along_axis(tiles[1], tile, 1)
+        offset = np.minimum(offset, np.take_along_axis(tiles[2], tile, 1) - 1)  # padding answers as the last column
+        tensors = torch.as_tensor(tiles, device=device)
         place = torch.as_tensor(tile * block_size + offset, device=device)
-        return cls(tensors[0], tensors[1], tensors[2], place, int(found[2].max()), int(block.max()), aligned)
+        return cls(tensors[0], tensors[1], tensors[2], place, int(tiles[2].max()), int(block.max()), aligned)
 
     def to(self, device: torch.device) -> QueryTiles:
         """The same on another device."""
         if self.block.device == device:
             return self
-        block, first, count, place = (part.to(device) for part in (self.block, self.first, self.count, self.place))
+        block, first, count, place = (tensor.to(device) for tensor in (self.block, self.first, self.count, self.place))
         return QueryTiles(block, first, count, place, self.largest, self.last, self.aligned)
 
     @classmethod
@@ -105,10 +107,10 @@ class QueryTiles:
         )
 
 
-def generation_block(lengths: np.ndarray, new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: the first block that is wholly in the last `new` [B] of `lengths` [B] positions, else the last one: a
-    block that holds both prompt and answer counts as prompt."""
-    return np.clip(-(-(lengths - new) // block_size), 0, blocks_in(lengths, block_size) - 1)
+def generation_block(lengths: np.ndarray, num_new: np.ndarray, block_size: int) -> np.ndarray:
+    """[B] int64: the first block within the last `num_new` [B] of `lengths` [B] positions, else the last block. A block
+    with prompt and answer counts as prompt."""
+    return np.clip(-(-(lengths - num_new) // block_size), 0, blocks_in(lengths, block_size) - 1)
 
 
 def select_blocks(
@@ -139,30 +141,30 @@ def select_blocks(
     start, stop = torch.as_tensor(np.stack((first, total)), device=device)[:, :, None, None, None]
     column = torch.arange(means.shape[-1], device=device)
     prompt, answer = column < start, (column >= start) & (column < stop)
-    kept = [budget(first, select), budget(total - first, select)]
+    budgets = [budget(first, select), budget(total - first, select)]
     if joint is None:
-        chosen = _highest(means, prompt, kept[0])
+        selected = _highest(means, prompt, budgets[0])
     else:
-        chosen = _highest(joint, column < stop, budget(total, select)) & prompt
-        kept[0] = np.minimum(budget(total, select), first)
-    chosen |= _highest(means, answer, kept[1])
-    chosen &= column[:, None] < stop  # queries beyond the row's end
-    return BlockIndex.from_mask(chosen, block_size, most=int((kept[0] + kept[1]).max()))
+        selected = _highest(joint, column < stop, budget(total, select)) & prompt
+        budgets[0] = np.minimum(budget(total, select), first)
+    selected |= _highest(means, answer, budgets[1])
+    selected &= column[:, None] < stop  # queries beyond the row's end
+    return BlockIndex.from_mask(selected, block_size, max_blocks=int((budgets[0] + budgets[1]).max()))
 
 
 def budget(blocks: np.ndarray, select: float) -> np.ndarray:
-    """How many of so many blocks are kept: SparseD's max(1, int(n * select) + 1), and never more than there are."""
+    """Number of blocks kept of `blocks`: SparseD's max(1, int(n * select) + 1), at most all."""
     return np.minimum(blocks, np.maximum(1, np.floor(blocks * select).astype(np.int64) + 1))
 
 
-def _highest(values: Tensor, among: Tensor, count: np.ndarray) -> Tensor:
-    """[B, H, n, n] bool: the count [B] highest of `values` `among` the allowed; a tie goes to the lower block."""
-    order = values.masked_fill(~among, -1.0).argsort(dim=-1, descending=True, stable=True)
+def _highest(values: Tensor, candidates: Tensor, count: np.ndarray) -> Tensor:
+    """[B, H, n, n] bool: the count [B] highest of `values` among the `candidates`; a tie goes to the lower block."""
+    order = values.masked_fill(~candidates, -1.0).argsort(dim=-1, descending=True, stable=True)
     limit = torch.as_tensor(count, device=values.device)[:, None, None, None]
-    taken = (torch.arange(values.shape[-1], device=values.device) < limit).expand_as(order)
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, taken) & among
+    in_budget = (torch.arange(values.shape[-1], device=values.device) < limit).expand_as(order)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, in_budget) & candidates
 
 
 def blocks_in(lengths: np.ndarray, size: int) -> np.ndarray:
-    """How many blocks hold so many positions."""
+    """Number of blocks that hold `lengths` positions."""
     return -(-lengths // size)

@@ -10,9 +10,9 @@ from torch import Tensor
 from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles
 
 CHUNK = 2**20
-"""Elements of keys that are gathered at a time, beyond what one block of queries needs."""
+"""Elements of keys gathered at a time; at least one block of queries."""
 TILES = 2**19
-"""Scores that are computed at a time, likewise: they should stay in a core's cache."""
+"""Scores computed at a time: they should stay in a core's cache."""
 
 
 def means(
@@ -25,26 +25,26 @@ def means(
     scale: float,
 ) -> Tensor:
     rows, heads, length, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     groups = heads // key.shape[1]
-    means = query.new_zeros((rows, heads, -(-length // size), -(-length // size)), dtype=wide)
-    at_once = max(1, TILES // (size * length)) * size  # whole blocks of queries
+    means = query.new_zeros((rows, heads, -(-length // size), -(-length // size)), dtype=dtype)
+    chunk = max(1, TILES // (size * length)) * size  # whole blocks of queries
     for row in range(rows):
         real, split = int(lengths[row]), int(first[row])
-        here = -(-real // size)
-        extent = torch.full((here,), size, dtype=wide, device=query.device)
-        extent[-1] = real - (here - 1) * size
+        num_blocks = -(-real // size)
+        extent = torch.full((num_blocks,), size, dtype=dtype, device=query.device)
+        extent[-1] = real - (num_blocks - 1) * size
         for head in range(heads):
-            keys = F.pad(key[row, head // groups, :real].to(wide) * scale, (0, 0, 0, here * size - real))
-            for begin in range(0, real, at_once):
-                end = min(begin + at_once, real)
-                scores = query[row, head, begin:end].to(wide) @ keys.T
+            keys = F.pad(key[row, head // groups, :real].to(dtype) * scale, (0, 0, 0, num_blocks * size - real))
+            for begin in range(0, real, chunk):
+                end = min(begin + chunk, real)
+                scores = query[row, head, begin:end].to(dtype) @ keys.T
                 scores[:, real:] = -torch.inf
-                known = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(wide)
-                sums = _normed(scores.view(end - begin, here, size), split, known)
-                tiles = F.pad(sums, (0, 0, 0, -(end - begin) % size)).view(-1, size, here).sum(1)
-                at = slice(begin // size, begin // size + len(tiles))
-                means[row, head, at, :here] = tiles / (extent[at, None] * extent)
+                known_sums = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(dtype)
+                sums = _normed(scores.view(end - begin, num_blocks, size), split, known_sums)
+                tiles = F.pad(sums, (0, 0, 0, -(end - begin) % size)).view(-1, size, num_blocks).sum(1)
+                tile_rows = slice(begin // size, begin // size + len(tiles))
+                means[row, head, tile_rows, :num_blocks] = tiles / (extent[tile_rows, None] * extent)
     return means
 
 
@@ -54,20 +54,20 @@ def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
     prompt, answer = scores[:, :split], scores[:, split:]
     shift = scores.amax((1, 2)).unsqueeze(1) if logsumexp is None else logsumexp
     total: Tensor | float = 0.0
-    parts = []
+    normalized = []
     if split:
-        parts.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
-        total = parts[0].sum(1, keepdim=True)
+        normalized.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
+        total = normalized[0].sum(1, keepdim=True)
     if split < scores.shape[1]:
         # its own maximum: beside a strong prompt it could vanish
         top = answer.amax((1, 2)).unsqueeze(1)
-        found = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
-        mass = found.sum(1, keepdim=True)
+        weights = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
+        mass = weights.sum(1, keepdim=True)
         total = total + mass * (top - shift).exp()
-        parts.append(found / mass)
+        normalized.append(weights / mass)
     if split and logsumexp is None:
-        parts[0] = parts[0] / total
-    return torch.cat(parts, 1)
+        normalized[0] = normalized[0] / total
+    return torch.cat(normalized, 1)
 
 
 def attend(
@@ -85,9 +85,9 @@ def attend(
     """Gather the listed key blocks of a few query blocks at a time and attend to them."""
     (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
     device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
-    listed, number = lists_of(query, index, tiles, rows, total, size)
+    block_lists, counts = lists_of(query, index, tiles, rows, total, size)
     # flattened to one entry per item below
-    listed, number = listed.flatten(0, 2).long(), number.flatten()
+    block_lists, counts = block_lists.flatten(0, 2).long(), counts.flatten()
     owner = (
         torch.arange(batch, device=device)[:, None] * key_heads
         + torch.arange(heads, device=device) * key_heads // heads
@@ -97,30 +97,34 @@ def attend(
     key_blocks, value_blocks = (_in_blocks(part, total, size) for part in (key, value))
 
     queries = by_tile(query, tiles, size).reshape(-1, 1, size, width).to(key.dtype)
-    out = value.new_empty((len(queries), size, value.shape[-1]))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    sums = query.new_empty((len(queries), size), dtype=wide) if return_logsumexp else None
-    most = listed.shape[1]
-    at_once = max(1, CHUNK // (most * size * width))
-    slot, inside = torch.arange(most, device=device), torch.arange(size, device=device)
-    for begin in range(0, len(queries), at_once):
-        at = slice(begin, begin + at_once)
-        chosen = listed[at]
-        seen = (slot < number[at, None])[..., None] & (chosen[..., None] * size + inside < limit[at, None])
-        chosen = (owner[at] * total + chosen.clamp(max=total - 1)).view(-1)
-        near = key_blocks.index_select(0, chosen).view(-1, 1, most * size, width)
-        values = value_blocks.index_select(0, chosen).view(-1, 1, most * size, value.shape[-1])
-        seen = seen.view(-1, 1, 1, most * size)
-        mask = None if seen.all() else seen
-        part = F.scaled_dot_product_attention(queries[at], near, values, attn_mask=mask, scale=scale)
+    output = value.new_empty((len(queries), size, value.shape[-1]))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    sums = query.new_empty((len(queries), size), dtype=dtype) if return_logsumexp else None
+    max_blocks = block_lists.shape[1]
+    chunk_size = max(1, CHUNK // (max_blocks * size * width))
+    slot, offset = torch.arange(max_blocks, device=device), torch.arange(size, device=device)
+    for begin in range(0, len(queries), chunk_size):
+        chunk = slice(begin, begin + chunk_size)
+        block_index = block_lists[chunk]
+        visible = (slot < counts[chunk, None])[..., None] & (
+            block_index[..., None] * size + offset < limit[chunk, None]
+        )
+        block_index = (owner[chunk] * total + block_index.clamp(max=total - 1)).view(-1)
+        chunk_keys = key_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, width)
+        values = value_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, value.shape[-1])
+        visible = visible.view(-1, 1, 1, max_blocks * size)
+        mask = None if visible.all() else visible
+        part = F.scaled_dot_product_attention(queries[chunk], chunk_keys, values, attn_mask=mask, scale=scale)
         if mask is not None:  # where nothing is seen, releases of torch differ
-            part = part.masked_fill(~seen.any(-1, keepdim=True), 0)
-        out[at] = part.squeeze(1)
+            part = part.masked_fill(~visible.any(-1, keepdim=True), 0)
+        output[chunk] = part.squeeze(1)
         if sums is not None:
-            scores = (queries[at].to(wide) @ near.to(wide).transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
-            sums[at] = scores.logsumexp(-1).squeeze(1)
-    out = by_column(out.view(batch, heads, count * size, -1), tiles)
-    return out, None if sums is None else by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
+            scores = (queries[chunk].to(dtype) @ chunk_keys.to(dtype).transpose(-1, -2) * scale).masked_fill(
+                ~visible, -torch.inf
+            )
+            sums[chunk] = scores.logsumexp(-1).squeeze(1)
+    output = by_column(output.view(batch, heads, count * size, -1), tiles)
+    return output, None if sums is None else by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
 
 
 def lists_of(
@@ -153,17 +157,17 @@ def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
     columns = tiles.place.shape[1]
     if tiles.aligned:
         return tensor[:, :, :columns]
-    place = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
-    return tensor.gather(2, place)
+    index = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
+    return tensor.gather(2, index)
 
 
 def _in_blocks(tensor: Tensor, blocks: int, size: int) -> Tensor:
     """[B, G, K, D] -> [B * G * blocks, size, D], padded with zeros; a copy only where it has to be."""
-    short = blocks * size - tensor.shape[2]
-    return (F.pad(tensor, (0, 0, 0, short)) if short else tensor).reshape(-1, size, tensor.shape[-1])
+    padding = blocks * size - tensor.shape[2]
+    return (F.pad(tensor, (0, 0, 0, padding)) if padding else tensor).reshape(-1, size, tensor.shape[-1])
 
 
 def _every_block(batch: int, heads: int, count: int, total: int, size: int, device: torch.device) -> BlockIndex:
-    """Lists of all key blocks, without memory of their own."""
-    every = torch.arange(total, device=device).expand(batch, heads, count, total)
-    return BlockIndex(torch.full((1,), total, device=device).expand(batch, heads, count), every, size)
+    """Lists of all key blocks, as views."""
+    blocks = torch.arange(total, device=device).expand(batch, heads, count, total)
+    return BlockIndex(torch.full((1,), total, device=device).expand(batch, heads, count), blocks, size)

@@ -41,24 +41,24 @@ def reference_selection(
     """The choice of `select_blocks` with `first` of `generation_block`, as a mask [B, H, n, n]: of the n blocks
     of each part the highest min(n, max(1, int(n * select) + 1)); with `joint`, those of the prompt among so many
     of all blocks."""
-    chosen = torch.zeros_like(means, dtype=torch.bool)
+    selected = torch.zeros_like(means, dtype=torch.bool)
     for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
         blocks = math.ceil(length / size)
-        last = next((j for j in range(blocks) if length - j * size <= answer), blocks - 1)
+        first_answer = next((j for j in range(blocks) if length - j * size <= answer), blocks - 1)
         for head in range(means.shape[1]):
             for query in range(blocks):
-                kept = _best(means[row, head, query], range(last, blocks), select)
+                indices = _best(means[row, head, query], range(first_answer, blocks), select)
                 if joint is None:
-                    kept += _best(means[row, head, query], range(last), select)
+                    indices += _best(means[row, head, query], range(first_answer), select)
                 else:
-                    kept += [j for j in _best(joint[row, head, query], range(blocks), select) if j < last]
-                chosen[row, head, query, kept] = True
-    return chosen
+                    indices += [j for j in _best(joint[row, head, query], range(blocks), select) if j < first_answer]
+                selected[row, head, query, indices] = True
+    return selected
 
 
-def _best(values: Tensor, among: range, select: float) -> list[int]:
-    kept = min(len(among), max(1, int(len(among) * select) + 1))
-    return sorted(among, key=lambda j: (-float(values[j]), j))[:kept]
+def _best(values: Tensor, candidates: range, select: float) -> list[int]:
+    count = min(len(candidates), max(1, int(len(candidates) * select) + 1))
+    return sorted(candidates, key=lambda j: (-float(values[j]), j))[:count]
 
 
 def reference_attention(
@@ -74,5 +74,5 @@ def reference_attention(
 
 def visible_keys(mask: Tensor, size: int, positions: Tensor, keys: int) -> Tensor:
     """Block mask [B, H, n, n] -> [B, H, Q, K] for queries at positions [B, Q]."""
-    wide = mask.repeat_interleave(size, 3)[..., :keys]
-    return torch.stack([wide[row][:, positions[row] // size] for row in range(len(mask))])
+    expanded = mask.repeat_interleave(size, 3)[..., :keys]
+    return torch.stack([expanded[row][:, positions[row] // size] for row in range(len(mask))])

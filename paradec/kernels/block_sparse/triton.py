@@ -23,7 +23,7 @@ def means(
     logsumexp: Tensor | None,
     scale: float,
 ) -> Tensor:
-    query, key = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key))
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     rows, heads, length, width = query.shape
     blocks = -(-length // size)
     bounds = torch.as_tensor(np.stack((lengths, first)), dtype=torch.int32, device=query.device)
@@ -34,16 +34,24 @@ def means(
     if logsumexp is not None:
         sums[0] = logsumexp
     answer = bool((first < blocks_in(lengths, size)).any())
-    for part in range(2):
-        if (part == 0 and logsumexp is None) or (part == 1 and answer):
+    for over_answer in range(2):
+        if (over_answer == 0 and logsumexp is None) or (over_answer == 1 and answer):
             grid = (-(-length // shapes["QUERIES"]), rows * heads)
             _logsumexp_kernel[grid](
-                query, key, sums[part], bounds, *common, SIZE=size, AFTER=part, **shapes, **_launch(query, shapes)
+                query,
+                key,
+                sums[over_answer],
+                bounds,
+                *common,
+                SIZE=size,
+                AFTER=over_answer,
+                **shapes,
+                **_launch(query, shapes),
             )
     means = torch.empty((rows, heads, blocks, blocks), dtype=torch.float32, device=query.device)
-    tall = shapes | {"QUERIES": max(16, triton.next_power_of_2(size))}
+    mean_shapes = shapes | {"QUERIES": max(16, triton.next_power_of_2(size))}
     _means_kernel[(blocks, rows * heads)](
-        query, key, sums, means, bounds, rows, *common, blocks, SIZE=size, **tall, **_launch(query, tall)
+        query, key, sums, means, bounds, rows, *common, blocks, SIZE=size, **mean_shapes, **_launch(query, mean_shapes)
     )
     return means
 
@@ -69,34 +77,34 @@ def attend(
     shapes = _tile_shapes(query, size, tiles.largest)
     splits = -(-min(size, tiles.largest) // shapes["QUERIES"])
     programs = tiles.block.shape[1] * splits * batch * heads
-    shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
+    num_shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
     # position by position, as the projection after it wants it; padding columns stay 0
-    kind = value.dtype if shares == 1 else torch.float32
-    out = torch.zeros((shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
-    sums = torch.full((shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
+    kind = value.dtype if num_shares == 1 else torch.float32
+    output = torch.zeros((num_shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
+    sums = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
     host = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
     # dense: any pointer will do, it is not read
     count, blocks = (host, host) if index is None else (index.count.contiguous(), index.blocks.contiguous())
-    _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, shares)](
-        query, key, value, out, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:4],
+    _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, num_shares)](
+        query, key, value, output, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:4],
         heads, heads // key.shape[1], columns, batch, tiles.block.shape[1],
         1 if index is None else count.shape[2], 1 if index is None else blocks.shape[3], scale,
         SIZE=size, SPLITS=splits, DENSE=index is None, **shapes, **_launch(query, shapes),
     )  # fmt: skip
-    if shares == 1:
-        return out[0], sums[0] if return_logsumexp else None
+    if num_shares == 1:
+        return output[0], sums[0] if return_logsumexp else None
     total = sums.logsumexp(0)
     weights = (sums - total).exp().nan_to_num(0.0).unsqueeze(-1)  # an empty list: -inf - -inf
-    return (weights * out).sum(0).to(value.dtype), total if return_logsumexp else None
+    return (weights * output).sum(0).to(value.dtype), total if return_logsumexp else None
 
 
-def _shares(programs: int, most: int, device: torch.device) -> int:
-    """How many programs share a list of up to `most` blocks, so that a small window keeps the whole device busy."""
+def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
+    """Number of programs per list of up to `max_blocks` blocks; small windows use several."""
     if device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(-(-wanted // programs), most // 4, 16))
+    num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(-(-num_programs // programs), max_blocks // 4, 16))
 
 
 def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[str, Any]:
@@ -128,8 +136,8 @@ def _launch(query: Tensor, shapes: dict[str, Any]) -> dict[str, int]:
 def _load(pointer, rows, stride, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
     """[rows, PADDED] of a matrix with so many elements from row to row, 0 where not `inside` or beyond WIDTH."""
     column = tl.arange(0, PADDED)
-    at = pointer + rows[:, None] * stride + column[None, :]
-    tile = tl.load(at, mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0)
+    addresses = pointer + rows[:, None] * stride + column[None, :]
+    tile = tl.load(addresses, mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
     return tile
@@ -152,19 +160,19 @@ def _attention_kernel(
     if part * QUERIES >= count:
         return
     offset = part * QUERIES + tl.arange(0, QUERIES)
-    here = offset < count
+    is_query = offset < count
     column = tl.load(tile_first + row * tiles + tile) + offset
-    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
     key += row * key_row + (head // groups) * key_head
     value += row * value_row + (head // groups) * value_head
     length = tl.load(host + row)
     if DENSE:
-        number = (length + SIZE - 1) // SIZE
+        num_blocks = (length + SIZE - 1) // SIZE
     else:
-        listed = (tl.load(host + batch + row).to(tl.int64) * heads + head) * query_blocks
-        listed += tl.load(tile_block + row * tiles + tile)
-        number = tl.load(counts + listed)
-        blocks += listed * most
+        list_index = (tl.load(host + batch + row).to(tl.int64) * heads + head) * query_blocks
+        list_index += tl.load(tile_block + row * tiles + tile)
+        num_blocks = tl.load(counts + list_index)
+        blocks += list_index * most
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     share = tl.program_id(2)
     shares = tl.num_programs(2)
@@ -172,34 +180,34 @@ def _attention_kernel(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, PADDED], tl.float32)
-    for step in range(number * share // shares * PARTS, number * (share + 1) // shares * PARTS):
+    for step in range(num_blocks * share // shares * PARTS, num_blocks * (share + 1) // shares * PARTS):
         if DENSE:
             block = step // PARTS
         else:
             block = tl.load(blocks + step // PARTS).to(tl.int32)
-        inner = (step % PARTS) * KEYS + tl.arange(0, KEYS)
-        position = block * SIZE + inner
-        seen = (inner < SIZE) & (position < length)
-        k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+        offset_in_block = (step % PARTS) * KEYS + tl.arange(0, KEYS)
+        position = block * SIZE + offset_in_block
+        is_key = (offset_in_block < SIZE) & (position < length)
+        k = _load(key, position, key_step, is_key, WIDTH, PADDED, UPCAST)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * to_bits
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
         # a tile beyond the row's end leaves -inf - -inf
-        base = tl.where(above == float("-inf"), 0.0, above)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = _load(value, position, value_step, seen, WIDTH, PADDED, UPCAST)
+        v = _load(value, position, value_step, is_key, WIDTH, PADDED, UPCAST)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = above
-    some = total > 0
-    mixed = mixed / tl.where(some, total, 1.0)[:, None]
+        highest = new_highest
+    has_weight = total > 0
+    mixed = mixed / tl.where(has_weight, total, 1.0)[:, None]
     width = tl.arange(0, PADDED)
-    at = out + share * out_share + row * out_row + head * out_head + column[:, None] * out_step + width[None, :]
-    tl.store(at, mixed.to(out.dtype.element_ty), mask=here[:, None] & (width[None, :] < WIDTH))
-    found = (highest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453
-    at = ((share * batch + row) * heads + head) * columns + column
-    tl.store(sums + at, tl.where(some, found, float("-inf")), mask=here)
+    addresses = out + share * out_share + row * out_row + head * out_head + column[:, None] * out_step + width[None, :]
+    tl.store(addresses, mixed.to(out.dtype.element_ty), mask=is_query[:, None] & (width[None, :] < WIDTH))
+    lse = (highest + tl.log2(tl.where(has_weight, total, 1.0))) * 0.6931471805599453
+    addresses = ((share * batch + row) * heads + head) * columns + column
+    tl.store(sums + addresses, tl.where(has_weight, lse, float("-inf")), mask=is_query)
 
 
 @triton.jit
@@ -213,8 +221,8 @@ def _logsumexp_kernel(
     head = tl.program_id(1) % heads
     length = tl.load(bounds + row)
     column = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    here = column < length
-    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    is_query = column < length
+    q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
     key += row * key_row + (head // groups) * key_head
     begin = 0
     if AFTER:
@@ -223,15 +231,15 @@ def _logsumexp_kernel(
     total = tl.zeros([QUERIES], tl.float32)
     for start in range(begin, length, KEYS):
         position = start + tl.arange(0, KEYS)
-        seen = position < length
-        k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+        is_key = position < length
+        k = _load(key, position, key_step, is_key, WIDTH, PADDED, UPCAST)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        total = total * tl.exp2(highest - above) + tl.sum(tl.exp2(scores - above[:, None]), 1)
-        highest = above
-    found = (highest + tl.log2(total)) * 0.6931471805599453
-    tl.store(sums + (row * heads + head) * columns + column, found, mask=here)
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        total = total * tl.exp2(highest - new_highest) + tl.sum(tl.exp2(scores - new_highest[:, None]), 1)
+        highest = new_highest
+    lse = (highest + tl.log2(total)) * 0.6931471805599453
+    tl.store(sums + (row * heads + head) * columns + column, lse, mask=is_query)
 
 
 @triton.jit
@@ -248,26 +256,26 @@ def _means_kernel(
     first = tl.load(bounds + rows + row)
     offset = tl.arange(0, QUERIES)
     column = block * SIZE + offset
-    here = (offset < SIZE) & (column < length)
-    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    is_query = (offset < SIZE) & (column < length)
+    q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
     key += row * key_row + (head // groups) * key_head
     means += ((row * heads + head) * blocks + block) * blocks
-    at = (row * heads + head) * columns + column
+    addresses = (row * heads + head) * columns + column
     LOG2E: tl.constexpr = 1.4426950408889634
-    over_all = tl.load(sums + at, mask=here, other=0.0) * LOG2E
-    at = ((row + rows) * heads + head) * columns + column
-    over_answer = tl.load(sums + at, mask=here, other=0.0) * LOG2E
+    over_all = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
+    addresses = ((row + rows) * heads + head) * columns + column
+    over_answer = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
     real = tl.minimum(SIZE, length - block * SIZE)
-    for other in range(0, blocks):
-        norm = tl.where(other < first, over_all, over_answer)
-        found = tl.zeros([QUERIES], tl.float32)
+    for key_block in range(0, blocks):
+        norm = tl.where(key_block < first, over_all, over_answer)
+        mass = tl.zeros([QUERIES], tl.float32)
         for start in tl.static_range(0, SIZE, KEYS):
-            inner = start + tl.arange(0, KEYS)
-            position = other * SIZE + inner
-            seen = (inner < SIZE) & (position < length)
-            k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+            offset_in_block = start + tl.arange(0, KEYS)
+            position = key_block * SIZE + offset_in_block
+            is_key = (offset_in_block < SIZE) & (position < length)
+            k = _load(key, position, key_step, is_key, WIDTH, PADDED, UPCAST)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
             weights = tl.exp2(scores - norm[:, None])
-            found += tl.sum(tl.where(seen[None, :] & here[:, None], weights, 0.0), 1)
-        area = tl.maximum(real, 1) * tl.maximum(tl.minimum(SIZE, length - other * SIZE), 1)
-        tl.store(means + other, tl.sum(found, 0) / area.to(tl.float32))
+            mass += tl.sum(tl.where(is_key[None, :] & is_query[:, None], weights, 0.0), 1)
+        area = tl.maximum(real, 1) * tl.maximum(tl.minimum(SIZE, length - key_block * SIZE), 1)
+        tl.store(means + key_block, tl.sum(mass, 0) / area.to(tl.float32))

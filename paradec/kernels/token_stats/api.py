@@ -43,8 +43,8 @@ def token_stats(
         raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")
     if not logits.dim() or not logits.shape[-1]:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no tokens; expected [..., V]")
-    wanted = frozenset(FIELDS) if fields is None else frozenset(fields)
-    for name in wanted:
+    wanted_fields = frozenset(FIELDS) if fields is None else frozenset(fields)
+    for name in wanted_fields:
         check_choice("fields", name, FIELDS)
     check_number("temperature", temperature, low=1e-6, high=1e6)
     if ids is not None:
@@ -54,8 +54,8 @@ def token_stats(
     if path is not None:
         check_choice("path", path, PATHS)
         if path == "triton":
-            _check_triton(logits, wanted)
-    return read_stats(logits, wanted, float(temperature), ids, draws, path)
+            _check_triton(logits, wanted_fields)
+    return read_stats(logits, wanted_fields, float(temperature), ids, draws, path)
 
 
 def _check_ids(ids: Tensor, logits: Tensor) -> None:
@@ -73,18 +73,18 @@ def _check_draws(draws: TokenDraws, logits: Tensor) -> None:
         raise ValueError(f"draws take logits [R, V] or [R, W, V], not {tuple(logits.shape)}")
     rows, lead = logits.shape[0], tuple(logits.shape[:-1])
     for name, shape in (("keys", (rows, 2)), ("steps", (rows,)), ("positions", lead)):
-        given = getattr(draws, name)
-        if given.dtype != torch.int64 or tuple(given.shape) != shape:
-            raise ValueError(f"draws.{name} must be int64 {shape}, not {given.dtype} {tuple(given.shape)}")
+        tensor = getattr(draws, name)
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
+            raise ValueError(f"draws.{name} must be int64 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
     check_temperature("draws.temperature", draws.temperature)
     if draws.temperature == 0:
         raise ValueError("draws.temperature=0 draws nothing: leave draws out, the best one is `token`")
 
 
-def _check_triton(logits: Tensor, wanted: frozenset[str]) -> None:
-    missing = sorted(wanted - IN_ONE_READ)
-    if missing:
-        raise ValueError(f"path='triton' has no {missing[0]}, which takes a second read; use path='chunked'")
+def _check_triton(logits: Tensor, fields: frozenset[str]) -> None:
+    unsupported = sorted(fields - IN_ONE_READ)
+    if unsupported:
+        raise ValueError(f"path='triton' has no {unsupported[0]}, which takes a second read; use path='chunked'")
     if logits.dtype == torch.float64:
         raise ValueError("path='triton' computes in float32; for float64 logits use path='float64'")
     if not logits.is_cuda and not interpreting():

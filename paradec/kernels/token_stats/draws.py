@@ -65,10 +65,12 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def segment_sums(weights: Tensor) -> Tensor:
     """Weights [..., V], summed in their own type by segments: [..., S]. Each sum is that of one row's tokens, in an
     order that depends neither on other rows nor on the number of threads."""
-    whole = weights.shape[-1] // SEGMENT * SEGMENT
-    sums = weights[..., :whole].unflatten(-1, (whole // SEGMENT, SEGMENT)).sum(-1)
-    if whole < weights.shape[-1]:
-        sums = torch.cat((sums, pad(weights[..., whole:], (0, whole + SEGMENT - weights.shape[-1])).sum(-1, True)), -1)
+    num_full = weights.shape[-1] // SEGMENT * SEGMENT
+    sums = weights[..., :num_full].unflatten(-1, (num_full // SEGMENT, SEGMENT)).sum(-1)
+    if num_full < weights.shape[-1]:
+        sums = torch.cat(
+            (sums, pad(weights[..., num_full:], (0, num_full + SEGMENT - weights.shape[-1])).sum(-1, True)), -1
+        )
     return sums
 
 
@@ -77,31 +79,35 @@ def locate(
     uniform: Tensor,
     size: int,
     weights: Callable[[Tensor], Tensor],
-    again: Callable[[Tensor], Tensor] | None = None,
+    redraw: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`draw` from `size` tokens, given the sums of segments [..., S]. weights: of tokens [..., SEGMENT] int64, not
-    normalised. again: makes the draws [N] of rows [...] bool whose number is within `ROUNDED` of a boundary, on the
+    normalised. redraw: makes the draws [N] of rows [...] bool whose number is within `ROUNDED` of a boundary, on the
     CPU."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
     segment = _first_beyond(total, target)
-    inside = sums.gather(-1, segment)
-    share = ((target - total.gather(-1, segment) + inside) / inside).clamp(0, BELOW_ONE)  # of the segment
+    segment_sum = sums.gather(-1, segment)
+    fraction = ((target - total.gather(-1, segment) + segment_sum) / segment_sum).clamp(0, BELOW_ONE)  # of the segment
     tokens = segment * SEGMENT + torch.arange(SEGMENT, device=sums.device)
-    part = weights(tokens.clamp(max=size - 1))
+    segment_weights = weights(tokens.clamp(max=size - 1))
     if size % SEGMENT:
-        part = part.masked_fill(tokens >= size, 0)
-    inner = part.cumsum(-1, dtype=torch.float64)
-    aim = share * inner[..., -1:]
-    found = _first_beyond(inner, aim)
-    drawn = (segment * SEGMENT + found).squeeze(-1).clamp_(max=size - 1)  # the clamp is as in `_first_beyond`
-    if again is not None and sums.is_cpu:
-        beyond = inner.gather(-1, found) - aim
-        apart = torch.minimum(beyond, part.gather(-1, found) - beyond) * inside / (inner[..., -1:] * total[..., -1:])
-        if (near := apart.squeeze(-1) < ROUNDED).any():
-            drawn[near] = again(near)
-    return drawn
+        segment_weights = segment_weights.masked_fill(tokens >= size, 0)
+    cumulative = segment_weights.cumsum(-1, dtype=torch.float64)
+    segment_target = fraction * cumulative[..., -1:]
+    column = _first_beyond(cumulative, segment_target)
+    samples = (segment * SEGMENT + column).squeeze(-1).clamp_(max=size - 1)  # the clamp is as in `_first_beyond`
+    if redraw is not None and sums.is_cpu:
+        beyond = cumulative.gather(-1, column) - segment_target
+        distance = (
+            torch.minimum(beyond, segment_weights.gather(-1, column) - beyond)
+            * segment_sum
+            / (cumulative[..., -1:] * total[..., -1:])
+        )
+        if (is_close := distance.squeeze(-1) < ROUNDED).any():
+            samples[is_close] = redraw(is_close)
+    return samples
 
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _RowSums(NamedTuple):
 
 
 def chunked_stats(
-    logits: Tensor, wanted: frozenset[str], temperature: float, draws: TokenDraws | None = None
+    logits: Tensor, fields: frozenset[str], temperature: float, draws: TokenDraws | None = None
 ) -> TokenStats:
     """Statistics of logits [..., V], and samples for `draws`. Arguments as in `token_stats`, unchecked; no `ids`."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
@@ -54,9 +54,9 @@ def chunked_stats(
     memory = torch.empty((2, max(map(len, blocks)), width), dtype=dtype, device=logits.device)
     sharpness = None if draws is None else draws.temperature
     sums = concatenate(
-        [_sum_rows(rows, wanted, temperature, sharpness, *memory[:, : len(rows)].unbind()) for rows in blocks], lead
+        [_sum_rows(rows, fields, temperature, sharpness, *memory[:, : len(rows)].unbind()) for rows in blocks], lead
     )
-    stats = _from_sums(_RowSums(*sums), wanted, temperature)
+    stats = _from_sums(_RowSums(*sums), fields, temperature)
     return stats if draws is None else stats._replace(sample=_sample(_RowSums(*sums), logits, draws))
 
 
@@ -67,14 +67,14 @@ def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
         rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
         yield from logits.reshape(-1, logits.shape[-1]).split(rows)
     else:
-        for part in logits:
-            yield from row_blocks(part, on_cpu)
+        for matrix in logits:
+            yield from row_blocks(matrix, on_cpu)
 
 
-def concatenate(parts: list[Any], lead: torch.Size) -> list[Any]:
+def concatenate(tuples: list[Any], lead: torch.Size) -> list[Any]:
     """Tuples of tensors [n, ...] or None, field by field as one tensor [*lead, ...]."""
     fields = (
-        field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)
+        field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*tuples, strict=True)
     )
     return [None if field is None else field.view(lead + field.shape[1:]) for field in fields]
 
@@ -86,15 +86,20 @@ def argmax(values: Tensor) -> Tensor:
 
 
 def _sum_rows(
-    rows: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None, apart: Tensor, weights: Tensor
+    rows: Tensor,
+    fields: frozenset[str],
+    temperature: float,
+    sharpness: float | None,
+    differences: Tensor,
+    weights: Tensor,
 ) -> _RowSums:
     """Sums over rows [n, V]. The best token takes the place of a second one at 0, where its weight is the softmax's
-    unit, which cancels out. sharpness: the temperature of the draws. apart, weights: memory [n, padded V]."""
+    unit, which cancels out. sharpness: the temperature of the draws. differences, weights: memory [n, padded V]."""
     vocab = rows.shape[1]
 
     def load() -> None:
-        apart[:, :vocab].copy_(rows)
-        apart[:, vocab:] = -torch.inf
+        differences[:, :vocab].copy_(rows)
+        differences[:, vocab:] = -torch.inf
 
     def by_segments(values: Tensor) -> Tensor:
         return values.unflatten(1, (-1, SEGMENT)).sum(-1)
@@ -102,58 +107,60 @@ def _sum_rows(
     def weigh(temperature: float) -> tuple[Tensor, Tensor]:
         """Weights in units of their sum, summed by segments, and 1 in that unit."""
         # differences first: they lose no digits, and overflow to -inf only
-        apart.sub_(base)
+        differences.sub_(base)
         if temperature != 1:
-            apart.div_(temperature)
-        apart.clamp_(min=FLOOR).scatter_(1, at, 0)
-        torch.softmax(apart, -1, out=weights)
-        return by_segments(weights), weights.gather(1, at).double()
+            differences.div_(temperature)
+        differences.clamp_(min=FLOOR).scatter_(1, best_index, 0)
+        torch.softmax(differences, -1, out=weights)
+        return by_segments(weights), weights.gather(1, best_index).double()
 
     load()
-    at = argmax(apart).unsqueeze(1)
-    top = apart.gather(1, at).double()
-    second = apart.scatter_(1, at, -torch.inf).amax(1, keepdim=True)
+    best_index = argmax(differences).unsqueeze(1)
+    top = differences.gather(1, best_index).double()
+    second = differences.scatter_(1, best_index, -torch.inf).amax(1, keepdim=True)
     base, second = second.clamp(min=torch.finfo(second.dtype).min), second.double()
     sums, unit = weigh(temperature)
     mass = sums.sum(1, True, dtype=torch.float64) / unit - 1
     moment = smoothed = segments = None
     if sharpness == temperature:
         segments = sums / unit
-    if not wanted.isdisjoint(("entropy", "smoothed_entropy")):
-        moment = (by_segments(apart.mul_(weights)).sum(1, True, dtype=torch.float64) / unit).squeeze(1)
-    if "smoothed_entropy" in wanted:
+    if not fields.isdisjoint(("entropy", "smoothed_entropy")):
+        moment = (by_segments(differences.mul_(weights)).sum(1, True, dtype=torch.float64) / unit).squeeze(1)
+    if "smoothed_entropy" in fields:
         ratio = ((second - top) / temperature).exp()
-        p = weights.scatter_(1, at, 0).mul_((ratio / (1 + ratio * mass) / unit).to(weights.dtype))
-        smoothed = -by_segments(torch.add(p, EPSILON, out=apart).log_().mul_(p)).sum(1, dtype=torch.float64)
+        p = weights.scatter_(1, best_index, 0).mul_((ratio / (1 + ratio * mass) / unit).to(weights.dtype))
+        smoothed = -by_segments(torch.add(p, EPSILON, out=differences).log_().mul_(p)).sum(1, dtype=torch.float64)
     if sharpness is not None:
         if segments is None:
             load()
             sums, unit = weigh(sharpness)
             segments = sums / unit
-        best = ((top - second) / sharpness).clamp_(max=MAX_LOG_WEIGHT).exp_()
-        segments.scatter_add_(1, torch.div(at, SEGMENT, rounding_mode="floor"), best - 1)
-    return _RowSums(at.squeeze(1), top.squeeze(1), second.squeeze(1), mass.squeeze(1), moment, smoothed, segments)
+        best_weight = ((top - second) / sharpness).clamp_(max=MAX_LOG_WEIGHT).exp_()
+        segments.scatter_add_(1, torch.div(best_index, SEGMENT, rounding_mode="floor"), best_weight - 1)
+    return _RowSums(
+        best_index.squeeze(1), top.squeeze(1), second.squeeze(1), mass.squeeze(1), moment, smoothed, segments
+    )
 
 
-def _from_sums(sums: _RowSums, wanted: frozenset[str], temperature: float) -> TokenStats:
+def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> TokenStats:
     """Statistics [...] from sums [...]."""
     top, second, mass = sums.top, sums.second, sums.mass
     nonfinite = (top - top).isnan()  # as of infinities; the largest of NaN and anything is NaN
-    below = (second - top) / temperature
-    ratio = below.exp()
-    rest = ratio * mass
-    total = 1 + rest
+    log_ratio = (second - top) / temperature
+    ratio = log_ratio.exp()
+    others = ratio * mass
+    total = 1 + others
     prob = total.reciprocal().masked_fill_(nonfinite, torch.nan)
     second_prob = ratio * prob
     entropy = smoothed = logsumexp = None
     if sums.moment is not None:
         # sum of exp(z) z over the others, with z = (logit - top) / temperature; 0 where nothing of their shares is left
-        spread = ((sums.moment + mass * below) * ratio).masked_fill_(ratio == 0, 0)
-        entropy = (rest.log1p() - spread / total).masked_fill_(nonfinite, torch.nan)
+        weighted_sum = ((sums.moment + mass * log_ratio) * ratio).masked_fill_(ratio == 0, 0)
+        entropy = (others.log1p() - weighted_sum / total).masked_fill_(nonfinite, torch.nan)
     if sums.smoothed is not None:
         smoothed = sums.smoothed - prob * (prob + EPSILON).log()
-    if "logsumexp" in wanted:
-        logsumexp = (top / temperature + rest.log1p()).masked_fill_(nonfinite, torch.nan)
+    if "logsumexp" in fields:
+        logsumexp = (top / temperature + others.log1p()).masked_fill_(nonfinite, torch.nan)
     gap = (top - second).masked_fill_(nonfinite, torch.nan)
     return TokenStats(sums.token, prob, second_prob, prob - second_prob, entropy, smoothed, logsumexp, gap, nonfinite)
 
@@ -166,17 +173,17 @@ def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
     def weights(tokens: Tensor) -> Tensor:
         return (logits.gather(-1, tokens).double() - top).div_(draws.temperature).exp_()
 
-    def again(near: Tensor) -> Tensor:
-        return float64_samples(logits[near], uniform[near], draws.temperature)
+    def redraw(is_close: Tensor) -> Tensor:
+        return float64_samples(logits[is_close], uniform[is_close], draws.temperature)
 
-    return locate(sums.segments, uniform, logits.shape[-1], weights, again)
+    return locate(sums.segments, uniform, logits.shape[-1], weights, redraw)
 
 
 def float64_samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     """Draw a token from each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
     samples, start, uniform = [], 0, uniform.flatten()
     for rows in row_blocks(logits, CPU_BLOCK):
-        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)
-        samples.append(draw(wide.softmax(-1), uniform[start : start + len(rows)]))
+        scaled = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)
+        samples.append(draw(scaled.softmax(-1), uniform[start : start + len(rows)]))
         start += len(rows)
     return torch.cat(samples).view(logits.shape[:-1])

@@ -77,35 +77,35 @@ def token_statistics(
 
 
 @lru_cache(maxsize=64)
-def _wanted(reads: tuple[str, ...], exact: bool) -> frozenset[str]:
+def _wanted(names: tuple[str, ...], exact: bool) -> frozenset[str]:
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
-    return frozenset(fields[name] for name in reads if name in fields)
+    return frozenset(fields[name] for name in names if name in fields)
 
 
 def read_stats(
     logits: Tensor,
-    wanted: frozenset[str],
+    fields: frozenset[str],
     temperature: float = 1.0,
     ids: Tensor | None = None,
     draws: TokenDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
     """`token_stats` without its checks, for callers at every step."""
-    path = path or path_for(logits, wanted)
+    path = path or path_for(logits, fields)
     if path == "triton":
         # imported here: `import paradec` must not import triton
         from paradec.kernels.token_stats.triton import triton_stats
 
-        return triton_stats(logits, wanted, temperature, ids, draws)
+        return triton_stats(logits, fields, temperature, ids, draws)
     logits = logits.detach()
     if path == "chunked":
-        stats = chunked_stats(logits, wanted, temperature, draws)
+        stats = chunked_stats(logits, fields, temperature, draws)
     else:
         if logits.numel() <= FLOAT64_CPU_BLOCK:
-            stats = _float64_stats(logits, wanted, temperature)
+            stats = _float64_stats(logits, fields, temperature)
         else:
-            parts = [_float64_stats(rows, wanted, temperature) for rows in row_blocks(logits, FLOAT64_CPU_BLOCK)]
-            stats = TokenStats(*concatenate(parts, logits.shape[:-1]))
+            chunks = [_float64_stats(rows, fields, temperature) for rows in row_blocks(logits, FLOAT64_CPU_BLOCK)]
+            stats = TokenStats(*concatenate(chunks, logits.shape[:-1]))
         if draws is not None:
             stats = stats._replace(sample=float64_samples(logits, draws.uniform(), draws.temperature))
     if ids is not None:
@@ -124,44 +124,46 @@ def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
 
 def _probabilities(logits: Tensor, ids: Tensor, stats: TokenStats, temperature: float) -> Tensor:
     """Probabilities of tokens `ids` [...] or [..., K] of logits [..., V], shaped as `ids`."""
-    chosen = logits.gather(-1, ids.reshape(*logits.shape[:-1], -1)).double()
+    id_logits = logits.gather(-1, ids.reshape(*logits.shape[:-1], -1)).double()
     top = logits.gather(-1, stats.token.unsqueeze(-1)).double()
-    return (((chosen - top) / temperature).exp() * stats.prob.unsqueeze(-1)).view(ids.shape)
+    return (((id_logits - top) / temperature).exp() * stats.prob.unsqueeze(-1)).view(ids.shape)
 
 
-def _float64_stats(logits: Tensor, wanted: frozenset[str], temperature: float) -> TokenStats:
+def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -> TokenStats:
     """Statistics of rows [..., V], in float64 and few passes: these are most of a small model's step."""
-    if temperature != 1 or "entropy" in wanted or "smoothed_entropy" in wanted:
-        wide = logits.to(torch.float64, copy=True)
+    if temperature != 1 or "entropy" in fields or "smoothed_entropy" in fields:
+        scaled = logits.to(torch.float64, copy=True)
         if temperature != 1:
             # differences stay finite, or become -inf, at every temperature
-            wide.sub_(wide.amax(-1, keepdim=True)).div_(temperature)
-        p = wide.softmax(-1)
+            scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperature)
+        p = scaled.softmax(-1)
     else:
         p = logits.softmax(-1, dtype=torch.float64)
     # numpy's search on the CPU takes a tenth of torch's time
     token = torch.as_tensor(p.numpy().argmax(-1)) if p.is_cpu else p.argmax(-1)
-    at = token.unsqueeze(-1)
-    prob = p.gather(-1, at).squeeze(-1)
+    best_index = token.unsqueeze(-1)
+    prob = p.gather(-1, best_index).squeeze(-1)
     second_prob = margin = entropy = smoothed = logsumexp = gap = nonfinite = None
-    if "gap" in wanted:
+    if "gap" in fields:
         highest = logits.topk(min(2, logits.shape[-1]), dim=-1).values.double()
         gap = highest[..., 0] - highest[..., 1] if logits.shape[-1] > 1 else torch.full_like(prob, torch.inf)
-    if "smoothed_entropy" in wanted:
+    if "smoothed_entropy" in fields:
         smoothed = -(p + EPSILON).log_().mul_(p).sum(-1)
-    if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
-        if "entropy" in wanted:
+    if not fields.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
+        if "entropy" in fields:
             # sum p (z - z_best) + ln p_best needs no logarithm per token; both terms are negative, so nothing cancels
-            entropy = -wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
-        p.scatter_(-1, at, 0)
-        if "entropy" in wanted or "logsumexp" in wanted:
+            entropy = (
+                -scaled.sub_(scaled.gather(-1, best_index)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
+            )
+        p.scatter_(-1, best_index, 0)
+        if "entropy" in fields or "logsumexp" in fields:
             beyond = (p.sum(-1) / prob).log1p()  # -ln p_best
             entropy = None if entropy is None else entropy.add_(beyond)
-        if "logsumexp" in wanted:
-            logsumexp = logits.gather(-1, at).squeeze(-1).double() / temperature + beyond
-        if "second_prob" in wanted or "margin" in wanted:
+        if "logsumexp" in fields:
+            logsumexp = logits.gather(-1, best_index).squeeze(-1).double() / temperature + beyond
+        if "second_prob" in fields or "margin" in fields:
             second_prob = p.amax(-1)
             margin = prob - second_prob
-    if "nonfinite" in wanted:
+    if "nonfinite" in fields:
         nonfinite = prob.isnan()
     return TokenStats(token, prob, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite)

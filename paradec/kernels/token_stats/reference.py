@@ -65,10 +65,10 @@ def reference_stats(
     nonfinite = z.isnan().any(-1)
     z = z.masked_fill(nonfinite.unsqueeze(-1), torch.nan)
     # 1 is the best token's; added to the others' it would take their digits
-    rest = z.exp().scatter(-1, token, 0).sum(-1)
-    p = z.exp() / (1 + rest.unsqueeze(-1))
+    others = z.exp().scatter(-1, token, 0).sum(-1)
+    p = z.exp() / (1 + others.unsqueeze(-1))
     # beside the only token, one that is excluded
-    best, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
+    first, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
     highest, following = F.pad(logits, (0, 1), value=-torch.inf).sort(-1, descending=True).values[..., :2].unbind(-1)
     ids_prob = sample = sample_prob = None
     if ids is not None:
@@ -80,12 +80,12 @@ def reference_stats(
         sample_prob = p.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
     return TokenStats(
         token=token.squeeze(-1),
-        prob=best,
+        prob=first,
         second_prob=second,
-        margin=best - second,
-        entropy=rest.log1p() - torch.where(p == 0, 0, p * z).sum(-1),
+        margin=first - second,
+        entropy=others.log1p() - torch.where(p == 0, 0, p * z).sum(-1),
         smoothed_entropy=-(p * (p + EPSILON).log()).sum(-1),
-        logsumexp=(top.squeeze(-1) / temperature + rest.log1p()).masked_fill(nonfinite, torch.nan),
+        logsumexp=(top.squeeze(-1) / temperature + others.log1p()).masked_fill(nonfinite, torch.nan),
         gap=(highest - following).masked_fill(nonfinite, torch.nan),
         nonfinite=nonfinite,
         ids_prob=ids_prob,

@@ -23,7 +23,7 @@ PARTIAL = 5
 
 def triton_stats(
     logits: Tensor,
-    wanted: frozenset[str],
+    fields: frozenset[str],
     temperature: float,
     ids: Tensor | None,
     draws: TokenDraws | None,
@@ -49,35 +49,35 @@ def triton_stats(
     if ids is not None:
         flat_ids = ids.reshape(count, -1).contiguous()
         ids_prob = torch.empty(flat_ids.shape, dtype=torch.float64, device=device)
-    segment, places = min(SEGMENT, block), splits * span // min(SEGMENT, block)
+    segment, num_segments = min(SEGMENT, block), splits * span // min(SEGMENT, block)
     sums = tops = uniform = sharpness = None
     if draws is not None:
         uniform = draws.uniform().reshape(count).contiguous()
         # a tensor: as an argument of the kernel it would be rounded to float32
         sharpness = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
-        sums = torch.empty((count, places), dtype=torch.float32, device=device)
+        sums = torch.empty((count, num_segments), dtype=torch.float32, device=device)
         tops = torch.empty_like(sums)  # what the differences of each segment are to
     if count:
         _partial_kernel[(count, splits)](
             grid, partial, sums, tops, sharpness, width, grid.stride(0), grid.stride(1), vocab, span, 1 / temperature,
             SAMPLE=draws is not None, BLOCK=block, SEGMENT=segment, num_warps=8,
         )  # fmt: skip
-        many = 0 if flat_ids is None else flat_ids.shape[1]
+        num_ids = 0 if flat_ids is None else flat_ids.shape[1]
         _finish_kernel[(count,)](
             grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sums, tops, uniform, sharpness,
-            count, splits, width, grid.stride(0), grid.stride(1), vocab, places, temperature, many,
-            SAMPLE=draws is not None, IDS=triton.next_power_of_2(many) if many else 0,
-            SEGMENT=segment, PLACES=triton.next_power_of_2(places), num_warps=1,
+            count, splits, width, grid.stride(0), grid.stride(1), vocab, num_segments, temperature, num_ids,
+            SAMPLE=draws is not None, IDS=triton.next_power_of_2(num_ids) if num_ids else 0,
+            SEGMENT=segment, PLACES=triton.next_power_of_2(num_segments), num_warps=1,
         )  # fmt: skip
-    numbers = dict(zip(FLOATS, floats.view(len(FLOATS), *lead).unbind(0), strict=True))
-    sample_prob = numbers.pop("sample_prob")
+    values = dict(zip(FLOATS, floats.view(len(FLOATS), *lead).unbind(0), strict=True))
+    sample_prob = values.pop("sample_prob")
     return TokenStats(
         token=tokens[0].view(lead),
         nonfinite=nonfinite.view(lead),
         ids_prob=None if ids_prob is None or ids is None else ids_prob.view(ids.shape),
         sample=None if draws is None else tokens[1].view(lead),
         sample_prob=None if draws is None else sample_prob,
-        **numbers,
+        **values,
     )
 
 
@@ -102,54 +102,54 @@ def _partial_kernel(
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
     # lane by lane, summed at the end; the scalars hold tokens that were the best once
-    rest = tl.zeros((BLOCK,), tl.float32)
+    others = tl.zeros((BLOCK,), tl.float32)
     weight = tl.zeros((BLOCK,), tl.float32)
     rest_of_best = tl.full((), 0.0, tl.float32)
     weight_of_best = tl.full((), 0.0, tl.float32)
     lane = tl.arange(0, BLOCK)
-    ahead = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
-    for at in range(begin, stop, BLOCK):
-        token = at + lane
+    next_tile = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
+    for tile_start in range(begin, stop, BLOCK):
+        token = tile_start + lane
         # float32 at once: the interpreter computes nothing in bfloat16
-        x = ahead.to(tl.float32)
+        x = next_tile.to(tl.float32)
         # the next tile is on its way while this one is worked on
-        ahead = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
+        next_tile = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
         top = tl.max(x, 0)
         if top > second:  # few tiles hold one of the two best so far
-            where = tl.min(tl.where(x == top, token, vocab), 0)
-            other = tl.max(tl.where(token == where, float("-inf"), x), 0)
+            top_token = tl.min(tl.where(x == top, token, vocab), 0)
+            runner_up = tl.max(tl.where(token == top_token, float("-inf"), x), 0)
             if top > m:
-                second = tl.maximum(m, other)
+                second = tl.maximum(m, runner_up)
                 if m > float("-inf"):
                     # finite, so that 0 times it is 0
                     shift = tl.maximum((m - top) * scale, -200.0)
                     factor = tl.exp(shift)
-                    weight = factor * (weight + rest * shift)
-                    rest = factor * rest
+                    weight = factor * (weight + others * shift)
+                    others = factor * others
                     weight_of_best = factor * (weight_of_best + (rest_of_best + 1) * shift)
                     rest_of_best = factor * (rest_of_best + 1)
                 m = top
-                best = where
+                best = top_token
             else:
                 second = top
         reference = tl.where(m == float("-inf"), 0.0, m)
-        apart = (x - reference) * scale
-        share = tl.where(token == best, 0.0, tl.exp(apart))
-        rest += share
-        weight += share * tl.maximum(apart, -200.0)
+        difference = (x - reference) * scale
+        exponential = tl.where(token == best, 0.0, tl.exp(difference))
+        others += exponential
+        weight += exponential * tl.maximum(difference, -200.0)
         if SAMPLE:
-            below = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
-            own = tl.where(x == float("-inf"), 0.0, tl.exp(below.to(tl.float32)))
+            exponent = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
+            draw_weights = tl.where(x == float("-inf"), 0.0, tl.exp(exponent.to(tl.float32)))
             segments = tl.arange(0, BLOCK // SEGMENT)
-            place = row * (tl.num_programs(1) * span // SEGMENT) + at // SEGMENT + segments
-            tl.store(sums + place, tl.sum(tl.reshape(own, (BLOCK // SEGMENT, SEGMENT)), 1))
-            tl.store(tops + place, (segments * 0).to(tl.float32) + reference)
-    out = partial + (row * tl.num_programs(1) + split) * 5
-    tl.store(out, m.to(tl.float64))
-    tl.store(out + 1, second.to(tl.float64))
-    tl.store(out + 2, best.to(tl.float64))
-    tl.store(out + 3, (tl.sum(rest, 0) + rest_of_best).to(tl.float64))
-    tl.store(out + 4, (tl.sum(weight, 0) + weight_of_best).to(tl.float64))
+            segment_index = row * (tl.num_programs(1) * span // SEGMENT) + tile_start // SEGMENT + segments
+            tl.store(sums + segment_index, tl.sum(tl.reshape(draw_weights, (BLOCK // SEGMENT, SEGMENT)), 1))
+            tl.store(tops + segment_index, (segments * 0).to(tl.float32) + reference)
+    output = partial + (row * tl.num_programs(1) + split) * 5
+    tl.store(output, m.to(tl.float64))
+    tl.store(output + 1, second.to(tl.float64))
+    tl.store(output + 2, best.to(tl.float64))
+    tl.store(output + 3, (tl.sum(others, 0) + rest_of_best).to(tl.float64))
+    tl.store(output + 4, (tl.sum(weight, 0) + weight_of_best).to(tl.float64))
 
 
 @triton.jit
@@ -158,19 +158,19 @@ def _hit(weights, index, uniform):
     number for the next draw. One without weight is never it, however sums are rounded."""
     total = tl.cumsum(weights, 0)
     target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
-    some = weights > 0
-    last = tl.max(tl.where(some, index, 0), 0)
-    found = tl.minimum(tl.min(tl.where(some & (total > target), index, 2147483647), 0), last)
-    own = tl.sum(tl.where(index == found, weights, 0.0), 0)
-    before = tl.sum(tl.where(index == found, total, 0.0), 0) - own
-    share = tl.where(own > 0, (target - before) / own, 0.0)
-    return found, tl.minimum(tl.maximum(share, 0.0), 0.9999999999999999)
+    has_weight = weights > 0
+    last = tl.max(tl.where(has_weight, index, 0), 0)
+    hit = tl.minimum(tl.min(tl.where(has_weight & (total > target), index, 2147483647), 0), last)
+    hit_weight = tl.sum(tl.where(index == hit, weights, 0.0), 0)
+    previous_sum = tl.sum(tl.where(index == hit, total, 0.0), 0) - hit_weight
+    fraction = tl.where(hit_weight > 0, (target - previous_sum) / hit_weight, 0.0)
+    return hit, tl.minimum(tl.maximum(fraction, 0.0), 0.9999999999999999)
 
 
 @triton.jit
 def _finish_kernel(
     logits, partial, floats, tokens, nonfinite, ids, ids_prob, sums, tops, uniform, sharpness,
-    count, splits, width, row_stride, column_stride, vocab, places, temperature, many,
+    count, splits, width, row_stride, column_stride, vocab, num_segments, temperature, num_ids,
     SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, and write what follows from them. Grid (N,)."""
@@ -183,12 +183,12 @@ def _finish_kernel(
     rest = tl.full((), 0.0, tl.float64)
     weight = tl.full((), 0.0, tl.float64)
     for split in range(0, splits):
-        part = partial + (row * splits + split) * 5
-        m2 = tl.load(part)
-        second2 = tl.load(part + 1)
-        best2 = tl.load(part + 2)
-        rest2 = tl.load(part + 3)
-        weight2 = tl.load(part + 4)
+        base = partial + (row * splits + split) * 5
+        m2 = tl.load(base)
+        second2 = tl.load(base + 1)
+        best2 = tl.load(base + 2)
+        rest2 = tl.load(base + 3)
+        weight2 = tl.load(base + 4)
         top = tl.maximum(m, m2)
         # how far each side is below the larger maximum; a side without tokens weighs nothing
         down = tl.where(m == none, 0.0, (m - top) / temperature)
@@ -204,9 +204,9 @@ def _finish_kernel(
         second = tl.maximum(tl.minimum(m, m2), tl.maximum(second, second2))
         best = tl.where(stays, best, best2)
         m = top
-    bad = (m == none) | (m == float("inf")) | (rest != rest)
-    safe = tl.where(bad, 0.0, m)
-    total = tl.where(bad, float("nan"), 1.0 + rest)
+    is_invalid = (m == none) | (m == float("inf")) | (rest != rest)
+    safe = tl.where(is_invalid, 0.0, m)
+    total = tl.where(is_invalid, float("nan"), 1.0 + rest)
     # ln(1 + rest) where 1 + rest rounds most of it away
     logarithm = tl.where(rest < 1e-5, rest - 0.5 * rest * rest, tl.log(total))
     ratio = tl.where(second == none, 0.0, tl.exp((second - safe) / temperature))
@@ -214,28 +214,30 @@ def _finish_kernel(
     tl.store(floats + count + row, ratio / total)
     tl.store(floats + 2 * count + row, (1.0 - ratio) / total)
     tl.store(floats + 3 * count + row, logarithm - weight / total)
-    tl.store(floats + 4 * count + row, tl.where(bad, float("nan"), safe / temperature + logarithm))
-    tl.store(floats + 5 * count + row, tl.where(bad, float("nan"), safe - second))
+    tl.store(floats + 4 * count + row, tl.where(is_invalid, float("nan"), safe / temperature + logarithm))
+    tl.store(floats + 5 * count + row, tl.where(is_invalid, float("nan"), safe - second))
     tl.store(tokens + row, tl.maximum(best, 0.0).to(tl.int64))
-    tl.store(nonfinite + row, bad)
+    tl.store(nonfinite + row, is_invalid)
     if SAMPLE:
         # the segment first, then the token in it, as in draws.py
-        heat = tl.load(sharpness)
+        draw_temperature = tl.load(sharpness)
         index = tl.arange(0, PLACES)
-        there = index * SEGMENT < vocab  # what is past the end has not been written
-        weights = tl.load(sums + row * places + index, mask=there, other=0.0).to(tl.float64)
-        apart = (tl.load(tops + row * places + index, mask=there, other=0.0).to(tl.float64) - safe) / heat
-        weights = tl.where(weights > 0, weights * tl.exp(tl.minimum(apart, 0.0)), 0.0)
-        segment, share = _hit(weights, index, tl.load(uniform + row))
+        is_segment = index * SEGMENT < vocab  # what is past the end has not been written
+        weights = tl.load(sums + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64)
+        exponent = (
+            tl.load(tops + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64) - safe
+        ) / draw_temperature
+        weights = tl.where(weights > 0, weights * tl.exp(tl.minimum(exponent, 0.0)), 0.0)
+        segment, fraction = _hit(weights, index, tl.load(uniform + row))
         token = segment * SEGMENT + tl.arange(0, SEGMENT)
         x = tl.load(source + token, mask=token < vocab, other=none).to(tl.float32).to(tl.float64)
-        weights = tl.where(x == none, 0.0, tl.exp((x - safe) / heat))
-        sample, share = _hit(weights, token, share)
+        weights = tl.where(x == none, 0.0, tl.exp((x - safe) / draw_temperature))
+        sample, fraction = _hit(weights, token, fraction)
         x = tl.load(source + sample).to(tl.float32).to(tl.float64)
         tl.store(tokens + count + row, sample.to(tl.int64))
         tl.store(floats + 6 * count + row, tl.exp((x - safe) / temperature) / total)
     if IDS:
         k = tl.arange(0, IDS)
-        token = tl.load(ids + row * many + k, mask=k < many, other=0)
-        x = tl.load(source + token, mask=k < many, other=none).to(tl.float32).to(tl.float64)
-        tl.store(ids_prob + row * many + k, tl.exp((x - safe) / temperature) / total, mask=k < many)
+        token = tl.load(ids + row * num_ids + k, mask=k < num_ids, other=0)
+        x = tl.load(source + token, mask=k < num_ids, other=none).to(tl.float32).to(tl.float64)
+        tl.store(ids_prob + row * num_ids + k, tl.exp((x - safe) / temperature) / total, mask=k < num_ids)
