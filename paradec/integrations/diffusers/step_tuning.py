@@ -129,7 +129,7 @@ def tune_steps(
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
-    settings = method.general()
+    settings: Forecast = method.general()
     sampler = replace(settings, when=None, where=settings.where or "module")
     with Session(pipe, replace(sampler, when=(0,))):  # whatever is wrong with the pipeline is an error now
         pass
