@@ -253,9 +253,8 @@ class ProteinMPNNModel(Opaque):
         positions = torch.arange(len(masked))
         rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), positions)
         with self.evaluating():
-            logits = self.module(
-                self.encodings[target_index], letters[:, column_of], rank.to(self.device)[:, column_of]
-            )
+            rank = rank.to(self.device)[:, column_of]
+            logits = self.module(self.encodings[target_index], letters[:, column_of], rank)
         row, residue = torch.ones_like(letters[:, column_of]).nonzero(as_tuple=True)
         logits = columns.average(logits[..., :RESIDUES].double().flatten(0, 1), row, residue, len(letters))
         log_probs = logits.log_softmax(-1)
@@ -340,14 +339,12 @@ class ProteinMPNNModel(Opaque):
             tokens, decided_at, evaluated = store.update(query)
             row_states = [state[query.store_rows] for state in store.states]
             lengths = (tokens >= 0).sum(1).tolist()
-        indices = self._find_structures(tokens, lengths)
+        targets = self._find_structures(tokens, lengths)
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
         logits[..., :RESIDUES] = 0  # finite where nothing is asked: of the structure's own token, of padding
-        for target_index in dict.fromkeys(indices):
-            rows = torch.tensor(
-                [row for row, index in enumerate(indices) if index == target_index], device=tokens.device
-            )
-            columns, column_of = self.columns[target_index], self.columns[target_index].of.to(tokens.device)
+        for target in dict.fromkeys(targets):
+            rows = torch.tensor([row for row, other in enumerate(targets) if other == target], device=tokens.device)
+            columns, column_of = self.columns[target], self.columns[target].of.to(tokens.device)
             span = slice(1, 1 + len(columns))
             letters = tokens[rows, span]
             decided, positions = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
@@ -358,7 +355,7 @@ class ProteinMPNNModel(Opaque):
             row, residue = is_evaluated[:, column_of].nonzero(as_tuple=True)
             states = [state[rows, : len(column_of)] for state in row_states] or None
             letters, rank = letters[:, column_of], rank[:, column_of]
-            outputs = self.module.decode(self.encodings[target_index], letters, rank, row, residue, states)
+            outputs = self.module.decode(self.encodings[target], letters, rank, row, residue, states)
             column_logits = columns.average(outputs[:, :RESIDUES], row, residue, len(rows))
             if columns.bias is not None:
                 column_logits = column_logits + columns.bias.to(column_logits.device, column_logits.dtype)

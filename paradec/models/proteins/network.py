@@ -274,17 +274,17 @@ class DecoderLayer(Layer):
 
 
 def _messages(
-    first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
+    layer1: nn.Linear, layer2: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
     """[., K, D] of each part: two layers of the residue, the edge and the neighbour, side by side. Their first product
     is a sum of three; two of them are computed per residue, not per edge."""
-    own_weight, edge_weight, neighbour_weight = first.weight.chunk(3, 1)
-    node_part, neighbour_part = linear(nodes, own_weight, first.bias).unsqueeze(1), linear(nodes, neighbour_weight)
+    own_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
+    node_part, neighbour_part = linear(nodes, own_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
         hidden = linear(edge, edge_weight)
         hidden += node_part[chunk]
         hidden += embedding(neighbours[chunk], neighbour_part)
-        yield gelu(second(gelu(hidden)))
+        yield gelu(layer2(gelu(hidden)))
 
 
 def chunks(residues: Tensor) -> list[slice]:

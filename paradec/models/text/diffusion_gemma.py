@@ -230,7 +230,7 @@ class DiffusionGemmaModel(Model):
         return (group.unsqueeze(-1) == group.unsqueeze(1)) & is_image.unsqueeze(-1)
 
 
-def read_denoising(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The values of `DEFAULTS` that a generation config's fields state (`sampler_config` holds the entropy bound).
     Raises CheckpointError for a value out of its range, or a sampler of another kind."""
     values = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
@@ -240,7 +240,7 @@ def read_denoising(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
         if kind != "EntropyBoundSamplerConfig":
             raise CheckpointError(
-                f"{where}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is"
+                f"{source}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is"
             )
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]
@@ -250,23 +250,23 @@ def read_denoising(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
         check_int("max_denoising_steps", values.get("max_denoising_steps"), low=1, none=True)
         check_int("stability_threshold", values.get("stability_threshold"), low=0, none=True)
     except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{source}: {error}") from None
     return values
 
 
-def check_module(module: Any, where: str) -> None:
+def check_module(module: Any, source: str) -> None:
     """Raise CheckpointError for a module whose configuration is not supported."""
     text = module.config.get_text_config()
     if text.use_bidirectional_attention == "all":
         raise CheckpointError(
-            f"{where}: use_bidirectional_attention='all' is not supported: what is final could not be kept; supported: "
-            "None, 'vision'"
+            f"{source}: use_bidirectional_attention='all' is not supported: final tokens could not be stored; "
+            "supported: None, 'vision'"
         )
     for config in (text, module.config):
         name = getattr(config, "_attn_implementation", None)
         if name is not None and name not in ATTENTION:
             raise CheckpointError(
-                f"{where}: attn_implementation={name!r} takes no masks, which canvases over a sliding window need; "
+                f"{source}: attn_implementation={name!r} takes no masks, which canvases over a sliding window need; "
                 f"call module.set_attn_implementation('sdpa') first ({' or '.join(map(repr, ATTENTION))})"
             )
 
