@@ -127,8 +127,7 @@ class PictureModel:
             ValueError, TypeError: conditions that the model does not take; the message names them.
         """
         self.refuse_negative_prompt(negative_prompt)
-        labels = labels_of(conditions, self.facts.classes)
-        return ImageRequest(self, [label for label in labels for _ in range(num_images)])
+        return ImageRequest(self, labels_of(conditions, self.facts.classes, num_images))
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """Start one request: `sampler.start`, with this kind of model's additions to a `paradec.Request`."""
@@ -172,8 +171,8 @@ class PictureModel:
 
 
 class ImageModel(PictureModel, Decoder):
-    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `_head`, `request`, `grid` and
-    `_pixels`.
+    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `_head` and `request`,
+    and `grid` and `_pixels` where they differ.
 
     Args:
         facts: topology "causal", prediction "shifted".
@@ -200,6 +199,9 @@ class ImageModel(PictureModel, Decoder):
     def codebook(self) -> Tensor | None:
         """[vocab_size, d] float: the code of every id, NaN for ids that are no image tokens; None without VQ."""
         return None if self.vq is None else self.vq.quantize.codes
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     def token_embeddings(self) -> Tensor:
         """[vocab_size, d]: the input embeddings of the ids that samplers see."""
@@ -266,8 +268,9 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
     return state.canvas.gather(1, start + torch.arange(grid.length, device=state.canvas.device)).cpu()
 
 
-def labels_of(class_labels: Any, classes: int) -> list[int]:
-    """List class labels. Raises ValueError for none or one out of range, TypeError for other than integers."""
+def labels_of(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
+    """List class labels, each `copies` times. Raises ValueError for none or one out of range, TypeError for other than
+    integers."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()
     if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):
@@ -276,7 +279,7 @@ def labels_of(class_labels: Any, classes: int) -> list[int]:
         raise ValueError("class_labels is empty; give at least one")
     for label in class_labels:
         check_int("class_labels", label, low=0, high=classes - 1)
-    return [int(label) for label in class_labels]
+    return [int(label) for label in class_labels for _ in range(copies)]
 
 
 def exact_prompts(rows: list[list[int]]) -> Prompts:

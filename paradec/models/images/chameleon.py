@@ -20,7 +20,7 @@ from paradec.models.images.vq import VQModel, check_codebook, load_vq
 
 @dataclass(frozen=True)
 class ChameleonLayout:
-    """How a family writes pictures.
+    """A family's token layout of pictures.
 
     Args:
         start, end: ids around a picture. row_end: id after every row, or None.

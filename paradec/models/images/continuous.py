@@ -50,7 +50,7 @@ class ContinuousQuery:
     guidance: float | None
     """The scale at this step; None evaluates one branch."""
     kept: Kept | None = None
-    """What a local step reads; None evaluates everything."""
+    """Keys and values that a local step reads; None evaluates everything."""
     drop: Tensor | None = None
     """[B, U] int64: positions whose keys and values a full step does not keep (the group's); None keeps nothing."""
     keep_buffer: bool = False
@@ -60,12 +60,12 @@ class ContinuousQuery:
     """[B] int64, on the host: positions of the image decoded for each row in one branch."""
     kind: str = "full"
     sections: tuple[int, ...] | None = None
-    """How many of the head's steps lie in each of as many equal parts of its training steps; None spaces all evenly."""
+    """Numbers of the head's steps in equal sections of its training steps; None spaces all evenly."""
 
 
 @dataclass
 class TokenDistribution:
-    """What a head's chain ended with: of each token and channel a normal distribution, all [..., channels]."""
+    """The last step of a head's chain: a normal distribution per token and channel, all [..., channels]."""
 
     mean: Tensor
     """Of the last step: the token itself, since the last step adds no noise."""

@@ -19,12 +19,13 @@ from torch.nn.functional import layer_norm
 from paradec.core.checks import check_int
 from paradec.models.base import Adapter
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
+from paradec.models.images.blocks import widen
 from paradec.models.images.grid import Grid
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How tokens are counted, and what a student was trained for. Raises ValueError for a stage out of range."""
+    """The stages that a student was trained for. Raises ValueError for a stage out of range."""
 
     kept: tuple[int, ...]
     """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""
@@ -33,7 +34,7 @@ class Stages:
     split: int
     """K(split) tokens become codes at every call; those after them stay as the continuous head gives them."""
     scales: bool = False
-    """Whether a stage is a scale of VAR, or else a cell of the raster."""
+    """Whether a stage is a scale of VAR; otherwise it is a cell of the raster."""
 
     def __post_init__(self) -> None:
         check_int("second", self.second, low=1, high=self.last)
@@ -56,7 +57,7 @@ class DistilledQuery:
     tokens: Tensor
     """[B, N, C]: data, then noise."""
     kept: int
-    """How many of them are data."""
+    """The number of data tokens."""
     branches: int = 1
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: tokens evaluated for each row."""
@@ -143,8 +144,7 @@ class DistilledModel(PictureModel, Adapter):
         """Evaluate one query."""
         with self.evaluating():
             continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
-        dtype = torch.promote_types(continuous.dtype, torch.float32)
-        return DistilledAnswer(continuous.to(dtype), logits.to(dtype))
+        return DistilledAnswer(widen(continuous), widen(logits))
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
         fields = {} if getattr(sampler, "t_list", None) is not None else {"steps": self.defaults["steps"]}

@@ -168,13 +168,7 @@ class GlmImageModel(TextToImageModel):
 
     def lay_out(self, rows: list[list[int]], sources: Sequence[Sequence[tuple[int, int]]], grid: Grid) -> ImageRequest:
         """Build a request of rows of ids, and of the rows and columns of the source pictures in each."""
-        longest = max(map(len, rows)) + grid.length
-        max_length = self.facts.max_length
-        if max_length is not None and longest > max_length:
-            raise ValueError(
-                f"a prompt and its picture have {longest} tokens, more than {self.facts.name} takes ({max_length}); "
-                "shorten the prompt, or give a smaller height or width"
-            )
+        self._check_prompts(rows, grid)
         positions = [token_positions(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
         table = torch.nn.utils.rnn.pad_sequence(positions, batch_first=True).to(self.device)
         return ImageRequest(self._copy_with(_token_positions=table), exact_prompts(rows))

@@ -102,7 +102,7 @@ class Grid:
 
 
 def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
-    """Codes along one side. Raises ValueError for pixels that are no multiple of the code's size."""
+    """Codes along one side. Raises ValueError unless pixels are a multiple of the code's size."""
     check_int(name, pixels, low=1, none=True)
     if pixels is not None and pixels % scale:
         raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")

@@ -29,9 +29,9 @@ from paradec.core.query import Query
 from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, request_rows
-from paradec.models.images.blocks import mlp
+from paradec.models.images.blocks import mlp, widen
 from paradec.models.images.grid import Grid
-from paradec.models.images.loading import find_files
+from paradec.models.images.loading import NOT_SIZES, count_blocks, find_files
 from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import NESTED, PICKLES, read_weights
 
@@ -116,10 +116,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), self.weight.shape, eps=self.eps).to(x.dtype)
-            * self.weight
-        )
+        return rms_norm(widen(x), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class Attention(nn.Module):
@@ -214,8 +211,7 @@ class LlamaGen(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits [..., vocab_size], float32 or wider."""
-        logits = self.output(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return widen(self.output(hidden))
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
@@ -238,7 +234,7 @@ def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the adjacent pairs of [R, heads, Q, head_dim]."""
-    pairs = torch.view_as_complex(x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(widen(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
@@ -291,9 +287,6 @@ class LlamaGenModel(ImageModel):
         published = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
         self.defaults = merge_defaults(published, defaults)
 
-    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
-
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
         if negative_prompt is not None:
@@ -301,9 +294,8 @@ class LlamaGenModel(ImageModel):
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes
-            labels = [label for label in labels_of(conditions, classes) for _ in range(num_images)]
-            rows, uncond = [[vocab + label] for label in labels], [[vocab + classes] for _ in labels]
-            return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
+            rows = [[vocab + label] for label in labels_of(conditions, classes, num_images)]
+            return ImageRequest(self, exact_prompts(rows), exact_prompts([[vocab + classes] for _ in rows]))
         captions = [caption for caption in self._features(conditions) for _ in range(num_images)]
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
@@ -395,8 +387,6 @@ class LlamaGenModel(ImageModel):
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 UNUSED = re.compile(r"freqs_cis$|\.kv_cache\.")
-NOT_SIZES = ("model_type", "vq", "defaults")
-"""Other fields of a folder's config.json."""
 SIZES = {"256": 16, "384": 24, "512": 32}
 """Codes along a side, by the pixels that the published files are named after (16 pixels a code)."""
 
@@ -527,11 +517,10 @@ def _config(
     elif "cls_embedding.uncond_embedding" in state:
         length, caption = state["cls_embedding.uncond_embedding"].shape
         condition |= {"caption_length": length, "caption_dim": caption}
-    layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
     try:
         base = LlamaGenConfig(
             dim=dim,
-            n_layer=layers,
+            n_layer=count_blocks(state, "layers"),
             n_head=n_head,
             n_kv_head=(width // head_dim - n_head) // 2,
             ffn_dim=inner,

@@ -7,7 +7,8 @@ import importlib
 import importlib.resources
 import inspect
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "d
 
 PACKAGED_PIPELINES = ("digits-dit",)
 """Diffusion pipelines inside the package."""
+NOT_SIZES = ("model_type", "vq", "defaults")
+"""Fields of a folder's config.json that are no sizes of the network."""
 
 
 def packaged_image(name: str) -> str:
@@ -70,6 +73,12 @@ def find_files(source: str | os.PathLike[str], decoder: str, option: Any) -> tup
     default_path = path / str(fields.get(decoder, f"{decoder}.safetensors"))
     option = default_path if option is None and default_path.is_file() else option
     return path.name, path / "model.safetensors", fields, option
+
+
+def count_blocks(names: Iterable[str], prefix: str) -> int:
+    """Count the numbered blocks of a checkpoint by the names of its tensors, "{prefix}.{index}.…"."""
+    matches = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def file_type(source: str | os.PathLike[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +27,9 @@ from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults
-from paradec.models.images.blocks import Block
+from paradec.models.images.blocks import Block, widen
 from paradec.models.images.grid import Grid
-from paradec.models.images.loading import find_files
+from paradec.models.images.loading import NOT_SIZES, count_blocks, find_files
 from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import read_weights
 
@@ -158,8 +157,7 @@ class LPD(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits [..., vocab_size], float32 or wider."""
-        scores = self.head(hidden)
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return widen(self.head(hidden))
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -231,11 +229,8 @@ class LPDModel(ImageModel):
         """`conditions`: class labels, an int or several."""
         self.refuse_negative_prompt(negative_prompt)
         classes = self.module.config.num_classes
-        labels = [label for label in labels_of(conditions, classes) for _ in range(num_images)]
-        rows, uncond = (
-            [[self.blank_id + 1 + label] for label in labels],
-            [[self.blank_id + 1 + classes] for _ in labels],
-        )
+        rows = [[self.blank_id + 1 + label] for label in labels_of(conditions, classes, num_images)]
+        uncond = [[self.blank_id + 1 + classes] for _ in rows]
         return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
 
     def check_prompts(self, name: str, rows: Sequence[Sequence[int]]) -> None:
@@ -245,9 +240,6 @@ class LPDModel(ImageModel):
             if len(row) != 1:
                 raise ValueError(f"{name} has {len(row)} ids; {self.facts.name} reads one: {min_id} + a label")
             check_int(name, row[0], low=min_id, high=max_id)
-
-    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -297,9 +289,6 @@ def _count(order: Any, cells: int) -> int:
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
-
-NOT_SIZES = ("model_type", "vq", "defaults")
-"""Other fields of a folder's config.json."""
 
 
 def load_lpd(
@@ -351,9 +340,7 @@ def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
     """Position embeddings [1, S + 1, D] for `grid` x `grid` cells: bicubic over the cells; the class's stays."""
     side = math.isqrt(pos_embed.shape[1] - 1)
     cells = pos_embed[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    cells = interpolate(
-        cells.to(torch.promote_types(cells.dtype, torch.float32)), (grid, grid), mode="bicubic", align_corners=False
-    )
+    cells = interpolate(widen(cells), (grid, grid), mode="bicubic", align_corners=False)
     return torch.cat((pos_embed[:, :1], cells.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)), 1)
 
 
@@ -364,10 +351,9 @@ def _config(
     try:
         codes, dim = weights["token_emb.weight"].shape
         positions = weights["pos_embed"].shape[1] - 1
-        layer_indices = [int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)]
         sizes: dict[str, Any] = {
             "dim": dim,
-            "n_layer": 1 + max(layer_indices),
+            "n_layer": count_blocks(weights, "blocks"),
             "grid": math.isqrt(positions),
             "vocab_size": codes,
             "num_classes": weights["class_emb.weight"].shape[0],

@@ -32,7 +32,7 @@ from paradec.models.images.continuous import (
     TokenDistribution,
 )
 from paradec.models.images.grid import Grid
-from paradec.models.images.loading import find_files
+from paradec.models.images.loading import count_blocks, find_files
 from paradec.models.images.vq import KLDecoder, have_same_latents, load_kl
 from paradec.models.weights import read_weights
 
@@ -233,11 +233,9 @@ class MARModel(PictureModel, Adapter):
             labels = torch.cat((labels, torch.full_like(labels, module.classes)))
         buffer = query.kept is None or not query.keep_buffer
         tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
-        past = query.kept
-        encoded, encoder = module.encode(
-            tokens.to(module.mask_token.dtype), known, labels, None if past is None else past.encoder, buffer
-        )
-        decoded, decoder = module.decode(encoded, columns, targets, None if past is None else past.decoder, buffer)
+        past = (None, None) if query.kept is None else (query.kept.encoder, query.kept.decoder)
+        encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], buffer)
+        decoded, decoder = module.decode(encoded, columns, targets, past[1], buffer)
         index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
         conditions = decoded.gather(1, index)  # [R, W, width]
         noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
@@ -245,15 +243,12 @@ class MARModel(PictureModel, Adapter):
         output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
         parts = (part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance))
         distribution = TokenDistribution(*parts)
-        kept = None
-        if query.drop is not None:
-            kept = self._select_kept(encoder, decoder, repeat(query.drop), query.keep_buffer)
+        kept = None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
         return ContinuousAnswer(distribution.mean, conditions, kept, distribution)
 
-    def _select_kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
+    def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""
-        num_buffer = self.module.buffer
-        num_positions = self.module.positions
+        num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
         if keep_buffer:
@@ -271,11 +266,9 @@ class MARModel(PictureModel, Adapter):
         """Raise ValueError unless `draft` makes tokens that could be this model's."""
         draft_name, name = draft.facts.name, self.facts.name
         for field, unit in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
-            draft_count, count = getattr(draft.module, field), getattr(self.module, field)
-            if draft_count != count:
-                raise ValueError(
-                    f"draft {draft_name} has {draft_count} {unit}, {name} {count}; a draft model has as many"
-                )
+            size, count = getattr(draft.module, field), getattr(self.module, field)
+            if size != count:
+                raise ValueError(f"draft {draft_name} has {size} {unit}, {name} {count}; a draft model has as many")
         if draft.device != self.device:
             raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; put both on one")
         if self.vae is not None and draft.vae is not None and not have_same_latents(self.vae, draft.vae):
@@ -363,15 +356,10 @@ def read_sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
         "side": math.isqrt(positions),
         "channels": weights["z_proj.weight"].shape[1],
         "width": width,
-        "depth": _count(weights, "encoder_blocks"),
-        "decoder_depth": _count(weights, "decoder_blocks"),
+        "depth": count_blocks(weights, "encoder_blocks"),
+        "decoder_depth": count_blocks(weights, "decoder_blocks"),
         "classes": weights["class_emb.weight"].shape[0],
         "buffer": weights["encoder_pos_embed_learned"].shape[1] - positions,
-        "head_depth": _count(weights, "diffloss.net.res_blocks"),
+        "head_depth": count_blocks(weights, "diffloss.net.res_blocks"),
         "head_width": weights["diffloss.net.input_proj.weight"].shape[0],
     }
-
-
-def _count(weights: Mapping[str, Tensor], blocks: str) -> int:
-    indices = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
-    return 1 + max(map(int, indices), default=-1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.query import Query
+from paradec.models.images.blocks import widen
 from paradec.models.images.llamagen import (
     Block,
     Format,
@@ -55,8 +56,7 @@ class NAR(LlamaGen):
     def head(self, hidden: Tensor) -> Tensor:
         """[..., 2, dim] -> logits [..., 2, vocab_size] of the right and the lower neighbour, float32 or wider."""
         right, below = hidden.unbind(-2)
-        logits = torch.stack((self.output(right), self.medusa_output(below)), -2)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return widen(torch.stack((self.output(right), self.medusa_output(below)), -2))
 
 
 class NARModel(LlamaGenModel):

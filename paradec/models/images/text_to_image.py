@@ -90,16 +90,19 @@ class TextToImageModel(ImageModel):
                 raise ValueError(
                     f"negative_prompt has {len(uncond_rows)} entries for {len(rows)} prompts; give one or as many"
                 )
-        longest = max(map(len, rows + uncond_rows))
-        max_length = self.facts.max_length
+        self._check_prompts(rows + uncond_rows, grid)
+        batches = (rows, uncond_rows)
+        prompts = ([self._from_text_ids(row) for row in batch for _ in range(num_images)] for batch in batches)
+        return ImageRequest(self, *map(exact_prompts, prompts))
+
+    def _check_prompts(self, rows: list[list[int]], grid: Grid) -> None:
+        """Raise ValueError where a prompt and its picture are longer than the model takes."""
+        longest, max_length = max(map(len, rows)), self.facts.max_length
         if max_length is not None and longest + grid.length > max_length:
             raise ValueError(
                 f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} takes "
                 f"({max_length}); shorten the prompt, or give a smaller height or width"
             )
-        batches = (rows, uncond_rows)
-        prompts = ([self._from_text_ids(row) for row in batch for _ in range(num_images)] for batch in batches)
-        return ImageRequest(self, *map(exact_prompts, prompts))
 
     def _check_length(self, grid: Grid, scale: int) -> Grid:
         """The grid of tokens that are `scale` pixels long. Raises ValueError where the model takes fewer tokens."""

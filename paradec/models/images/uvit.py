@@ -26,7 +26,7 @@ from paradec.models.decoder import Decoder, keeps_hidden
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
-from paradec.models.images.loading import find_files
+from paradec.models.images.loading import count_blocks, find_files
 from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import read_weights
 
@@ -200,7 +200,7 @@ class UViTModel(Decoder):
         return self.module.head(hidden)
 
     def class_token(self, label: int) -> int:
-        """The id that asks for a class. Raises ValueError where there is no such class."""
+        """The id of a class. Raises ValueError for an unknown class."""
         check_int("label", label, low=0, high=self.module.classes - 1)
         return self.module.codebook_size + 1 + label
 
@@ -221,7 +221,7 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
         tokens, classes = (shapes[f"{part}.word_embeddings.weight"][0] for part in ("token_emb", "context_embed"))
     except KeyError as error:
         raise CheckpointError(f"{str(source)!r} does not hold a U-ViT's weights: {error} is missing") from None
-    depth = 2 * len({name.split(".")[1] for name in shapes if name.startswith("in_blocks.")})
+    depth = 2 * count_blocks(weights, "in_blocks")
     module = UViT(round(positions**0.5), tokens - 1, classes, width, depth, heads)
     check_fit(module.state_dict(), weights, str(source), "a U-ViT")
     module.load_state_dict(weights)
@@ -260,8 +260,8 @@ class MaskedImageModel(PictureModel, UViTModel):
     def prompts(self, class_labels: Any, num_images: int = 1) -> list[list[int]]:
         """Input ids: `num_images` rows of one class token for every label, copies side by side. Raises ValueError for
         no such class, TypeError for other than integers."""
-        labels = labels_of(class_labels, self.module.classes - 1)
-        return [[self.class_token(label)] for label in labels for _ in range(num_images)]
+        labels = labels_of(class_labels, self.module.classes - 1, num_images)
+        return [[self.class_token(label)] for label in labels]
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
         """As in the base class; samplers that choose a group's targets in a full step also get the cache "recap"."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -25,7 +24,7 @@ from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
-from paradec.models.images.loading import find_files
+from paradec.models.images.loading import count_blocks, find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
 from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED, read_weights
@@ -508,12 +507,10 @@ def read_network(
     weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
     if missing := [key for key in extra if key not in weights]:
         raise CheckpointError(f"{str(path)!r} holds no {kind}: {', '.join(missing)} missing")
-    stored_config = fields or metadata.get("config", {})
-    scales = scales or stored_config.get("scales") or stored_config.get("patch_nums")
+    config = fields or metadata.get("config", {})
+    scales = scales or config.get("scales") or config.get("patch_nums")
     try:
-        sizes = read_sizes(
-            sized(weights), scales, heads or stored_config.get("heads") or stored_config.get("num_heads")
-        )
+        sizes = read_sizes(sized(weights), scales, heads or config.get("heads") or config.get("num_heads"))
         module = network(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} holds no {kind}: {error} is missing") from error
@@ -548,10 +545,9 @@ def read_sizes(
     scale = weights.get("blocks.0.attn.scale_mul_1H11")
     if heads is None:
         heads = width // HEAD if scale is None else scale.shape[1]
-    matches = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     return {
         "scales": tuple(scales),
-        "depth": 1 + max((int(match[1]) for match in matches if match), default=-1),
+        "depth": count_blocks(weights, "blocks"),
         "width": width,
         "heads": heads,
         "classes": weights["class_emb.weight"].shape[0] - 1,

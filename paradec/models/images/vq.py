@@ -24,6 +24,7 @@ from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_do
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.images.loading import count_blocks
 from paradec.models.weights import read_weights
 
 
@@ -292,7 +293,7 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename a state dict in taming-transformers' names to those of `VQModel`; one that has these is returned. There,
     `decoder.up.0` is full resolution (here `conv_blocks` begin at the lowest), and blocks and the middle's three have
     other names."""
-    levels = 1 + max((int(m[1]) for m in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if m), default=-1)
+    levels = count_blocks(state, "decoder.up")
     middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
     renamed = {}
     for name, tensor in state.items():
@@ -304,10 +305,9 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of `VQConfig` that a decoder's weights tell: all but the codebook's and `norm_groups`. Raises KeyError
-    where a tensor is missing."""
-    matches = (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state)
-    levels = 1 + max((int(match[1]) for match in matches if match), default=0)
+    """Read the fields of `VQConfig` from a decoder's weights: all but the codebook's and `norm_groups`. Raises KeyError
+    for a missing tensor."""
+    levels = max(1, count_blocks(state, "decoder.conv_blocks"))  # without any, the next lines raise KeyError
     lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
     widths = [state[f"decoder.conv_blocks.{level}.res.0.conv1.weight"].shape[0] for level in range(levels)][::-1]
     return {
@@ -398,7 +398,7 @@ class KLDecoder(nn.Module):
 
 
 def have_same_latents(vae_a: KLDecoder, vae_b: KLDecoder) -> bool:
-    """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter."""
+    """Whether two decoders read the same latents, by their sizes and their first layer."""
     if vae_a is vae_b:
         return True
     if (vae_a.config, vae_a.latent_scale) != (vae_b.config, vae_b.latent_scale):
