@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import argmax
-from paradec.samplers.causal.gsd import around
+from paradec.samplers.causal.gsd import rank_window
 from paradec.samplers.distributions import (
     HEAD,
     ascending,
@@ -195,6 +195,6 @@ def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torc
         order = each.argsort(dim=-1, stable=True)
         rank = order.argsort(-1).gather(-1, token_ids)
         places = rank + torch.arange(-7, 7)
-        found = around(each, token_ids, 7)
+        found = rank_window(each, token_ids, 7)
         expected = (rank, places, order.gather(-1, places.clamp(0, size - 1)))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -34,8 +34,8 @@ from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
 from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.start import answer_starts, make_trace, new_tokens
 
-NAMED = {None: "random", "random": "random", "chain": "raster"}
-"""The orders (`paradec.core.orders`) that a request names."""
+ORDER_NAMES = {None: "random", "random": "random", "chain": "raster"}
+"""Orders (`paradec.core.orders`) by their names in a request."""
 
 
 def check(sampler: Any, model: Any) -> None:
@@ -63,30 +63,30 @@ def start(
     """Make the state of a request whose prompts hold masks.
 
     Args:
-        others: what means something to causal models alone. kind: of state.
+        others: arguments of causal models only; must be None. kind: of state.
 
     Raises:
         ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
     """
     facts = model.facts
-    if request.guidance_scale != 1 or any(other is not None for other in others):
+    if request.guidance_scale != 1 or any(value is not None for value in others):
         raise ValueError(
             f"guidance_scale={request.guidance_scale}: {facts.name}, a model of any order, has no unconditional branch "
             "and no grid; leave it at 1, negative_prompt and grid out"
         )
     mask = facts.mask_id
-    new = new_tokens(model, encoded.rows, request.max_new_tokens, mask, "mask")
-    rows = [[*row, *[mask] * new] for row in encoded.rows]
+    num_new = new_tokens(model, encoded.rows, request.max_new_tokens, mask, "mask")
+    rows = [[*row, *[mask] * num_new] for row in encoded.rows]
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
     shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
     state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
-    for row, places in enumerate(_orders(request.order, state.keys, undecided, model.first_place)):
-        state.order[row, : lengths[row]] = places
+    for row, positions in enumerate(_row_orders(request.order, state.keys, undecided, model.first_place)):
+        state.order[row, : lengths[row]] = positions
     state.known = np.array([(~row).sum() for row in undecided], np.int64)
-    state.committed, state.new = state.known.copy(), np.full(len(rows), new)
+    state.committed, state.new = state.known.copy(), np.full(len(rows), num_new)
     state.answer_start = answer_starts(rows, mask)
     state.reached = state.answer_start.copy()
     state.drafted[:] = 0  # none but the model makes the first drafts
@@ -102,51 +102,53 @@ def start(
     return state
 
 
-def _orders(asked: Any, keys: Tensor, undecided: list[np.ndarray], first: int) -> list[np.ndarray]:
+def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first_position: int) -> list[np.ndarray]:
     """The positions [n] of each row in order: the given ones, then the request's order. Raises ValueError for lists
     that are no orders of these rows.
 
     Args:
-        undecided: [n] bool of each row. first: the position that orders count from.
+        undecided: [n] bool of each row. first_position: the position that orders count from.
     """
-    sizes = np.array([len(row) - first for row in undecided])
-    if isinstance(asked, tuple):
-        places = _listed(asked, [row[first:] for row in undecided])
+    sizes = np.array([len(row) - first_position for row in undecided])
+    if isinstance(requested, tuple):
+        row_cells = _listed_orders(requested, [row[first_position:] for row in undecided])
     else:
-        order = asked if isinstance(asked, orders.Order) else orders.create(NAMED[asked])
-        places = [np.empty(0, np.int64)] * len(sizes)
+        order = requested if isinstance(requested, orders.Order) else orders.create(ORDER_NAMES[requested])
+        row_cells = [np.empty(0, np.int64)] * len(sizes)
         for size in {*sizes[sizes > 0].tolist()}:
             of_size = np.flatnonzero(sizes == size)
             cells = order.groups(1, size, keyed(keys[torch.as_tensor(of_size, device=keys.device)])).order
-            for number, cells_in_order in zip(of_size.tolist(), cells, strict=True):
-                places[number] = cells_in_order
+            for row_index, cells_in_order in zip(of_size.tolist(), cells, strict=True):
+                row_cells[row_index] = cells_in_order
     every_order: list[np.ndarray] = []
-    for row, cells_in_order in zip(undecided, places, strict=True):
-        before = np.flatnonzero(row[:first])
+    for row, cells_in_order in zip(undecided, row_cells, strict=True):
+        prefix = np.flatnonzero(row[:first_position])
         every_order.append(
-            np.concatenate((np.flatnonzero(~row), before, cells_in_order[row[first:][cells_in_order]] + first))
+            np.concatenate(
+                (np.flatnonzero(~row), prefix, cells_in_order[row[first_position:][cells_in_order]] + first_position)
+            )
         )
     return every_order
 
 
-def _listed(asked: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """The places of each row as a request lists them."""
-    lists = asked if asked and isinstance(asked[0], tuple) else (asked,) * len(undecided)
+def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
+    """The listed order of each row, checked."""
+    lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
         raise ValueError(f"order lists {len(lists)} orders for {len(undecided)} rows; give one, or one for each row")
-    for number, (places, row) in enumerate(zip(lists, undecided, strict=True)):
-        if sorted(places) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
+    for row_index, (cells, row) in enumerate(zip(lists, undecided, strict=True)):
+        if sorted(cells) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
             raise ValueError(
-                f"order={shown(list(places))} must list each of the {len(row)} places of row {number}, or each of its "
-                f"{row.sum()} undecided ones, once; places count from 0"
+                f"order={shown(list(cells))} must list each of the {len(row)} places of row {row_index}, or each of "
+                f"its {row.sum()} undecided ones, once; places count from 0"
             )
-    return [np.array(places, np.int64) for places in lists]
+    return [np.array(cells, np.int64) for cells in lists]
 
 
 def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
     """Runs of neighbours among ascending positions."""
-    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 @dataclass
@@ -161,7 +163,7 @@ class OrderedState(CausalState):
     new: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: masks that were put after the prompt."""
     reached: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: positions that have been looked at for what ends a text."""
+    """[B] int64 on the host: positions searched for an end of the text."""
     ahead: int = field(init=False)
     """Drafts of a step, where there are as many positions."""
 
@@ -210,7 +212,7 @@ class OrderedState(CausalState):
         """Positions and ranks that there are in any row; ranks from here on come around again."""
         return min(self.width, self.context.shape[1])
 
-    def places(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    def positions_of_ranks(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         return self.order[rows, ranks % self._period]
 
     def _ranks(self, rows: np.ndarray) -> np.ndarray:
@@ -235,17 +237,22 @@ class OrderedState(CausalState):
         what is undecided alone, wherever it is, and the last final token, which no call has seen."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
-        places = self.places(rows[:, None], self.committed[rows, None] + np.arange(self.width))
-        asked = (ranks >= begin[:, None]) & (ranks < self.length[rows, None])
-        count = asked.sum(1)
-        place_of = (~asked).argsort(1, kind="stable")[:, : count.max()]
-        valid = np.arange(place_of.shape[1]) < count[:, None]
+        slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))
+        is_evaluated = (ranks >= begin[:, None]) & (ranks < self.length[rows, None])
+        count = is_evaluated.sum(1)
+        column_positions = (~is_evaluated).argsort(1, kind="stable")[:, : count.max()]
+        valid = np.arange(column_positions.shape[1]) < count[:, None]
         # given positions come in the model's own order; those beyond the drafts are asked what they would be next
-        known = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
-        decided_at = np.where(known, ranks, -1)
-        column = np.clip(asked.cumsum(1) - 1, 0, None)
-        host = (place_of, np.take_along_axis(decided_at, place_of, 1), np.take_along_axis(column, places, 1), places)
-        positions, decided, wanted, slots = (torch.as_tensor(array, device=device) for array in host)
+        is_decided = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
+        decided_at = np.where(is_decided, ranks, -1)
+        column = np.clip(is_evaluated.cumsum(1) - 1, 0, None)
+        host = (
+            column_positions,
+            np.take_along_axis(decided_at, column_positions, 1),
+            np.take_along_axis(column, slot_positions, 1),
+            slot_positions,
+        )
+        positions, decided, wanted_columns, slots = (torch.as_tensor(array, device=device) for array in host)
         drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
         tokens = self.context[torch.as_tensor(rows, device=device)]
         slots, fed = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
@@ -255,7 +262,7 @@ class OrderedState(CausalState):
             rows=rows,
             tokens=tokens.gather(1, positions),
             positions=positions,
-            wanted=wanted,
+            wanted=wanted_columns,
             valid=None if valid.all() else torch.as_tensor(valid, device=device),
             decided_at=decided,
             forwarded=count,
@@ -264,17 +271,17 @@ class OrderedState(CausalState):
         )
         if store is None:
             return query
-        store_slots = torch.as_tensor(np.where(valid, place_of, -1), device=device)
+        store_slots = torch.as_tensor(np.where(valid, column_positions, -1), device=device)
         return query.but(store=StoreCall(torch.as_tensor(rows, device=device), store_slots, rows, step=self.commits))
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        ends = self.facts.eos_token_ids
-        if self.request.holes_eos_inf and ends:
-            start = torch.as_tensor(self.answer_start[rows, None], device=logits.device)
+        end_ids = self.facts.eos_token_ids
+        if self.request.holes_eos_inf and end_ids:
+            answer_start = torch.as_tensor(self.answer_start[rows, None], device=logits.device)
             is_end = torch.isin(
-                torch.arange(logits.shape[-1], device=logits.device), torch.tensor(ends).to(logits.device)
+                torch.arange(logits.shape[-1], device=logits.device), torch.tensor(end_ids).to(logits.device)
             )
-            logits = logits.masked_fill((positions < start).unsqueeze(-1) & is_end, -torch.inf)
+            logits = logits.masked_fill((positions < answer_start).unsqueeze(-1) & is_end, -torch.inf)
         return super().distribution(logits, rows, positions)
 
     def drafts_in(self, query: Any) -> np.ndarray:
@@ -284,22 +291,22 @@ class OrderedState(CausalState):
 
     def close(self, rows: np.ndarray) -> None:
         self.drafted[rows] = self.ahead
-        ends = self.facts.eos_token_ids if self.request.eos_early_stop else ()
-        if ends or self.stop_strings is not None:
-            self._end(rows, np.array(ends, np.int64))
+        end_ids = self.facts.eos_token_ids if self.request.eos_early_stop else ()
+        if end_ids or self.stop_strings is not None:
+            self._end_rows(rows, np.array(end_ids, np.int64))
         self._find_rows()
 
     def _find_rows(self) -> None:
         self.rows = np.flatnonzero((self.committed < self.length) & (self.end == self.length))
 
-    def _end(self, rows: np.ndarray, ends: np.ndarray) -> None:
+    def _end_rows(self, rows: np.ndarray, end_ids: np.ndarray) -> None:
         """End the rows whose text, from left to right, has come to one of the ids, or to a stop string."""
         canvas, final = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(), self.final(rows)
-        for number, row in enumerate(rows.tolist()):
-            text = canvas[number, self.reached[row] : final[number]]
+        for index, row in enumerate(rows.tolist()):
+            text = canvas[index, self.reached[row] : final[index]]
             if not len(text):
                 continue
-            is_end, begin, stop = np.isin(text, ends), self.reached[row : row + 1].copy(), NEVER
+            is_end, begin, stop = np.isin(text, end_ids), self.reached[row : row + 1].copy(), NEVER
             end = begin + (is_end.argmax() + 1 if is_end.any() else len(text))
             if self.stop_strings is not None:
                 stop = self.stop_strings.find_ends(np.array([row]), begin, text[None], end)[0]

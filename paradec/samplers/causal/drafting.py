@@ -20,9 +20,9 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
-from paradec.samplers.causal.drafts.source import DraftSource, drafts_left
+from paradec.samplers.causal.drafts.source import DraftSource, num_drafts_left
 from paradec.samplers.causal.drafts.stepwise import DraftChain, DraftLayers, GrownTree, RecurrentChain, StaticTree
-from paradec.samplers.causal.drafts.stopping import Unconfident, cut
+from paradec.samplers.causal.drafts.stopping import Unconfident, end_windows
 from paradec.samplers.causal.drafts.text import NamedDrafter, PromptLookup, TokenRecycling
 from paradec.samplers.causal.loop import CausalSampler, check_causal
 from paradec.samplers.causal.sjd import verify
@@ -40,10 +40,10 @@ from paradec.samplers.causal.trees import (
 )
 from paradec.samplers.causal.window import Verified, read_window
 
-FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
-"""How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
-PROBED = 256
-"""Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
+DRAFT_SOURCES: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
+"""Sources of drafters that fill a window by themselves, by `FeatureDrafter.fills`."""
+NUM_PROBES = 256
+"""Number of evenly spread ids that are compared between two vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class DraftingSampler(CausalSampler):
     tree: Any = None
 
     needs_drafter: ClassVar[bool] = False
-    """Whether nothing is drafted without one; else the sampler drafts for itself."""
+    """Whether a drafter is required; else the sampler drafts for itself."""
     window_drafters: ClassVar[bool] = False
-    """Whether drafters are taken that fill a window of their own size (`slots`) at once."""
+    """Whether drafters that fill a whole window of `slots` are accepted."""
     hits: ClassVar[bool] = True
-    """Whether a drawn token that equals a node leads on to it: see `paradec.samplers.causal.trees.walk`."""
+    """`hits` of `paradec.samplers.causal.trees.walk`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set("drafter", NamedDrafter.of(self.drafter))
         if isinstance(self.drafter, TokenRecycling):
-            self._take_tree(self.drafter)
+            self._use_drafter_tree(self.drafter)
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
@@ -85,7 +85,7 @@ class DraftingSampler(CausalSampler):
             Tree.of(self.tree)
             self._set("tree", hashable(self.tree))
         if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
-            self._set("drafter", _wrapped(self.drafter))
+            self._set("drafter", _wrap_drafter(self.drafter))
         if self.drafter_slots is not None:
             self._check_window_drafter()
         if self.drafter is not None and not self.is_named:
@@ -100,8 +100,8 @@ class DraftingSampler(CausalSampler):
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _take_tree(self, drafter: TokenRecycling) -> None:
-        """Take over the tree of a drafter that has one."""
+    def _use_drafter_tree(self, drafter: TokenRecycling) -> None:
+        """Use the tree of a drafter that has one."""
         if not self.window_drafters:
             raise ValueError(f"drafter={drafter.name!r} is not for {self.name!r}; give a causal model")
         tree = self.tree
@@ -110,8 +110,7 @@ class DraftingSampler(CausalSampler):
         self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
-        """Raise ValueError for a drafter that fills a window by itself, where that or another setting does not allow
-        it."""
+        """Raise ValueError for a drafter of whole windows that the sampler or a setting does not allow."""
         name = self.drafter.name if self.is_named else self.drafter.facts.name
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
@@ -130,7 +129,7 @@ class DraftingSampler(CausalSampler):
 
     @property
     def is_named(self) -> bool:
-        """Whether no model drafts; q are one-hot then."""
+        """Whether the drafter is not a model; then q is one-hot."""
         return isinstance(self.drafter, NamedDrafter)
 
     @property
@@ -157,17 +156,17 @@ class DraftingSampler(CausalSampler):
         if not self.is_named:
             check_vocabulary(model, self.drafter)
             self.bind_drafter(model)
-        for part in () if self.tree is None else (model,) if self.is_named else (model, self.drafter):
-            if not (part.supports_store and part.supports_visibility):
-                raise ValueError(f"tree={self.tree} needs models that run over a store; {part.facts.name} does not")
+        for network in () if self.tree is None else (model,) if self.is_named else (model, self.drafter):
+            if not (network.supports_store and network.supports_visibility):
+                raise ValueError(f"tree={self.tree} needs models that run over a store; {network.facts.name} does not")
 
     def bind_drafter(self, model: Any) -> Any:
-        """The drafter, over this request's model where it reads that one's features."""
+        """The drafter, bound to the request's model where it reads its features."""
         return self.drafter.bound(model) if self.reads_features else self.drafter
 
-    def num_slots(self, model: Any, new: int) -> int:
+    def num_slots(self, model: Any, num_new: int) -> int:
         if self.tree is None:
-            return super().num_slots(model, new) if self.drafter_slots is None else min(self.drafter_slots, new)
+            return super().num_slots(model, num_new) if self.drafter_slots is None else min(self.drafter_slots, num_new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
     def memory(self) -> dict[str, MemorySpec]:
@@ -182,7 +181,7 @@ class DraftingSampler(CausalSampler):
         return {name: specs[name] for name in ("drafts", "draft_distribution")} | more
 
     def tree_layout(self, state: CausalState) -> TreeLayout:
-        """Of the running rows' trees."""
+        """Layout of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
             return TreeLayout(state.drafting.parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
@@ -208,9 +207,9 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.tree, DynamicTree):
             drafting.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
         if self.reads_features:
-            state.drafted[:] = 0  # there is nothing yet that drafts could come from
-            if again := getattr(self.drafter, "reads_again", 0):
-                shape = (len(state.context), again, model.hidden_size)
+            state.drafted[:] = 0
+            if num_reread := getattr(self.drafter, "reads_again", 0):
+                shape = (len(state.context), num_reread, model.hidden_size)
                 drafting.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
         else:
             self.draft_next(state, state.rows, None)
@@ -225,25 +224,27 @@ class DraftingSampler(CausalSampler):
 
     def draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows. features: as in `DraftSource.fill`."""
-        going = np.flatnonzero(drafts_left(state, rows) > 0)
-        if not len(going) or state.width == 1:
+        active = np.flatnonzero(num_drafts_left(state, rows) > 0)
+        if not len(active) or state.width == 1:
             return
         if features is not None:
             state.drafted[rows] = ALL_SLOTS
-            every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
-            features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
-        rows = rows[going]
-        source, stop = self.source(state), getattr(self, "stop", None)
+            branch_offset = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
+            features = self.drafter.fused(
+                features[(branch_offset + torch.as_tensor(active, device=features.device)).flatten()]
+            )
+        rows = rows[active]
+        source, stop_rule = self.source(state), getattr(self, "stop", None)
         source.fill(state, rows, features)
-        if stop is not None and not isinstance(source, DraftChain):
-            cut(state, rows, stop)
+        if stop_rule is not None and not isinstance(source, DraftChain):
+            end_windows(state, rows, stop_rule)
 
     def source(self, state: CausalState) -> DraftSource:
         """Where the next drafts come from."""
         if self.is_named:
             return self.drafter
         if self.drafter_slots is not None:
-            return FILLS[self.drafter.fills]
+            return DRAFT_SOURCES[self.drafter.fills]
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
@@ -253,7 +254,7 @@ class DraftingSampler(CausalSampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """The drafts, and before them the final tokens that the store does not hold."""
+        """Evaluate the final tokens that are not stored, and the drafts."""
         if self.tree is None:
             queries = super().query(state)
         else:
@@ -272,7 +273,7 @@ class DraftingSampler(CausalSampler):
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
         if self.reads_features:  # the columns begin where it goes on
-            proposal.quantities["features"] = _side_by_side(state, queries)
+            proposal.quantities["features"] = _join_hidden(state, queries)
         return proposal
 
     def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
@@ -283,39 +284,39 @@ class DraftingSampler(CausalSampler):
         memory, guided = state.memory.read(rows), logits
         if state.constraint is not None:
             logits = state.constraint.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
-        every, places = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
+        row_index, node_positions = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
 
         def target(node: Tensor) -> Tensor:
-            place = places[every, node].unsqueeze(1)
-            return state.distribution(logits[every, node].unsqueeze(1), rows, place).squeeze(1)
+            position = node_positions[row_index, node].unsqueeze(1)
+            return state.distribution(logits[row_index, node].unsqueeze(1), rows, position).squeeze(1)
 
-        left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
+        remaining = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = real_nodes(state, tree, memory["drafts"])
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
         q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
-        walked = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
-        node = walked.nodes.clamp(min=0)
-        quantities = {"accepted": walked.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
+        result = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
+        node = result.nodes.clamp(min=0)
+        quantities = {"accepted": result.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if self.is_named:
             quantities |= {"node_logits": logits, "nodes": drafts}
-        quantities |= state.recorded(None, logits, guided, rows, places.gather(1, node), node)
+        quantities |= state.recorded(None, logits, guided, rows, node_positions.gather(1, node), node)
         if self.reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
-        available = torch.arange(tree.depth + 1, device=device) < left
-        return make_proposal(state, queries, walked.tokens, positions, walked.scores, available, quantities)
+        available = torch.arange(tree.depth + 1, device=device) < remaining
+        return make_proposal(state, queries, result.tokens, positions, result.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
-        """[branches * R, F, D]: of a tree's call, the hidden states of the prompts of rows that begin, and those of the
-        root and the accepted nodes [R, D + 1] of the others."""
-        fresh = state.drafted[state.rows] == 0
-        root = hidden.shape[1] - (1 if fresh.all() else state.width)
-        width = max(root + 1, node.shape[1]) if fresh.any() else node.shape[1]
+        """[branches * R, F, D]: hidden states of a tree's call: of prompts in a row's first step, else of the root and
+        the accepted nodes [R, D + 1]."""
+        is_first = state.drafted[state.rows] == 0
+        root = hidden.shape[1] - (1 if is_first.all() else state.width)
+        width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]
         lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
         of_prompts = torch.as_tensor(np.minimum(np.arange(width) + root + 1 - lengths, root), device=hidden.device)
         of_nodes = torch.nn.functional.pad(node + root, (0, max(width - node.shape[1], 0))).repeat(state.branches, 1)
-        begins = torch.as_tensor(np.tile(fresh, state.branches), device=hidden.device).unsqueeze(1)
-        return hidden.take_along_dim(torch.where(begins, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
+        is_prompt = torch.as_tensor(np.tile(is_first, state.branches), device=hidden.device).unsqueeze(1)
+        return hidden.take_along_dim(torch.where(is_prompt, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
         """As for all; a tree is verified when the step is proposed."""
@@ -327,22 +328,22 @@ class DraftingSampler(CausalSampler):
         return verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
 
 
-def _side_by_side(state: CausalState, queries: list[CausalQuery]) -> Tensor:
+def _join_hidden(state: CausalState, queries: list[CausalQuery]) -> Tensor:
     """[branches * R, F, D]: the hidden states of all queries' columns, in the order of the running rows."""
     hidden_states = [query.hidden for query in queries if query.hidden is not None]
     if len(hidden_states) == 1:
         return hidden_states[0]
     width, rows = max(hidden.shape[1] for hidden in hidden_states), len(state.rows)
-    every = hidden_states[0].new_zeros(state.branches * rows, width, hidden_states[0].shape[-1])
+    features = hidden_states[0].new_zeros(state.branches * rows, width, hidden_states[0].shape[-1])
     for query, hidden in zip(queries, hidden_states, strict=True):
         assert query.index is not None  # queries over a store have it
         branch_rows = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
-        every[torch.as_tensor(branch_rows, device=every.device), : hidden.shape[1]] = hidden
-    return every
+        features[torch.as_tensor(branch_rows, device=features.device), : hidden.shape[1]] = hidden
+    return features
 
 
-def _wrapped(module: nn.Module) -> Any:
-    """A causal language model of transformers, wrapped as a drafter."""
+def _wrap_drafter(module: nn.Module) -> Any:
+    """Wrap a causal language model of transformers as a drafter."""
     from paradec.models.wrapping import wrap
 
     try:
@@ -352,17 +353,17 @@ def _wrapped(module: nn.Module) -> Any:
 
 
 def check_vocabulary(model: Any, drafter: Any) -> None:
-    """Raise ValueError for vocabularies of other sizes, or tokenizers with other tokens for some of `PROBED` ids."""
-    size, other = model.facts.vocab_size, drafter.facts.vocab_size
-    if other != size:
+    """Raise ValueError for vocabularies of other sizes, or tokenizers that differ in some of `NUM_PROBES` ids."""
+    size, drafter_size = model.facts.vocab_size, drafter.facts.vocab_size
+    if drafter_size != size:
         raise ValueError(
-            f"drafter {drafter.facts.name} has a vocabulary of {other}, {model.facts.name} one of {size}; a drafter "
-            "must have the same"
+            f"drafter {drafter.facts.name} has a vocabulary of {drafter_size}, {model.facts.name} one of {size}; a "
+            "drafter must have the same"
         )
     tokenizer, other_tokenizer = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
     if tokenizer is None or other_tokenizer is None or tokenizer is other_tokenizer:
         return
-    for probe in range(0, size, max(1, size // PROBED)):
+    for probe in range(0, size, max(1, size // NUM_PROBES)):
         tokens = tokenizer.convert_ids_to_tokens(probe), other_tokenizer.convert_ids_to_tokens(probe)
         if tokens[0] != tokens[1]:
             raise ValueError(

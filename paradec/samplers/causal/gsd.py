@@ -18,7 +18,7 @@ EMBEDDED = 10_000
 """Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""
 
 
-def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
+def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rank of tokens [..., 1] in the order of p [..., V] (ties: lower id first), [..., 1]; the ranks from `half`
     before to half - 1 after, [..., 2 * half]; and the tokens there, clamped at the ends of the order."""
     ids = torch.arange(p.shape[-1], device=p.device)
@@ -30,7 +30,7 @@ def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor
     else:
         order = p.argsort(dim=-1, stable=True)
         rank = (order == tokens).int().argmax(-1, keepdim=True)
-    ranks = rank + torch.arange(-half, half, device=p.device)
+    ranks = rank + torch.arange(-half_width, half_width, device=p.device)
     return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
 
 
@@ -74,16 +74,16 @@ class GSD(SJD):
 
     def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""
-        half, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
-        rank, ranks, group = around(window.p, x, half)
-        inside, p = ranks < window.p.shape[-1], window.p.gather(-1, group)
-        member = inside & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
+        half_width, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
+        rank, ranks, group = rank_window(window.p, x, half_width)
+        in_range, p = ranks < window.p.shape[-1], window.p.gather(-1, group)
+        member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
-            near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
+            is_near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
             # the public code looks at the ids before it drops any by probability
-            far = ((group > EMBEDDED) & inside).any(-1, keepdim=True)
-            member &= near | far
+            has_large_id = ((group > EMBEDDED) & in_range).any(-1, keepdim=True)
+            member &= is_near | has_large_id
         member |= ranks == rank
         p_group = torch.where(member, p, 0).sum(-1)  # p(G)
-        q_group = torch.where(member, window.drafts.of(group), 0).sum(-1)  # q(G)
-        return torch.where(rank.squeeze(-1) < half, super().accept(window), (p_group / q_group).clamp(max=1))
+        q_group = torch.where(member, window.drafts.probability_of(group), 0).sum(-1)  # q(G)
+        return torch.where(rank.squeeze(-1) < half_width, super().accept(window), (p_group / q_group).clamp(max=1))

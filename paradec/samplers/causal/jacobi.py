@@ -22,7 +22,7 @@ from paradec.core.protocol import Proposal
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState
 from paradec.samplers.causal.trees import TreeLayout
-from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_fresh, guess_drafts
+from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_tokens, guess_drafts
 
 EARLY_EXITS = ("prefix", "published")
 
@@ -107,7 +107,7 @@ class Jacobi(SJD):
 
     def accept(self, window: DraftWindow) -> Tensor:
         """1 where the draft equals the token that this step draws, else 0."""
-        return (window.drafts.tokens == window.fresh).to(window.p.dtype)
+        return (window.drafts.tokens == window.sampled).to(window.p.dtype)
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class Jacobi(SJD):
                 "no key/value store; use 'prefix'"
             )
 
-    def num_slots(self, model: Any, new: int) -> int:
-        return super().num_slots(model, new) if self.group is None else min(self.group, new)
+    def num_slots(self, model: Any, num_new: int) -> int:
+        return super().num_slots(model, num_new) if self.group is None else min(self.group, num_new)
 
     def memory(self) -> dict[str, MemorySpec]:
         iteration = {} if self.group is None else {"iteration": MemorySpec((), torch.int64, reset="sequence")}
@@ -137,14 +137,14 @@ class Jacobi(SJD):
         verified = super().verify(state, proposal)
         if self.group is None:
             return verified
-        right, size = verified.accepted + 1, proposal.available.sum(1, keepdim=True)
-        closes = right == size
+        num_correct, size = verified.accepted + 1, proposal.available.sum(1, keepdim=True)
+        closes = num_correct == size
         if len(state.ends):
-            slot = torch.arange(state.width, device=right.device)
-            closes |= (torch.isin(verified.tokens, state.ends) & (slot < right)).any(1, keepdim=True)
-        last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
-        exits = right if self.early_exit == "prefix" else size
-        return verified._replace(accepted=torch.where(closes, right, torch.where(last, exits, 0)) - 1)
+            slot = torch.arange(state.width, device=num_correct.device)
+            closes |= (torch.isin(verified.tokens, state.ends) & (slot < num_correct)).any(1, keepdim=True)
+        is_last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
+        exits = num_correct if self.early_exit == "prefix" else size
+        return verified._replace(accepted=torch.where(closes, num_correct, torch.where(is_last, exits, 0)) - 1)
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         if self.group is not None:
@@ -154,10 +154,10 @@ class Jacobi(SJD):
         super().draft_window(state, proposal, verified, count)
 
     def guess(
-        self, state: CausalState, rows: np.ndarray, known: Tensor, tokens: Tensor, numbers: Tensor | None
+        self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         settings, from_text = (self.init, self.guess_distribution), self.group is not None
-        return guess_drafts(state, rows, known, tokens, numbers, *settings, from_text=from_text)
+        return guess_drafts(state, rows, num_known, tokens, uniform, *settings, from_text=from_text)
 
 
 @dataclass(frozen=True)
@@ -198,32 +198,32 @@ class NGramPool:
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         rows, memory = state.rows, state.memory.read(state.rows)
         index = torch.as_tensor(rows, device=state.context.device)
-        last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
-        branches = beginning_with(memory["pool"], last, self.pool, min(self.ngram, state.width) - 1)
-        root = torch.full_like(last, -1).unsqueeze(1)
+        last_token = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
+        branches = find_ngrams(memory["pool"], last_token, self.pool, min(self.ngram, state.width) - 1)
+        root = torch.full_like(last_token, -1).unsqueeze(1)
         return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """The branch that the model's draws follow longest. Quantities: "ngrams" [R, G, n], the step's."""
         rows, width, device = state.rows, state.width, p.device
-        tokens = draw_fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
+        tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = longest_path(tree, nodes, tokens)
-        drawn = tokens.gather(1, node)
+        sampled = tokens.gather(1, node)
         slots = torch.as_tensor(state.num_evaluated()[:, None], device=device)
         return Path(
             node,
             p.take_along_dim(node.unsqueeze(-1), 1),
-            drawn,
+            sampled,
             # each draft of the branch is what was drawn before it; after its end nothing is verified
-            torch.where(torch.arange(width, device=device) < depth, drawn, -1),
-            torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
+            torch.where(torch.arange(width, device=device) < depth, sampled, -1),
+            torch.zeros((*sampled.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
             {"ngrams": step_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
         )
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
         if "ngrams" in quantities:
             pool = state.memory.read(rows)["pool"]
-            state.memory.write("pool", rows, pool_with(pool, quantities["ngrams"]))
+            state.memory.write("pool", rows, add_ngrams(pool, quantities["ngrams"]))
 
 
 @lru_cache(maxsize=64)
@@ -231,12 +231,12 @@ def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
     """A chain of `width - 1` nodes below the root, and `branches` of `length` nodes."""
     parents = list(range(-1, width - 1))
     for branch in range(branches):
-        first = width + branch * length
-        parents += [0, *range(first, first + length - 1)]
+        first_node = width + branch * length
+        parents += [0, *range(first_node, first_node + length - 1)]
     return TreeLayout(torch.tensor([parents]), width - 1, branches + 1)
 
 
-def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
+def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
     """[R, count, length] int64: what follows a token in the newest n-grams that begin with it, -1 where there are
     fewer.
 
@@ -244,11 +244,11 @@ def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tens
         pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
     """
     size = pool.shape[1]
-    held = pool[:, :, 0] == token.unsqueeze(1)
+    matches = pool[:, :, 0] == token.unsqueeze(1)
     age = torch.arange(size, device=pool.device)
-    best = torch.where(held, age, size).topk(min(count, size), dim=1, largest=False, sorted=True)
-    tokens = pool[:, :, 1 : length + 1].take_along_dim(best.indices.unsqueeze(-1), 1)
-    tokens = tokens.masked_fill((best.values == size).unsqueeze(-1), -1)
+    newest = torch.where(matches, age, size).topk(min(count, size), dim=1, largest=False, sorted=True)
+    tokens = pool[:, :, 1 : length + 1].take_along_dim(newest.indices.unsqueeze(-1), 1)
+    tokens = tokens.masked_fill((newest.values == size).unsqueeze(-1), -1)
     return torch.nn.functional.pad(tokens, (0, 0, 0, count - tokens.shape[1]), value=-1)
 
 
@@ -261,18 +261,18 @@ def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) 
     """
     count = max(drafts.shape[1] - length + 1, 0)
     columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
-    inside = torch.arange(count, device=drafts.device) + length <= evaluated
-    return torch.stack(columns, -1).masked_fill(~inside.unsqueeze(-1), -1)
+    in_range = torch.arange(count, device=drafts.device) + length <= evaluated
+    return torch.stack(columns, -1).masked_fill(~in_range.unsqueeze(-1), -1)
 
 
-def pool_with(pool: Tensor, new: Tensor) -> Tensor:
+def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
     """The pool [R, S, n] with new n-grams [R, G, n] in front; each once, and the oldest go."""
-    every = torch.cat((new, pool), 1)
+    candidates = torch.cat((ngrams, pool), 1)
     # those of the pool are distinct already
-    again = (every.unsqueeze(2) == new.unsqueeze(1)).all(-1).tril(-1).any(-1)
-    gone = again | (every < 0).any(-1)
-    order = gone.long().sort(dim=1, stable=True).indices
-    return every.masked_fill(gone.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
+    is_repeated = (candidates.unsqueeze(2) == ngrams.unsqueeze(1)).all(-1).tril(-1).any(-1)
+    dropped = is_repeated | (candidates < 0).any(-1)
+    order = dropped.long().sort(dim=1, stable=True).indices
+    return candidates.masked_fill(dropped.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
 
 
 def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,10 +286,10 @@ def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tens
             chain.
     """
     ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
-    drawn = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
-    drawn[:, 0] = True
-    right = ~(~drawn.unsqueeze(1) & ancestors).any(-1)
-    depth, node = torch.where(right, depths, -1).max(1, keepdim=True)
+    matches = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
+    matches[:, 0] = True
+    is_correct = ~(~matches.unsqueeze(1) & ancestors).any(-1)
+    depth, node = torch.where(is_correct, depths, -1).max(1, keepdim=True)
     slot = torch.arange(tree.depth + 1, device=drafts.device)
     path = ancestors[0][node.squeeze(1)].unsqueeze(1) & (depths.unsqueeze(1) == slot.unsqueeze(-1))
     return depth, torch.where(slot <= depth, path.int().argmax(-1), slot)

@@ -23,23 +23,25 @@ def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
     where there are no more. codes: [V, d], NaN rows for tokens that have no code."""
     distance = torch.cdist(codes[tokens.reshape(-1)], codes).nan_to_num(nan=torch.inf)
     distance.scatter_(1, tokens.reshape(-1, 1), torch.inf)
-    near = distance.topk(min(count, len(codes) - 1), largest=False)
-    return near.indices.masked_fill(near.values.isinf(), -1).unflatten(0, tokens.shape)
+    nearest = distance.topk(min(count, len(codes) - 1), largest=False)
+    return nearest.indices.masked_fill(nearest.values.isinf(), -1).unflatten(0, tokens.shape)
 
 
-def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
+def relaxed_probability(
+    p: Tensor, x: Tensor, neighbour_ids: Tensor, additive: bool, bound: float
+) -> tuple[Tensor, Tensor]:
     """m(x): a token's probability plus that of its neighbours, nearest first, as long as these stay within a limit
     together. Returns it, [...], and whether any neighbour was taken.
 
     Args:
-        p: [..., V]. x: [...]. near: [..., K], -1 where there is none.
+        p: [..., V]. x: [...]. neighbour_ids: [..., K], -1 where there is none.
         additive: the limit is `bound`; else (bound - 1) p(x).
     """
     p_x = probability(p, x)
-    share = p.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
+    mass = p.gather(-1, neighbour_ids.clamp(min=0)).masked_fill(neighbour_ids < 0, 0).cumsum(-1)
     limit = torch.full_like(p_x, bound) if additive else (bound - 1) * p_x
-    within = (near >= 0) & (share <= limit.unsqueeze(-1))  # the shares grow, so these come first
-    return p_x + share.masked_fill(~within, 0).amax(-1), within.any(-1)
+    in_limit = (neighbour_ids >= 0) & (mass <= limit.unsqueeze(-1))  # the shares grow, so these come first
+    return p_x + mass.masked_fill(~in_limit, 0).amax(-1), in_limit.any(-1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Lantern(DraftingSampler, SJD):
         return accept_near(window, self.k, True, self.delta)
 
     def node_rule(self, state: CausalState) -> NodeRule:
-        return rule_of_nodes(state, self.tree, self.k, True, self.delta)
+        return make_node_rule(state, self.tree, self.k, True, self.delta)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class LanternPlusPlus(DraftingSampler, SJD):
         return accept_near(window, self.k, False, self.lam)
 
     def node_rule(self, state: CausalState) -> NodeRule:
-        return rule_of_nodes(state, self.tree, self.k, False, self.lam)
+        return make_node_rule(state, self.tree, self.k, False, self.lam)
 
 
 def check_settings(sampler: DraftingSampler, k: int, delta: float) -> None:
@@ -142,16 +144,16 @@ def check_settings(sampler: DraftingSampler, k: int, delta: float) -> None:
 
 
 def accept_near(window: DraftWindow, k: int, additive: bool, bound: float) -> Tensor:
-    """min(1, m(x) / q(x)) of the drafts x, [R, W]; see `relaxed`."""
+    """min(1, m(x) / q(x)) of the drafts x, [R, W]; see `relaxed_probability`."""
     assert window.embeddings is not None  # `compared_embeddings` has seen to it
     x = window.drafts.tokens
     # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
-    near = neighbours(window.embeddings, x, k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
-    mass, _ = relaxed(window.p, x, near, additive, bound)
-    return (mass / window.drafts.of_drafts()).clamp(max=1)  # min(1, m(x) / q(x))
+    neighbour_ids = neighbours(window.embeddings, x, k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
+    mass, _ = relaxed_probability(window.p, x, neighbour_ids, additive, bound)
+    return (mass / window.drafts.draft_probability()).clamp(max=1)  # min(1, m(x) / q(x))
 
 
-def rule_of_nodes(state: CausalState, tree: Any, k: int, additive: bool, bound: float) -> NodeRule:
+def make_node_rule(state: CausalState, tree: Any, k: int, additive: bool, bound: float) -> NodeRule:
     """How the nodes of a tree are drawn and verified."""
     assert state.embeddings is not None  # likewise
     # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
@@ -167,35 +169,37 @@ class NodeRule(Sequential):
     + 1 neighbours along; where nothing is left every token is equally likely, as in that code.
 
     Args:
-        codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
-        drawn: whether the drafts were drawn.
+        codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed_probability`.
+        sampled: whether the drafts were drawn.
         allowed: [V] bool: the tokens that are likely where nothing is left (that code: all); None is all.
     """
 
     distinct = True
 
-    def __init__(self, codes: Tensor, k: int, additive: bool, bound: float, drawn: bool, allowed: Tensor | None = None):
-        self.codes, self.k, self.additive, self.bound, self.drawn = codes, k, additive, bound, drawn
+    def __init__(
+        self, codes: Tensor, k: int, additive: bool, bound: float, sampled: bool, allowed: Tensor | None = None
+    ):
+        self.codes, self.k, self.additive, self.bound, self.sampled = codes, k, additive, bound, sampled
         floor = torch.ones((), device=codes.device) if allowed is None else allowed
         self.floor = floor.to(codes.dtype)
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        rule = WithoutReplacement() if self.drawn else Naive()
+        rule = WithoutReplacement() if self.sampled else Naive()
         return rule.children(q, count, uniform)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mass, gone = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
+        mass, removed = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
         if self.k:
-            near = neighbours(self.codes, x, self.k + 1)
-            mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
-            gone = torch.where(any_near.unsqueeze(1), near, -1)
-        if not self.drawn:
-            return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), gone)), q
+            neighbour_ids = neighbours(self.codes, x, self.k + 1)
+            mass, any_near = relaxed_probability(p, x, neighbour_ids[..., : self.k], self.additive, self.bound)
+            removed = torch.where(any_near.unsqueeze(1), neighbour_ids, -1)
+        if not self.sampled:
+            return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), removed)), q
         q_x = probability(q, x)
         possible = (q_x > 0).unsqueeze(1)
-        left = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
-        rest = torch.where(possible, self._or_uniform((p - without(q, gone)).clamp(min=0)), p)
-        return torch.where(q_x > 0, mass / q_x, 0), rest, left
+        next_q = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
+        next_p = torch.where(possible, self._or_uniform((p - without(q, removed)).clamp(min=0)), p)
+        return torch.where(q_x > 0, mass / q_x, 0), next_p, next_q
 
     def _or_uniform(self, weights: Tensor) -> Tensor:
         """weights [R, V] of sum 1, all allowed tokens alike where there are none."""

@@ -43,9 +43,8 @@ WINDOW = 16
 class CausalSampler(Sampler):
     """Base of the methods for causal models. A subclass implements `verify`, mostly by `accept`, and `draft_window`.
 
-    Every draft carries the distribution q that it was drawn from. So the output has the distribution of token-by-token
-    decoding whenever `accept` is min(1, p / q); temperature, top-k, top-p, guidance and structure make p, and are never
-    applied again.
+    Every draft carries the distribution q that it was drawn from. The output has the distribution of token-by-token
+    decoding if `accept` is min(1, p / q). Temperature, top-k, top-p, guidance and structure are part of p.
 
     Args:
         window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
@@ -76,11 +75,11 @@ class CausalSampler(Sampler):
     # ---- the method -----------------------------------------------------------------------------------------------
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """The method's decision: the probability [R, W] that each draft is accepted, given that those before it are."""
+        """Return the probability [R, W] that each draft is accepted if all before it are."""
         raise NotImplementedError
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
-        """The tokens of the window, and how many drafts before them are accepted."""
+        """Return the window's tokens and the number of accepted drafts."""
         raise NotImplementedError
 
     def open(self, state: CausalState, model: Any) -> None:
@@ -88,22 +87,22 @@ class CausalSampler(Sampler):
         raise NotImplementedError
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
-        """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
+        """Draft the next window of the proposal's rows, `count` [R, 1] tokens further on."""
         raise NotImplementedError
 
     @property
     def branches(self) -> Branches | None:
-        """Further drafts beside the window."""
+        """Further drafts, verified in the same forward."""
         return None
 
     @property
     def compared_by(self) -> str:
-        """What `accept` compares the model's tokens by: "token_embeddings", "codebook" or nothing."""
+        """Vectors that `accept` compares tokens by: "token_embeddings", "codebook" or ""."""
         return ""
 
-    def num_slots(self, model: Any, new: int) -> int:
-        """Slots of a row's window, for an answer of `new` tokens."""
-        return min(self.window or WINDOW, new)
+    def num_slots(self, model: Any, num_new: int) -> int:
+        """Slots of a row's window, for an answer of `num_new` tokens."""
+        return min(self.window or WINDOW, num_new)
 
     def memory(self) -> dict[str, MemorySpec]:
         return {
@@ -169,7 +168,7 @@ class CausalSampler(Sampler):
             raise ValueError(f"order={shown(request.order)} has no meaning for {facts.name}: its order is the text's")
         prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
-        new = num_new_tokens(model, grid, request.max_new_tokens)
+        num_new = num_new_tokens(model, grid, request.max_new_tokens)
         contexts, shift = prompts, np.zeros((1, len(prompts)), np.int64)
         if request.guidance_scale != 1:
             negative = negative_rows(model, prompts, negative_prompt)
@@ -179,12 +178,12 @@ class CausalSampler(Sampler):
                 raise ValueError(f"{facts.name} takes no padding: negative_prompt must be as long as the prompt")
         elif negative_prompt is not None:
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
-        longest = int((lengths + shift).max()) + new
-        facts.check_length(longest, new)
-        width = self.num_slots(model, new)
-        state = self.make_state(model, request, encoded, contexts, shift, lengths, lengths + new, width, grid)
+        longest = int((lengths + shift).max()) + num_new
+        facts.check_length(longest, num_new)
+        width = self.num_slots(model, num_new)
+        state = self.make_state(model, request, encoded, contexts, shift, lengths, lengths + num_new, width, grid)
         state.store = model.make_store(len(contexts), longest) if model.supports_store else None
-        filled = [[(length, length + new)] for length in lengths.tolist()]
+        filled = [[(length, length + num_new)] for length in lengths.tolist()]
         state.trace = make_trace(self, request, state.canvas, state.length, score="probability", filled=filled)
         state.embeddings = compared_embeddings(self, model)
         self.open(state, model)
@@ -259,10 +258,10 @@ class CausalSampler(Sampler):
             return [step_query(state, tree, real_nodes(state, tree, self.branches.nodes(state, tree)))]
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
-        fresh = state.row_step[rows] == 0
-        begin = np.where(fresh, state.reused[rows], committed - 1)
+        is_first = state.row_step[rows] == 0
+        begin = np.where(is_first, state.reused[rows], committed - 1)
         stop = committed - 1 + state.num_evaluated()
-        spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, is_first)
         return state.calls(state.store, state.pads, spans)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
@@ -291,7 +290,7 @@ class CausalSampler(Sampler):
         selected = torch.arange(verified.tokens.shape[1], device=count.device) < count
         state.write(proposal.positions, rows, torch.where(selected, verified.tokens, -1))
         state.committed[rows] += num_final
-        logprobs = self._note(state, proposal, verified.tokens, selected)
+        logprobs = self._record_logprobs(state, proposal, verified.tokens, selected)
         state.count(proposal.cost)
         state.row_step[rows] += 1
         state.commits += 1
@@ -301,25 +300,26 @@ class CausalSampler(Sampler):
         scores = proposal.scores if p is None else probability(p, verified.tokens)
         return Commit(rows, verified.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
 
-    def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
-        """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
-        proposal has them of the whole vocabulary in "log_p" [R, W, V], for rollouts "logits"."""
+    def _record_logprobs(
+        self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor
+    ) -> StepLogProbs | None:
+        """Record log-probabilities and the rollout of the `selected` [R, W] tokens [R, W], if requested."""
         if state.rollout is not None:
             state.rollout.record_causal(state, proposal, tokens, selected)
         if state.logprobs is None:
             return None
-        found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
-        state.logprobs.write(proposal.rows, proposal.positions, selected, found, state.row_step[proposal.rows])
-        return found
+        step_logprobs = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
+        state.logprobs.write(proposal.rows, proposal.positions, selected, step_logprobs, state.row_step[proposal.rows])
+        return step_logprobs
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
-        """As for all; and the drafts that are evaluated, from windows as well as trees."""
+        """Add the evaluated drafts, of windows and trees."""
         notes, rows = super().observe(state, proposal), proposal.rows
         if state.drafting is not None:
             notes.draft_nfe = state.draft_nfe.tolist()
         notes.drafts, notes.blocks = set(), [None] * state.batch
-        ends = np.minimum(proposal.positions.amax(1).cpu().numpy() + 1, state.length[rows])
-        for row, first, last in zip(rows.tolist(), state.final(rows).tolist(), ends.tolist(), strict=True):
+        window_ends = np.minimum(proposal.positions.amax(1).cpu().numpy() + 1, state.length[rows])
+        for row, first, last in zip(rows.tolist(), state.final(rows).tolist(), window_ends.tolist(), strict=True):
             notes.blocks[row] = (first, last)
         for query in proposal.cost.queries:
             count = len(query.rows)
@@ -327,7 +327,9 @@ class CausalSampler(Sampler):
             if query.valid is not None:
                 drafted &= query.valid[:count].cpu().numpy()
             index, column = drafted.nonzero()
-            positions, tokens = (part[:count].cpu().numpy()[index, column] for part in (query.positions, query.tokens))
+            positions, tokens = (
+                tensor[:count].cpu().numpy()[index, column] for tensor in (query.positions, query.tokens)
+            )
             rows = query.rows[index]
             notes.drafts.update(zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True))
         return notes
@@ -346,15 +348,15 @@ def check_causal(name: str, model: Any) -> None:
         )
 
 
-def num_new_tokens(model: Any, grid: Grid | None, asked: int | None) -> int:
-    """Tokens of the answer: the grid's, or those that are asked for."""
+def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) -> int:
+    """Number of new tokens: the grid's, or `max_new_tokens`."""
     if grid is not None:
-        if asked is not None and asked != grid.length:
-            raise ValueError(f"max_new_tokens={shown(asked)}: the grid has {grid.length} tokens; leave it out")
+        if max_new_tokens is not None and max_new_tokens != grid.length:
+            raise ValueError(f"max_new_tokens={shown(max_new_tokens)}: the grid has {grid.length} tokens; leave it out")
         return grid.length
-    new = model.default_max_new_tokens if asked is None else asked
-    check_int("max_new_tokens", new, low=1)
-    return int(new)
+    num_new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+    check_int("max_new_tokens", num_new, low=1)
+    return int(num_new)
 
 
 def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
@@ -380,7 +382,7 @@ def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Te
 
 
 def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
-    """[V, d]: what `accept` compares the model's tokens by, if it does (`CausalSampler.compared_by`)."""
+    """[V, d]: vectors of the tokens (`CausalSampler.compared_by`), or None."""
     if not (source := sampler.compared_by):
         return None
     embeddings: Tensor | None = getattr(model, source, lambda: None)()
@@ -398,8 +400,9 @@ def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
 
 
 def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Count the tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which
-    `count` [R, 1] are good; end rows with an end token or a stop string.
+    """Count each row's new final tokens, [R, 1] on the device and [R] on the host, and end rows.
+
+    Rows end at an end token or a stop string among the first `count` [R, 1] of tokens [R, W].
 
     Raises:
         FloatingPointError: NaN or infinite logits. Nothing is final then.
@@ -411,8 +414,8 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
         ended = is_end.any(1, keepdim=True)
         count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
     # a distribution without an allowed token is NaN, whatever the others' logits
-    healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
-    broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
+    is_finite = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
+    broken = ~(is_finite[0].all(1, keepdim=True) & is_finite[1].all(1, keepdim=True))
     columns = [count, ended, broken]
     if state.drafting is not None and state.drafting.broken is not None:
         columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].unsqueeze(1))

@@ -23,8 +23,8 @@ from paradec.core.protocol import Proposal, Sampler
 from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.drafts.block import in_turn
-from paradec.samplers.causal.drafts.source import checked, write_drafts
+from paradec.samplers.causal.drafts.block import draft_in_order
+from paradec.samplers.causal.drafts.source import record_broken, write_drafts
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
@@ -77,7 +77,7 @@ class SelfSpeculative(CausalSampler):
         """min(1, p(x) / q(x)), or whether the token drawn from p is the draft."""
         if self.rule == "ratio":
             return window.ratio().clamp(max=1)
-        return (window.fresh == window.drafts.tokens).to(window.p.dtype)
+        return (window.sampled == window.drafts.tokens).to(window.p.dtype)
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -105,10 +105,10 @@ class SelfSpeculative(CausalSampler):
         if self.adapter and (own_drafts is None or own_drafts.adapter is None):
             raise ValueError(f"adapter=True: {facts.name} has no adapter for drafts")
 
-    def num_slots(self, model: Any, new: int) -> int:
+    def num_slots(self, model: Any, num_new: int) -> int:
         own_drafts = getattr(model, "own_drafts", None)
         block = model.facts.block_length if own_drafts is None else own_drafts.block_length
-        return min(self.window or block, new)
+        return min(self.window or block, num_new)
 
     def open(self, state: CausalState, model: Any) -> None:
         """Draft nothing: the first step evaluates the prompt. Raises ValueError for a prompt with masks."""
@@ -124,7 +124,7 @@ class SelfSpeculative(CausalSampler):
         """As for all; of block-causal models the tokens, and masks beside them."""
         if state.facts.topology != "block_causal":
             return super().query(state)
-        return verifying(state, state.num_evaluated())
+        return verify_queries(state, state.num_evaluated())
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         notes, mask = super().observe(state, proposal), state.facts.mask_token_id
@@ -146,8 +146,8 @@ class SelfSpeculative(CausalSampler):
 
 @dataclass(frozen=True)
 class OwnBlock:
-    """A window of masks after the last final token, which the model fills over its own store without writing to it.
-    Each mask's logits are its q: drafts are drawn independently of each other.
+    """Fill a window of masks after the last final token, over the model's store, without writing to it. Each mask's
+    logits are its q: drafts are drawn independently.
 
     Args:
         threshold: None fills it in one call; else in each call the masks whose token has at least this probability, and
@@ -163,39 +163,39 @@ class OwnBlock:
         if self.threshold is None:
             positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
             if state.constraint is None:
-                q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
+                q = record_broken(state.drafting, rows, state.distribution(logits, rows, positions))
                 drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
             else:
-                drafts, q = in_turn(state, rows, positions, lambda at, before: logits[:, at])
+                drafts, q = draft_in_order(state, rows, positions, lambda slot, _: logits[:, slot])
         else:
-            drafts = self._one_by_one(state, rows, masks)
+            drafts = self._fill_by_confidence(state, rows, masks)
         write_drafts(state, rows, drafts, q)
         state.drafted[rows] = state.width - 1
         if state.constraint is not None:
             state.constraint.put_certain(state, rows)
 
-    def _one_by_one(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
-        """Tokens [R, W - 1] in the place of masks, those that are surest first."""
+    def _fill_by_confidence(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """Fill masks [R, W - 1] over several calls, the most confident first."""
         assert self.threshold is not None
-        left, tokens = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
-        while len(going := np.flatnonzero(left.any(1).cpu().numpy())):
-            index = torch.as_tensor(going, device=tokens.device)
-            logits = self._logits(state, rows[going], tokens[index])
-            positions = state.positions(rows[going])[:, :-1]
-            q = checked(state.drafting, rows[going], state.distribution(logits, rows[going], positions))
-            drawn = draw(q, state.uniform(rows[going], positions, 1, DRAFT_STREAM).squeeze(-1))
-            sure = probability(logits.double().softmax(-1), drawn).masked_fill(~left[index], -1)
-            write = (sure >= self.threshold) | (sure == sure.amax(1, keepdim=True))
-            write &= left[index]
-            tokens[index] = torch.where(write, drawn, tokens[index])
-            left[index] &= ~write
+        is_masked, tokens = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
+        while len(active := np.flatnonzero(is_masked.any(1).cpu().numpy())):
+            index = torch.as_tensor(active, device=tokens.device)
+            logits = self._logits(state, rows[active], tokens[index])
+            positions = state.positions(rows[active])[:, :-1]
+            q = record_broken(state.drafting, rows[active], state.distribution(logits, rows[active], positions))
+            sampled = draw(q, state.uniform(rows[active], positions, 1, DRAFT_STREAM).squeeze(-1))
+            confidence = probability(logits.double().softmax(-1), sampled).masked_fill(~is_masked[index], -1)
+            selected = (confidence >= self.threshold) | (confidence == confidence.amax(1, keepdim=True))
+            selected &= is_masked[index]
+            tokens[index] = torch.where(selected, sampled, tokens[index])
+            is_masked[index] &= ~selected
         return tokens
 
     def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Guided logits [R, W - 1, V] of the window, of which tokens [R, W - 1] are known so far."""
         drafting = state.drafting
         model: Any = drafting.model
-        query = _drafting(state, rows, tokens)
+        query = _draft_query(state, rows, tokens)
         own_drafts = getattr(model, "own_drafts", None)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -206,22 +206,24 @@ class OwnBlock:
         return read_logits(state, [logits], [query])
 
 
-def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
+def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
     """The last final token and the window's tokens [R, W - 1], which see each other and all final tokens in the store.
     The window is evaluated whole, also past a row's end, so that drafts do not depend on where a row ends."""
-    device, every = state.context.device, state.every(rows)
-    last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
-    row_index, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
-    known = state.context[row_index, torch.as_tensor(last, device=device)].unsqueeze(1)
+    device, store_rows = state.context.device, state.context_rows(rows)
+    last_position = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
+    row_index, position = torch.as_tensor(store_rows, device=device), last_position[:, None] + np.arange(state.width)
+    last_token = state.context[row_index, torch.as_tensor(last_position, device=device)].unsqueeze(1)
     # where the model predicts shifted, the last final token's row is the first draft's
-    first = 0 if _shifted_blocks(state) else 1
-    wanted = torch.arange(first, first + state.width - 1, device=device).expand(len(every), -1)
+    first_column = 0 if _shifted_blocks(state) else 1
+    wanted_columns = torch.arange(first_column, first_column + state.width - 1, device=device).expand(
+        len(store_rows), -1
+    )
     return VisibleQuery(
         rows=rows,
-        tokens=torch.cat((known, tokens.repeat(state.branches, 1)), 1),
+        tokens=torch.cat((last_token, tokens.repeat(state.branches, 1)), 1),
         positions=torch.as_tensor(position, device=device),
-        wanted=wanted,
-        store=StoreCall(row_index, None, every, int(last.max()), step=state.commits),
+        wanted=wanted_columns,
+        store=StoreCall(row_index, None, store_rows, int(last_position.max()), step=state.commits),
         branches=state.branches,
         forwarded=np.full(len(rows), state.width),
         index=np.arange(len(rows)),
@@ -230,11 +232,11 @@ def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQue
 
 
 def _shifted_blocks(state: CausalState) -> bool:
-    """Whether masks are predicted by the row before theirs: block-causal models that were made of causal ones."""
+    """Whether masks are predicted one position to the left: block-causal models made from causal ones."""
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
 
 
-def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
+def verify_queries(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
     """Verify the running rows' windows on a block-causal model with blocks of one: final tokens not yet stored and
     drafts, causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model
     predicts shifted, the tokens answer for themselves.
@@ -242,45 +244,49 @@ def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
     Args:
         evaluated: [R] int64: slots of each row's window.
     """
-    fresh = state.row_step[state.rows] == 0  # prompts have a call of their own
+    is_first = state.row_step[state.rows] == 0  # prompts have a call of their own
     return [
-        _verifying(state, chosen, evaluated[chosen])
-        for chosen in (np.flatnonzero(fresh), np.flatnonzero(~fresh))
-        if len(chosen)
+        _verify_query(state, group, evaluated[group])
+        for group in (np.flatnonzero(is_first), np.flatnonzero(~is_first))
+        if len(group)
     ]
 
 
-def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
+def _verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
     rows, device = state.rows[index], state.context.device
-    every, shift, count = state.every(rows), state.shift[:, rows], np.tile(evaluated, state.branches)[:, None]
-    last = (state.committed[rows] - 1 + shift).reshape(-1, 1)
+    store_rows, shift, count = (
+        state.context_rows(rows),
+        state.shift[:, rows],
+        np.tile(evaluated, state.branches)[:, None],
+    )
+    last_position = (state.committed[rows] - 1 + shift).reshape(-1, 1)
     begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
-    column = begin + np.arange(int((last + count - begin).max()))
+    column = begin + np.arange(int((last_position + count - begin).max()))
     masks = 0 if _shifted_blocks(state) else int(count.max())
     slot = np.arange(masks)
-    position = np.concatenate((column, last + 1 + slot[None]), 1)
-    valid = np.concatenate((column < last + count, np.broadcast_to(slot < count, (len(every), masks))), 1)
-    of_masks = np.arange(position.shape[1]) >= column.shape[1]
-    sees = (position[:, :, None] - of_masks[:, None] >= position[:, None, :]) & ~of_masks
-    sees |= np.eye(len(of_masks), dtype=bool)
-    row_index = torch.as_tensor(every, device=device)
+    position = np.concatenate((column, last_position + 1 + slot[None]), 1)
+    valid = np.concatenate((column < last_position + count, np.broadcast_to(slot < count, (len(store_rows), masks))), 1)
+    is_mask = np.arange(position.shape[1]) >= column.shape[1]
+    visible = (position[:, :, None] - is_mask[:, None] >= position[:, None, :]) & ~is_mask
+    visible |= np.eye(len(is_mask), dtype=bool)
+    row_index = torch.as_tensor(store_rows, device=device)
     drafted = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
-    ahead = torch.as_tensor(column - last - 1, device=device)
-    final = state.context[row_index.unsqueeze(1), torch.as_tensor(np.minimum(column, last), device=device)]
-    tokens = torch.where(ahead < 0, final, drafted.gather(1, ahead.clamp(0, drafted.shape[1] - 1)))
-    first = column.shape[1] if masks else last - begin
-    wanted = first + np.minimum(np.arange(state.width), count - 1)
+    draft_slot = torch.as_tensor(column - last_position - 1, device=device)
+    final = state.context[row_index.unsqueeze(1), torch.as_tensor(np.minimum(column, last_position), device=device)]
+    tokens = torch.where(draft_slot < 0, final, drafted.gather(1, draft_slot.clamp(0, drafted.shape[1] - 1)))
+    first_column = column.shape[1] if masks else last_position - begin
+    wanted_columns = first_column + np.minimum(np.arange(state.width), count - 1)
     return VisibleQuery(
         rows=rows,
-        tokens=torch.cat((tokens, tokens.new_full((len(every), masks), state.facts.mask_id)), 1),
+        tokens=torch.cat((tokens, tokens.new_full((len(store_rows), masks), state.facts.mask_id)), 1),
         positions=torch.as_tensor(position, device=device),
-        wanted=torch.as_tensor(wanted, device=device),
+        wanted=torch.as_tensor(wanted_columns, device=device),
         valid=torch.as_tensor(valid, device=device),
-        visible=torch.as_tensor(sees, device=device),
+        visible=torch.as_tensor(visible, device=device),
         store=StoreCall(
             row_index,
-            torch.as_tensor(np.where(valid & ~of_masks, position, -1), device=device),
-            every,
+            torch.as_tensor(np.where(valid & ~is_mask, position, -1), device=device),
+            store_rows,
             int(begin.max()),
             step=state.commits,
         ),

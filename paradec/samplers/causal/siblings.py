@@ -28,8 +28,8 @@ from paradec.core import rng
 from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
-from paradec.samplers.causal.trees import MOST_NODES, RULES, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.window import Path, check_branches, draw_fresh, draw_uniform, read_drafts
+from paradec.samplers.causal.trees import MAX_NODES, RULES, Tree, TreeLayout, tree_of, walk
+from paradec.samplers.causal.window import Path, check_branches, draw_tokens, draw_uniform, read_drafts
 from paradec.samplers.distributions import at_slots, log_of
 
 COUPLINGS = ("gumbel", "maximal")
@@ -42,8 +42,8 @@ class SiblingTree:
 
     first: Tree
     """Down to depth B: K children below every node."""
-    place: Tensor
-    """[n] int64: where its nodes are among all."""
+    node_index: Tensor
+    """[n] int64: indices of its nodes among all."""
     layout: TreeLayout
     """Of all nodes: the root, the chain of W - 1 drafts, and the other nodes of `first` in their order."""
 
@@ -52,13 +52,13 @@ class SiblingTree:
 def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
     """The tree of a window of `width` slots, more than `branching`."""
     first = tree_of((siblings,) * branching)
-    place = [0]
+    node_index = [0]
     for path in first.paths:
-        others = 1 + max(width - 1, *place)
-        place.append(others if any(path) else len(path))
-    node_of = dict(zip(((), *first.paths), place, strict=True))
+        next_node = 1 + max(width - 1, *node_index)
+        node_index.append(next_node if any(path) else len(path))
+    node_of = dict(zip(((), *first.paths), node_index, strict=True))
     parents = [*range(-1, width - 1), *(node_of[path[:-1]] for path in first.paths if any(path))]
-    return SiblingTree(first, torch.tensor(place), TreeLayout(torch.tensor([parents]), width - 1, siblings))
+    return SiblingTree(first, torch.tensor(node_index), TreeLayout(torch.tensor([parents]), width - 1, siblings))
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Siblings:
 
     def __post_init__(self) -> None:
         check_choice("refresh", self.refresh, COUPLINGS)
-        check_int("siblings", self.siblings, low=1, high=MOST_NODES - 1)
-        check_int("branching", self.branching, low=1, high=MOST_NODES - 1)
+        check_int("siblings", self.siblings, low=1, high=MAX_NODES - 1)
+        check_int("branching", self.branching, low=1, high=MAX_NODES - 1)
         if self.siblings > 1:
             nodes = sum(self.siblings**depth for depth in range(1, min(self.branching, 8) + 1))
-            if nodes >= MOST_NODES:
+            if nodes >= MAX_NODES:
                 raise ValueError(
-                    f"branching={self.branching} slots of siblings={self.siblings} make more than {MOST_NODES - 1} "
+                    f"branching={self.branching} slots of siblings={self.siblings} make more than {MAX_NODES - 1} "
                     "nodes; give fewer of either"
                 )
 
@@ -113,20 +113,20 @@ class Siblings:
         memory, siblings = state.memory.read(state.rows), self.tree(state)
         assert siblings is not None
         drafts, depth = memory["drafts"], siblings.first.depth
-        every = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
-        others = [(len(path) - 1, path[-1]) for path in siblings.first.paths if any(path)]
-        slot, child = torch.tensor(others, device=drafts.device).T
-        return torch.cat((torch.full_like(drafts[:, :1], -1), drafts[:, :-1], every[:, slot, child]), 1)
+        slot_drafts = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
+        sibling_nodes = [(len(path) - 1, path[-1]) for path in siblings.first.paths if any(path)]
+        slot, child = torch.tensor(sibling_nodes, device=drafts.device).T
+        return torch.cat((torch.full_like(drafts[:, :1], -1), drafts[:, :-1], slot_drafts[:, slot, child]), 1)
 
     # ---- verification ---------------------------------------------------------------------------------------------
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """That of the accepted siblings, then of the first ones; from slot B on the chain."""
+        """Follow the accepted siblings, then the first ones; from slot B on the chain."""
         siblings = self.tree(state)
         assert siblings is not None
         positions = positions[:, : state.width]
         uniform, guesses = draw_uniform(state, positions, True)
-        find_path = self._verified_path if self.refresh == "maximal" else self._drawn_path
+        find_path = self._verified_path if self.refresh == "maximal" else self._sampled_path
         path = find_path(state, siblings, nodes, p, positions, uniform)
         path.quantities |= guesses
         return path
@@ -134,54 +134,60 @@ class Siblings:
     def _verified_path(
         self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
-        rows, depth, place = state.rows, tree.first.depth, tree.place.to(p.device)
+        rows, depth, node_index = state.rows, tree.first.depth, tree.node_index.to(p.device)
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
         slot_of_node = torch.tensor(tree.first.depths, device=p.device).clamp(max=depth - 1)
         # per slot: u of the first sibling, u of the others, and the number of the draw when none is accepted
-        more = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
-        numbers = torch.cat((uniform[:, : depth + 1, 1:2], more, uniform[:, : depth + 1, 2:]), 2)
-        walked = walk(
-            tree.first, nodes[:, place], p[:, place], window.at(slot)[:, slot_of_node], RULE, numbers, hits=False
+        sibling_uniform = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
+        walk_uniform = torch.cat((uniform[:, : depth + 1, 1:2], sibling_uniform, uniform[:, : depth + 1, 2:]), 2)
+        result = walk(
+            tree.first,
+            nodes[:, node_index],
+            p[:, node_index],
+            window.distributions(slot)[:, slot_of_node],
+            RULE,
+            walk_uniform,
+            hits=False,
         )
-        path, last = followed(tree, walked.nodes, walked.accepted)
-        taken = p.take_along_dim(path.unsqueeze(-1), 1)
-        fresh = draw_fresh(state, taken, positions, uniform[..., 0])
+        path, reaches_chain = follow_path(tree, result.nodes, result.accepted)
+        path_p = p.take_along_dim(path.unsqueeze(-1), 1)
+        sampled = draw_tokens(state, path_p, positions, uniform[..., 0])
         column = torch.arange(state.width, device=p.device)
-        stops = (column == walked.accepted.unsqueeze(1)) & ~last.unsqueeze(1)
-        done = column < walked.accepted.unsqueeze(1)
-        tokens = torch.nn.functional.pad(walked.tokens, (0, state.width - depth - 1))
-        drafts = torch.where(done, tokens, window.tokens).masked_fill(stops, -1)
-        fresh = torch.where(stops, tokens, fresh)
-        return Path(path, taken, fresh, drafts, uniform[..., 1:].masked_fill(done.unsqueeze(-1), 0))
+        is_last = (column == result.accepted.unsqueeze(1)) & ~reaches_chain.unsqueeze(1)
+        is_accepted = column < result.accepted.unsqueeze(1)
+        tokens = torch.nn.functional.pad(result.tokens, (0, state.width - depth - 1))
+        drafts = torch.where(is_accepted, tokens, window.tokens).masked_fill(is_last, -1)
+        sampled = torch.where(is_last, tokens, sampled)
+        return Path(path, path_p, sampled, drafts, uniform[..., 1:].masked_fill(is_accepted.unsqueeze(-1), 0))
 
-    def _drawn_path(
+    def _sampled_path(
         self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
         device, first = p.device, tree.first
-        children, place = first.children.to(device), tree.place.to(device)
-        row, near = torch.arange(len(p), device=device), nodes[:, place]
-        node, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
+        children, node_index = first.children.to(device), tree.node_index.to(device)
+        row, tree_drafts = torch.arange(len(p), device=device), nodes[:, node_index]
+        node, active = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         reached, hits = [node], []
         for depth in range(first.depth):
-            here = p[row, place[node]].unsqueeze(1)
-            token = draw_fresh(state, here, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
-            same = near.gather(1, children[node]) == token
-            going = going & same.any(1)
-            hits.append(going)
-            node = torch.where(going, children[node].gather(1, same.int().argmax(1, keepdim=True)).squeeze(1), -1)
+            node_p = p[row, node_index[node]].unsqueeze(1)
+            token = draw_tokens(state, node_p, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
+            matches = tree_drafts.gather(1, children[node]) == token
+            active = active & matches.any(1)
+            hits.append(active)
+            node = torch.where(active, children[node].gather(1, matches.int().argmax(1, keepdim=True)).squeeze(1), -1)
             reached.append(node)
             node = node.clamp(min=0)
         accepted = torch.stack(hits, 1).sum(1)
-        path, last = followed(tree, torch.stack(reached, 1), accepted)
-        taken = p.take_along_dim(path.unsqueeze(-1), 1)
-        fresh = draw_fresh(state, taken, positions, uniform[..., 0])
+        path, reaches_chain = follow_path(tree, torch.stack(reached, 1), accepted)
+        path_p = p.take_along_dim(path.unsqueeze(-1), 1)
+        sampled = draw_tokens(state, path_p, positions, uniform[..., 0])
         # the chain goes on where its drafts are what is drawn
-        right = state.memory.read(state.rows)["drafts"] == fresh
-        right[:, : first.depth] = torch.stack(hits, 1)
-        right[:, first.depth :] &= last.unsqueeze(1)
-        drafts = torch.where(right.long().cumprod(1).bool(), fresh, -1)
-        return Path(path, taken, fresh, drafts, torch.zeros_like(uniform[..., 1:]))  # nothing is left to chance
+        is_correct = state.memory.read(state.rows)["drafts"] == sampled
+        is_correct[:, : first.depth] = torch.stack(hits, 1)
+        is_correct[:, first.depth :] &= reaches_chain.unsqueeze(1)
+        drafts = torch.where(is_correct.long().cumprod(1).bool(), sampled, -1)
+        return Path(path, path_p, sampled, drafts, torch.zeros_like(uniform[..., 1:]))  # nothing is left to chance
 
     # ---- the next siblings ----------------------------------------------------------------------------------------
 
@@ -191,42 +197,42 @@ class Siblings:
         window, depth = read_drafts(state, rows), siblings.first.depth
         positions = state.positions(rows)[:, :depth]
         slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
-        rest = window.at(slot).scatter(-1, window.tokens[:, :depth, None], 0)
+        remaining = window.distributions(slot).scatter(-1, window.tokens[:, :depth, None], 0)
         if self.refresh == "gumbel":
             noise = at_slots(state.memory.read(rows)["noise"], positions % state.width)
-            drawn = nearest(rest, noise, self.siblings - 1)
+            drafts = gumbel_top_k(remaining, noise, self.siblings - 1)
         else:
             # number 0 is the guess's
             uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]
-            drawn = RULE.children(rest.flatten(0, 1), self.siblings - 1, uniform.flatten(0, 1)).view_as(uniform)
-        missing = (0, self.siblings - 1 - drawn.shape[2], 0, self.branching - depth)
-        state.memory.write("siblings", rows, torch.nn.functional.pad(drawn, missing, value=-1))
+            drafts = RULE.children(remaining.flatten(0, 1), self.siblings - 1, uniform.flatten(0, 1)).view_as(uniform)
+        padding = (0, self.siblings - 1 - drafts.shape[2], 0, self.branching - depth)
+        state.memory.write("siblings", rows, torch.nn.functional.pad(drafts, padding, value=-1))
 
 
-def followed(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """What a walk of the first slots goes on with.
+def follow_path(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Continue a walk of the first slots along the chain.
 
     Args:
-        nodes: [R, B + 1] int64: of `own.first`, those reached, -1 after the last. accepted: [R] int64.
+        nodes: [R, B + 1] int64: reached nodes of `tree.first`, -1 after the last. accepted: [R] int64.
 
     Returns:
         [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from slot B
         on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes on.
     """
     depth, device = tree.first.depth, nodes.device
-    children, place = tree.first.children.to(device), tree.place.to(device)
+    children, node_index = tree.first.children.to(device), tree.node_index.to(device)
     node, path = nodes[:, 0], [nodes[:, 0]]
     for slot in range(1, depth):
         node = torch.where(nodes[:, slot] >= 0, nodes[:, slot], children[node, 0])
         path.append(node)
-    reached = torch.where(nodes[:, depth] >= 0, place[nodes[:, depth].clamp(min=0)], depth)
+    last_node = torch.where(nodes[:, depth] >= 0, node_index[nodes[:, depth].clamp(min=0)], depth)
     chain = torch.arange(depth + 1, tree.layout.depth + 1, device=device).expand(len(nodes), -1)
-    whole = torch.cat((place[torch.stack(path, 1)], reached.unsqueeze(1), chain), 1)
-    return whole, (accepted == depth) & (reached == depth)
+    slot_nodes = torch.cat((node_index[torch.stack(path, 1)], last_node.unsqueeze(1), chain), 1)
+    return slot_nodes, (accepted == depth) & (last_node == depth)
 
 
-def nearest(q: Tensor, noise: Tensor, count: int) -> Tensor:
+def gumbel_top_k(q: Tensor, noise: Tensor, count: int) -> Tensor:
     """[R, B, count] int64: the tokens of largest log q + g of q and noise [R, B, V]; -1 where q has no further
     token."""
-    best = (log_of(q) + noise).topk(min(count, q.shape[-1]), -1)
-    return best.indices.masked_fill(best.values.isinf(), -1)
+    largest = (log_of(q) + noise).topk(min(count, q.shape[-1]), -1)
+    return largest.indices.masked_fill(largest.values.isinf(), -1)

@@ -55,29 +55,28 @@ def verify(
     """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
     Args:
-        window: p, the drafts with q, and `fresh` tokens drawn from p. The slot after the last draft takes its own.
-        drafted: [R, W] bool, False where a slot holds no draft (its last one never does).
-        acceptance: [R, W]: probability that a draft is accepted, given that those before it are (`accept`).
-        uniform: [R, W, 2] in (0, 1): u, and the number that a rejected draft is resampled with.
-        refresh: of the slots after the first rejection: "resample" takes `fresh`; so does "gumbel", where it shares its
-            noise with the drafts; "maximal" is `coupled`; "keep" leaves draft and q alone.
-        resample: False takes the fresh token where a draft is rejected (methods that accept only equal tokens).
+        drafted: [R, W] bool: slots that hold a draft; the others take the token sampled from p.
+        acceptance: [R, W]: probability that a draft is accepted if all before it are (`accept`).
+        uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
+        refresh: the slots after the first rejection: "resample" and "gumbel" take the sampled token; "maximal" is
+            `coupled`; "keep" leaves draft and q unchanged.
+        resample: False takes the sampled token instead of resampling (methods that accept equal tokens only).
     """
-    p, drafts, fresh = window.p, window.drafts, window.fresh
+    p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
     accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
     accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # drafts before the first rejection
     rejected = drafted & (slot == accepted)
-    tokens = resampled = fresh
+    tokens = resampled = sampled
     if refresh == "maximal":
         tokens, resampled = coupled(window, drafted, uniform)
     elif resample:
-        weights = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) at the rejected draft
+        weights = residual(at_slots(p, accepted), drafts.distributions(accepted))  # max(0, p - q) at the rejected draft
         resampled = draw(weights, uniform[..., 1].gather(1, accepted))  # from norm(max(0, p - q))
-    tokens = torch.where(rejected, resampled if resample else fresh, tokens)
-    waiting = drafted & (slot > accepted) if refresh == "keep" else None
-    unchanged = slot < accepted if waiting is None else (slot < accepted) | waiting
-    return Verified(torch.where(unchanged, drafts.tokens, tokens), accepted, waiting)
+    tokens = torch.where(rejected, resampled if resample else sampled, tokens)
+    unverified = drafted & (slot > accepted) if refresh == "keep" else None
+    unchanged = slot < accepted if unverified is None else (slot < accepted) | unverified
+    return Verified(torch.where(unchanged, drafts.tokens, tokens), accepted, unverified)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class SJD(CausalSampler):
     orders = True
     guesses = True
     resamples: ClassVar[bool] = True
-    """Whether a rejected draft is resampled from norm(max(0, p - q)); else the fresh token takes its place."""
+    """Whether a rejected draft is resampled from norm(max(0, p - q)); else the sampled token takes its place."""
 
     def accept(self, window: DraftWindow) -> Tensor:
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
@@ -129,10 +128,10 @@ class SJD(CausalSampler):
         rows, guesses = proposal.rows, proposal.quantities.get("guesses")
         if state.guesses:
             put_noise(state, rows, state.last_accepted[rows])
-        known, tokens, source = move_window(state, proposal, verified, count)  # q is this step's p
+        is_drafted, tokens, source = move_window(state, proposal, verified, count)  # q is this step's p
         if guesses is not None:
             guesses = guesses.gather(1, count + torch.arange(state.width, device=count.device))
-        self._write_drafts(state, rows, known, tokens, source, guesses)
+        self._write_drafts(state, rows, is_drafted, tokens, source, guesses)
         if self.branches is not None:
             self.branches.draft(state, rows, proposal.quantities)
 
@@ -144,24 +143,24 @@ class SJD(CausalSampler):
             self.branches.draft(state, state.rows, {})
 
     def guess(
-        self, state: CausalState, rows: np.ndarray, known: Tensor, tokens: Tensor, numbers: Tensor | None
+        self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Guesses for slots that are new to the window: see `guess_drafts`."""
-        return guess_drafts(state, rows, known, tokens, numbers, self.init, self.guess_distribution)
+        return guess_drafts(state, rows, num_known, tokens, uniform, self.init, self.guess_distribution)
 
     def _write_drafts(
         self,
         state: CausalState,
         rows: np.ndarray,
-        known: Tensor,
+        is_drafted: Tensor,
         tokens: Tensor,
         source: Tensor,
         guesses: Tensor | None = None,
     ) -> None:
-        """Write the next window: tokens [R, W] and their `source` [R, W] where `known` [R, W], else guesses."""
-        guess, guess_source = self.guess(state, rows, known.sum(1, keepdim=True), tokens, guesses)
-        state.memory.write("drafts", rows, torch.where(known, tokens, guess))
-        state.memory.write("draft_source", rows, torch.where(known, source, guess_source))
+        """Write the next window: tokens [R, W] and their `source` [R, W] where `is_drafted` [R, W], else guesses."""
+        guess, guess_source = self.guess(state, rows, is_drafted.sum(1, keepdim=True), tokens, guesses)
+        state.memory.write("drafts", rows, torch.where(is_drafted, tokens, guess))
+        state.memory.write("draft_source", rows, torch.where(is_drafted, source, guess_source))
         if state.constraint is not None:
             state.constraint.put_certain(state, rows)
 
@@ -193,11 +192,11 @@ class SJD(CausalSampler):
 
 def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """SCD's maximal coupling (arXiv 2510.24211): each slot keeps its draft with probability min(1, p / q), else it is
-    resampled from the residual: a token from p that differs from the draft as rarely as possible.
+    resampled from the residual.
 
     Returns:
-        [R, W] int64: the tokens, and what each slot resamples.
+        [R, W] int64: the tokens, and the resampled token of each slot.
     """
-    resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
+    resampled = draw(residual(window.p, window.drafts.distributions()), uniform[..., 1])
     tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
-    return torch.where(drafted, tokens, window.fresh), resampled
+    return torch.where(drafted, tokens, window.sampled), resampled

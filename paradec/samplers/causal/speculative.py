@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, shown
 from paradec.samplers.causal.drafting import DraftingSampler
-from paradec.samplers.causal.drafts.stopping import Unconfident, rule_of
+from paradec.samplers.causal.drafts.stopping import Unconfident, make_stop_rule
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
 from paradec.samplers.causal.window import DraftWindow
@@ -71,12 +71,12 @@ class Speculative(DraftingSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("rule", self.rule, RULES)
-        object.__setattr__(self, "stop", rule_of(self.stop))
+        object.__setattr__(self, "stop", make_stop_rule(self.stop))
         self._check_stop()
-        taken = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
-        if taken and self.rule != "naive":
-            what = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
-            raise ValueError(f"rule={self.rule!r} is not exact for {what}, whose drafts are taken; use 'naive'")
+        is_greedy = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
+        if is_greedy and self.rule != "naive":
+            source = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
+            raise ValueError(f"rule={self.rule!r} is not exact for {source}, whose drafts are taken; use 'naive'")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
@@ -89,8 +89,10 @@ class Speculative(DraftingSampler):
         if self.stop is None:
             return
         if self.tree is not None or self.is_named:
-            what = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={shown(self.tree)}"
-            raise ValueError(f"stop={shown(self.stop)} is for chains that a model drafts, not for {what}: leave it out")
+            source = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={shown(self.tree)}"
+            raise ValueError(
+                f"stop={shown(self.stop)} is for chains that a model drafts, not for {source}: leave it out"
+            )
         if isinstance(self.stop, Unconfident) and self.drafter is not None:
             if getattr(getattr(self.drafter, "module", None), "confidence_head", None) is None:
                 raise ValueError(

@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
-"""Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.core.rng`.
-Verification draws from TOKEN_STREAM."""
+"""Random streams of drafts and of position noise; `paradec.core.rng` has streams 0 and 1."""
 ALL_SLOTS = np.iinfo(np.int64).max - 1
-"""Instead of a number of drafts: as many as there are slots for."""
+"""Number of drafts: one for every slot."""
 
 
 class Spans(NamedTuple):
-    """What a step evaluates of rows."""
+    """Positions of rows that a step evaluates."""
 
     rows: np.ndarray
     """[R] int64."""
@@ -44,31 +43,31 @@ class Spans(NamedTuple):
     """[R, W] int64: tokens from `committed` on."""
     begin: np.ndarray
     stop: np.ndarray
-    """[R] int64 both: the positions to evaluate; from 0 on this is the branch's own whole prompt."""
+    """[R] int64 both: the positions to evaluate; a span from 0 is the branch's prompt."""
     first: np.ndarray
     wanted: int
-    """Logits are wanted of so many positions from `first` [R] on; those past the span repeat its last."""
-    fresh: np.ndarray | None = None
-    """[R] bool: rows whose prompts are evaluated, which over a store have a call of their own."""
+    """Number of positions from `first` [R] on whose logits are read; those past the span repeat its last."""
+    is_first: np.ndarray | None = None
+    """[R] bool: rows whose prompts are evaluated; with a store they have a separate call."""
 
 
 @dataclass
 class Drafting:
-    """What a request knows of the model that drafts for it. `B` rows."""
+    """State of the model that drafts. `B` rows."""
 
     model: Any
-    """A model, or a drafter that reads hidden states too (`paradec.models.drafter`), bound to this request's model."""
+    """A model, or a drafter that reads hidden states (`paradec.models.drafter`), bound to the request's model."""
     nfe: np.ndarray = field(metadata=ROWS)
     """[B] int64: its forwards."""
     fed: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens that it has read."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
-    """[branches * B, F, D]: hidden states before the last tokens that it has read, for one that reads these again."""
+    """[branches * B, F, D]: hidden states before the last tokens that it has read, for drafters that reread them."""
     broken: Tensor | None = field(default=None, metadata=ROWS)
     """[B] bool: whether it has returned NaN or infinite logits for a row."""
     parents: Tensor | None = field(default=None, metadata=ROWS)
-    """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
+    """[B, N] int64: each node's parent, where trees differ between rows; -1 for the root."""
 
 
 @dataclass
@@ -87,7 +86,7 @@ class CausalState(State):
     context: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
     shift: np.ndarray = field(metadata=row_layout(axis=1))
-    """[branches, B] int64: how much further right a position lies in a branch, whose prompt may have another length."""
+    """[branches, B] int64: offset of a branch's positions, whose prompt may have another length."""
     prompt_length: np.ndarray = field(metadata=ROWS)
     length: np.ndarray = field(metadata=ROWS)
     """[B] int64 on the host: where each row ends."""
@@ -108,13 +107,13 @@ class CausalState(State):
     """[N] int64: what the grid prescribes at each offset after the prompt, -1 where the model chooses."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     embeddings: Tensor | None = field(init=False, default=None)
-    """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
+    """[V, d] float: vectors of the tokens, for methods that compare them."""
     drafting: Any = field(init=False, default=None, metadata=ROWS)
-    """Of a request whose drafts a model makes: `Drafting`."""
+    """`Drafting`, where a model drafts."""
     committed: np.ndarray = field(init=False, metadata=ROWS)
     row_step: np.ndarray = field(init=False, metadata=ROWS)
     drafted: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: drafts in each row's window, where there may be fewer than slots for them."""
+    """[B] int64 on the host: drafts in each row's window."""
     asked: np.ndarray = field(init=False, metadata=ROWS)
     end: np.ndarray = field(init=False, metadata=ROWS)
     answer_start: np.ndarray = field(init=False, metadata=ROWS)
@@ -125,7 +124,7 @@ class CausalState(State):
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True
-    """Whether slots come into the window that nothing is known of, and that are guessed."""
+    """Whether slots that are new to the window are guessed."""
     attention_state: ClassVar[None] = None
     causal_keys: ClassVar[bool] = True
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
@@ -188,8 +187,8 @@ class CausalState(State):
     @property
     def undecided(self) -> Tensor:
         """[B, L] bool: positions that a row has not reached yet."""
-        ends = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
-        return (self._column >= ends[0]) & (self._column < ends[1])
+        bounds = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
+        return (self._column >= bounds[0]) & (self._column < bounds[1])
 
     @property
     def done(self) -> bool:
@@ -209,12 +208,12 @@ class CausalState(State):
         return np.minimum(self.width, self.length[rows] - self.committed[rows])
 
     def positions(self, rows: np.ndarray) -> Tensor:
-        """[R, W] int64: positions of the slots; those past a row's end are counted on."""
+        """[R, W] int64: positions of the slots, also past a row's end."""
         ranks = self.committed[rows, None] + np.arange(self.width)
-        return torch.as_tensor(self.places(rows[:, None], ranks), device=self.context.device)
+        return torch.as_tensor(self.positions_of_ranks(rows[:, None], ranks), device=self.context.device)
 
-    def places(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """The positions of what comes at `ranks` (int64 of any shape, as `rows`) in the rows' orders, here the same."""
+    def positions_of_ranks(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Positions of `ranks` (int64, any shape, as `rows`) in the rows' orders."""
         return ranks
 
     def num_evaluated(self) -> np.ndarray:
@@ -222,29 +221,28 @@ class CausalState(State):
         return np.minimum(self.slots(self.rows), 1 + self.drafted[self.rows])
 
     def num_stored(self) -> np.ndarray:
-        """[B] int64: final tokens in the store, where it takes in final tokens alone."""
+        """[B] int64: final tokens in a store of final tokens only."""
         return np.where(self.row_step > 0, self.committed - self.last_accepted, self.reused)
 
     def answered(self, evaluated: np.ndarray) -> np.ndarray:
-        """[R] int64: slots of the running rows' windows that a step says something of, which evaluates so many."""
+        """[R] int64: slots of the running rows with logits, of a step that evaluates `evaluated` [R]."""
         return evaluated
 
     def verified(self, available: Tensor) -> Tensor:
-        """[R, W] bool: slots whose drafts a step verifies that says something of those `available` [R, W]."""
+        """[R, W] bool: slots whose drafts are verified, where `available` [R, W] slots have logits."""
         # the last slot before a row's end is the token after all drafts: nothing was drafted there
         return torch.nn.functional.pad(available[:, 1:], (0, 1))
 
     def drafts_in(self, query: CausalQuery) -> np.ndarray:
-        """[N, Q] bool on the host: the columns of a query's first branch that hold drafts, padding aside."""
+        """[N, Q] bool on the host: columns of a query's first branch that hold drafts (or padding)."""
         return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
 
     def close(self, rows: np.ndarray) -> None:
-        """Called when a step has written its tokens: gives back the store's slots after what is final, and finishes the
-        `rows` [R] that have reached their end."""
+        """Release the store's slots after the final tokens of `rows` [R], and finish rows at their end."""
         if self.store is not None:
-            every = self.every(rows)
+            context_rows = self.context_rows(rows)
             # the last final token has not been evaluated
-            self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
+            self.store.forget(context_rows, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self._find_rows()
 
     def _find_rows(self) -> None:
@@ -252,7 +250,7 @@ class CausalState(State):
 
     @cached_property
     def prescribes(self) -> bool:
-        """Whether there are positions whose tokens the grid says."""
+        """Whether the grid prescribes tokens."""
         return self.grid is not None and self.grid.length > self.grid.height * self.grid.width
 
     def uniform(
@@ -261,10 +259,10 @@ class CausalState(State):
         positions: Tensor,
         count: int,
         stream: int | Tensor,
-        ahead: np.ndarray | None = None,
+        steps_ahead: np.ndarray | None = None,
     ) -> Tensor:
-        """[R, W, count] float64 draws for `positions` at the rows' steps, or so many steps `ahead` [W] of these."""
-        steps = self.row_step[rows] if ahead is None else self.row_step[rows, None] + ahead
+        """[R, W, count] float64 draws for `positions` at the rows' steps, plus `steps_ahead` [W]."""
+        steps = self.row_step[rows] if steps_ahead is None else self.row_step[rows, None] + steps_ahead
         steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
@@ -310,9 +308,9 @@ class CausalState(State):
         """
         quantities = {}
         if self.logprobs is not None:
-            reached = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
-            p = self.distribution(reached, rows, positions) if p is None else p
-            quantities["log_p"] = self.log_distribution(p, reached, rows, positions)
+            node_logits = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
+            p = self.distribution(node_logits, rows, positions) if p is None else p
+            quantities["log_p"] = self.log_distribution(p, node_logits, rows, positions)
         if self.rollout is not None:
             quantities["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
         return quantities
@@ -320,14 +318,16 @@ class CausalState(State):
     def write(self, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
         """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. A row's positions are distinct,
         those past its end last."""
-        # a tree can be deeper than the canvas is long: columns that come around again would undo what is written
+        # a tree can be deeper than the canvas: a column that wraps around twice would overwrite itself
         columns = self.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
-        begin = torch.as_tensor(self.every(rows).reshape(self.branches, -1, 1) * columns, device=tokens.device)
+        row_offset = torch.as_tensor(
+            self.context_rows(rows).reshape(self.branches, -1, 1) * columns, device=tokens.device
+        )
         shift = torch.as_tensor(self.shift[:, rows, None], device=tokens.device)
         # slots past the end wrap around, so that the positions of a row are distinct and can be written to
-        place, context = (positions + shift) % columns + begin, self.context.view(-1)
-        context[place] = torch.where(tokens >= 0, tokens, context.take(place))
+        index, context = (positions + shift) % columns + row_offset, self.context.view(-1)
+        context[index] = torch.where(tokens >= 0, tokens, context.take(index))
 
     def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
@@ -341,13 +341,13 @@ class CausalState(State):
         return [self._call(store, spans, index) for index in self._groups(store, pads, spans)]
 
     def _groups(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
-        """Which of the spans each call evaluates."""
+        """Indices of the spans of each call."""
         if not pads:
-            ends = np.stack((spans.begin, spans.stop), 1)
-            return [np.flatnonzero((ends == span).all(1)) for span in np.unique(ends, axis=0)]
-        fresh = spans.fresh
-        if store is not None and fresh is not None and fresh.any() and not fresh.all():
-            return [np.flatnonzero(fresh), np.flatnonzero(~fresh)]
+            bounds = np.stack((spans.begin, spans.stop), 1)
+            return [np.flatnonzero((bounds == span).all(1)) for span in np.unique(bounds, axis=0)]
+        is_first = spans.is_first
+        if store is not None and is_first is not None and is_first.any() and not is_first.all():
+            return [np.flatnonzero(is_first), np.flatnonzero(~is_first)]
         return [np.arange(len(spans.rows))]
 
     def _call(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
@@ -355,13 +355,13 @@ class CausalState(State):
         device, shift = self.context.device, self.shift[:, rows]
         # [branches * N], branch after branch, as all that follows
         committed, stop, first = ((array + shift).reshape(-1) for array in (self.committed[rows], stop, first))
-        whole = not begin.any()
+        is_full = not begin.any()
         begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
         column = begin[:, None] + np.arange((stop - begin).max())
         valid = column < stop[:, None]
         # slots past a row's end ask for any logits
-        wanted = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
-        store_rows = self.every(rows)
+        wanted_columns = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
+        store_rows = self.context_rows(rows)
         row_index = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
@@ -374,13 +374,13 @@ class CausalState(State):
             rows=rows,
             tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
             positions=positions,
-            wanted=torch.as_tensor(wanted, device=device),
+            wanted=torch.as_tensor(wanted_columns, device=device),
             valid=None if valid.all() else torch.as_tensor(valid, device=device),
             branches=self.branches,
             # the branches' prompts may have different lengths: their mean, rounded up
             forwarded=-(-(stop - begin).reshape(self.branches, -1).sum(0) // self.branches),
             index=index,
-            kind="full" if whole else "window",
+            kind="full" if is_full else "window",
         )
         if store is not None:
             slots = torch.as_tensor(np.where(valid, column, -1), device=device)
@@ -406,7 +406,7 @@ class CausalState(State):
 
     def after_row_change(self) -> None:
         super().after_row_change()
-        self.accepted = []  # nothing reads those of rows that come and go, and there is no end of them
+        self.accepted = []
         self._find_rows()
 
     def finish(self, rows: np.ndarray) -> None:
@@ -419,27 +419,29 @@ class CausalState(State):
         return int((self.length[rows] + self.shift[:, rows]).max())
 
     def widen(self, width: int) -> None:
-        """Give the rows so many slots; those that are new lie past every row's end."""
-        before, self.width = self.width, max(self.width, width)
+        """Give the rows `width` slots; new ones lie past every row's end."""
+        old_width, self.width = self.width, max(self.width, width)
         self.memory.grow("slot", self.width)
-        if "noise" in self.memory and self.width > before:  # a position has its place by its number
+        if "noise" in self.memory and self.width > old_width:  # a position has its place by its number
             noise = self.memory["noise"]
-            position = self.committed[:, None] + np.arange(before)
+            position = self.committed[:, None] + np.arange(old_width)
             row = torch.arange(self.batch, device=noise.device).unsqueeze(1)
-            old, new = (torch.as_tensor(position % size, device=noise.device) for size in (before, self.width))
-            moved = torch.zeros_like(noise)
-            moved[row, new] = noise[row, old]
-            self.memory["noise"] = moved
+            old_slot, new_slot = (
+                torch.as_tensor(position % size, device=noise.device) for size in (old_width, self.width)
+            )
+            resized = torch.zeros_like(noise)
+            resized[row, new_slot] = noise[row, old_slot]
+            self.memory["noise"] = resized
 
-    def every(self, rows: np.ndarray) -> np.ndarray:
-        """[branches * R]: the rows of the context and the store that are those of `rows` [R]."""
+    def context_rows(self, rows: np.ndarray) -> np.ndarray:
+        """[branches * R]: rows of the context and the store, of `rows` [R]."""
         return branch_rows(rows, self.batch, self.batch * self.branches)
 
     def stores(self) -> tuple[KeyValueStore | None, ...]:
         return self.store, None if self.drafting is None else self.drafting.store
 
     def cache_advice(self) -> None:
-        """There is nothing to advise: the store is always exact."""
+        """None: the store is exact."""
 
     def kept_prefix(self, model: Any) -> None:
         """Nothing is kept for the next request."""
@@ -464,7 +466,7 @@ def make_proposal(
     available: Tensor,
     quantities: dict[str, Tensor],
 ) -> Proposal:
-    """What a step proposes for the running rows; see `Proposal`."""
+    """Make the `Proposal` of the running rows."""
     return Proposal(
         rows=state.rows,
         values=tokens,

@@ -1,8 +1,8 @@
-"""Verification of several drafts for one place: rules for a node, and the walk down a tree of drafts.
+"""Verification of several drafts for one position: rules for a node, and the walk down a tree of drafts.
 
 A rule draws the children of a node from the draft distribution q and verifies them against the target distribution p.
-Those of `RULES` are exact: the token that a node puts out has the distribution p, whatever q is. They differ in how
-often it is one of the children, below which the walk goes on. Shapes: `R` rows, `K` children in the order of
+`RULES` are exact: a node's token has the distribution p for any q. They differ in how often it is one of the children,
+where the walk continues. Shapes: `R` rows, `K` children in the order of
 verification, `V` tokens.
 
 - "recursive": independent children, each verified against the residual of those before it (SpecInfer, arXiv
@@ -38,22 +38,21 @@ if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
 
 BISECTIONS = 40
-MOST_NODES = 256
+MAX_NODES = 256
 
 
 class Rule(Protocol):
     """How one node's children are drawn and verified."""
 
     distinct: ClassVar[bool]
-    """Whether a child that repeats an earlier one is passed over."""
+    """Whether repeated children are skipped."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further token."""
         ...
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Which child is accepted, [R] int64 (-1: none), and the weights [R, V] that the token is drawn from when none
-        is.
+        """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if there is none.
 
         Args:
             p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K].
@@ -68,33 +67,33 @@ def normalized(weights: Tensor) -> Tensor:
 
 def without(distribution: Tensor, tokens: Tensor) -> Tensor:
     """distribution [R, V] with tokens [R, N] set to 0 (-1 sets none), not normalised."""
-    return distribution.masked_fill(_holds(tokens, distribution.shape[-1]), 0)
+    return distribution.masked_fill(_token_mask(tokens, distribution.shape[-1]), 0)
 
 
-def _holds(tokens: Tensor, size: int) -> Tensor:
+def _token_mask(tokens: Tensor, size: int) -> Tensor:
     """[R, V] bool: whether a token is one of tokens [R, N]."""
-    held = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
-    return held.scatter_(1, torch.where(tokens < 0, size, tokens), True)[:, :size]
+    mask = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
+    return mask.scatter_(1, torch.where(tokens < 0, size, tokens), True)[:, :size]
 
 
 class Sequential:
-    """Verify the children one by one until one is accepted; a rule says how likely that is and what is left else."""
+    """Verify the children one by one until one is accepted."""
 
     distinct: ClassVar[bool] = False
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For children x [R]: the chance that each is accepted [R], and p and q [R, V] for the next one else."""
+        """For children x [R]: the probability of acceptance [R], and p and q [R, V] after a rejection."""
         raise NotImplementedError
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = torch.full_like(drafts[:, 0], -1)
+        child = torch.full_like(drafts[:, 0], -1)
         for i, x in enumerate(drafts.unbind(1)):
             chance, next_p, next_q = self.step(p, q, x.clamp(min=0))
-            tried = (chosen < 0) & (x >= 0)
-            chosen = torch.where(tried & (uniform[:, i] < chance), i, chosen)
-            rejected = (tried & (chosen < 0)).unsqueeze(1)
+            is_verified = (child < 0) & (x >= 0)
+            child = torch.where(is_verified & (uniform[:, i] < chance), i, child)
+            rejected = (is_verified & (child < 0)).unsqueeze(1)
             p, q = torch.where(rejected, next_p, p), torch.where(rejected, next_q, q)
-        return chosen, p
+        return child, p
 
 
 class Recursive(Sequential):
@@ -119,13 +118,13 @@ class WithoutReplacement(Sequential):
         return torch.stack(nodes, 1)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rest = without(q, x.unsqueeze(1))
-        rest = torch.where((rest > 0).any(-1, keepdim=True), normalized(rest), q)
-        return probability(p, x) / probability(q, x), normalized(residual(p, q)), rest
+        next_q = without(q, x.unsqueeze(1))
+        next_q = torch.where((next_q > 0).any(-1, keepdim=True), normalized(next_q), q)
+        return probability(p, x) / probability(q, x), normalized(residual(p, q)), next_q
 
 
 class Naive(Sequential):
-    """The likeliest tokens, each accepted with its share of what p has left: together one draw from p."""
+    """The likeliest tokens, each accepted with its share of the remaining p: together one draw from p."""
 
     distinct = True
 
@@ -133,8 +132,8 @@ class Naive(Sequential):
         return q.topk(count, -1).indices
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rest = without(p, x.unsqueeze(1))
-        return probability(p, x), torch.where((rest > 0).any(-1, keepdim=True), normalized(rest), p), q
+        next_p = without(p, x.unsqueeze(1))
+        return probability(p, x), torch.where((next_p > 0).any(-1, keepdim=True), normalized(next_p), p), q
 
 
 class KSeq:
@@ -154,36 +153,36 @@ class KSeq:
             low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
         x = drafts.clamp(min=0)
         accept = real & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
-        chosen = torch.where(accept.any(1), accept.int().argmax(1), -1)
-        taken = q.minimum(p / high)
-        beta = taken.sum(-1, keepdim=True)
-        share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** count) / beta, 0)
-        return chosen, normalized(residual(p, taken * share))
+        child = torch.where(accept.any(1), accept.int().argmax(1), -1)
+        overlap = q.minimum(p / high)
+        beta = overlap.sum(-1, keepdim=True)
+        scale = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** count) / beta, 0)
+        return child, normalized(residual(p, overlap * scale))
 
 
 class Greedy:
-    """The likeliest tokens, and one drawn from the rest, which alone is verified; a draw may hit the others."""
+    """The likeliest tokens and one drawn from the rest. Only the latter is verified; a draw may hit the others."""
 
     distinct: ClassVar[bool] = False
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        best = q.topk(count - 1, -1).indices
-        rest = without(q, best)
-        last = torch.where((rest > 0).any(-1), draw(rest, uniform[:, -1]), -1)
-        return torch.cat((best, last.unsqueeze(1)), 1)
+        top_tokens = q.topk(count - 1, -1).indices
+        remaining = without(q, top_tokens)
+        sampled = torch.where((remaining > 0).any(-1), draw(remaining, uniform[:, -1]), -1)
+        return torch.cat((top_tokens, sampled.unsqueeze(1)), 1)
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        # a node's children end where it has no more: columns are as many as the tree's widest node has
-        at = (drafts >= 0).sum(1, keepdim=True) - 1
+        # the drawn child is the last one that is not padding
+        last_column = (drafts >= 0).sum(1, keepdim=True) - 1
         column = torch.arange(drafts.shape[1], device=drafts.device)
-        rest = without(q, drafts.masked_fill(column >= at, -1))
-        total = rest.sum(-1, keepdim=True)
-        real, place = (at >= 0) & (total > 0), at.clamp(min=0)
-        rest = torch.where(real, rest / total, 0)
-        last = drafts.gather(1, place).clamp(min=0)
-        chance = p.gather(1, last) / rest.gather(1, last)
-        accept = real & (uniform.gather(1, place) < chance)
-        return torch.where(accept, at, -1).squeeze(1), torch.where(real, normalized(residual(p, rest)), p)
+        remaining = without(q, drafts.masked_fill(column >= last_column, -1))
+        total = remaining.sum(-1, keepdim=True)
+        real, index = (last_column >= 0) & (total > 0), last_column.clamp(min=0)
+        remaining = torch.where(real, remaining / total, 0)
+        token = drafts.gather(1, index).clamp(min=0)
+        chance = p.gather(1, token) / remaining.gather(1, token)
+        accept = real & (uniform.gather(1, index) < chance)
+        return torch.where(accept, last_column, -1).squeeze(1), torch.where(real, normalized(residual(p, remaining)), p)
 
 
 RULES: dict[str, Rule] = {
@@ -195,8 +194,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _grown(*counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths of a tree, from how many children each node of a depth has, a digit a node."""
+def _grow_paths(*counts: str) -> tuple[tuple[int, ...], ...]:
+    """Paths of a tree, from a digit per node: its number of children."""
     paths: list[tuple[int, ...]] = []
     nodes: list[tuple[int, ...]] = [()]
     for digits in counts:
@@ -210,7 +209,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
         tuple(map(int, path))
         for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
     ),
-    "2.2.2": _grown(
+    "2.2.2": _grow_paths(
         "8", "84321111", "832111112100100101100", "5211100010010000001001100", "311001000010100", "20010000"
     ),
 }
@@ -222,7 +221,7 @@ class Tree:
     """A static tree of drafts. Node 0 is the last final token; the others come in order of depth, then of their paths.
 
     Args:
-        paths: one for every node but the root: which child to take at each depth.
+        paths: one for every node but the root: the index of the child at each depth.
 
     Raises:
         ValueError: a path whose parent or elder sibling is missing.
@@ -232,8 +231,8 @@ class Tree:
 
     def __post_init__(self) -> None:
         paths = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
-        if not paths or not paths[0] or len(paths) > MOST_NODES:
-            raise ValueError(f"tree={shown(self.paths)} must have 1 to {MOST_NODES} paths, none of them empty")
+        if not paths or not paths[0] or len(paths) > MAX_NODES:
+            raise ValueError(f"tree={shown(self.paths)} must have 1 to {MAX_NODES} paths, none of them empty")
         for path in paths:
             for entry in path:
                 check_int("tree", entry, low=0)
@@ -259,9 +258,9 @@ class Tree:
         nodes: list[tuple[int, ...]] = [()]
         paths: list[tuple[int, ...]] = []
         for count in tree:
-            check_int("tree", count, low=1, high=MOST_NODES)
-            if len(paths) + len(nodes) * count > MOST_NODES:
-                raise ValueError(f"tree={shown(tree)} has more than {MOST_NODES} nodes")
+            check_int("tree", count, low=1, high=MAX_NODES)
+            if len(paths) + len(nodes) * count > MAX_NODES:
+                raise ValueError(f"tree={shown(tree)} has more than {MAX_NODES} nodes")
             nodes = [(*path, i) for path in nodes for i in range(count)]
             paths += nodes
         return cls(tuple(paths))
@@ -273,7 +272,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """[N]: how far each node is from the root."""
+        """[N]: distance of each node from the root."""
         return [0, *map(len, self.paths)]
 
     @property
@@ -296,13 +295,12 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """How the nodes of the rows' trees are connected. Parents come before children, siblings in the order of
-    verification.
+    """Trees of the rows. Parents come before children, siblings in the order of verification.
 
     Args:
         parents: [R, N] int64, or [1, N] where all rows have the same tree; -1 for the root, node 0.
-        depth: of the deepest node that there may be.
-        widest: the most children that a node may have.
+        depth: of the deepest possible node.
+        widest: the largest possible number of children.
     """
 
     parents: Tensor
@@ -311,18 +309,18 @@ class TreeLayout:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[R, N, N] bool: whether a node (row) sees another: those on the path to it, and itself."""
+        """[R, N, N] bool: whether a node (row) sees another: itself and those on its path."""
         column = torch.arange(self.parents.shape[1], device=self.parents.device)
-        up = column.expand_as(self.parents)
-        sees = torch.zeros((), dtype=torch.bool, device=up.device)
+        ancestor = column.expand_as(self.parents)
+        is_ancestor = torch.zeros((), dtype=torch.bool, device=ancestor.device)
         for _ in range(self.depth + 1):
-            sees = sees | (up.unsqueeze(-1) == column)
-            up = torch.where(up < 0, -1, self.parents.gather(1, up.clamp(min=0)))
-        return sees
+            is_ancestor = is_ancestor | (ancestor.unsqueeze(-1) == column)
+            ancestor = torch.where(ancestor < 0, -1, self.parents.gather(1, ancestor.clamp(min=0)))
+        return is_ancestor
 
     @cached_property
     def depths(self) -> Tensor:
-        """[R, N] int64: how far each node is from the root."""
+        """[R, N] int64: distance of each node from the root."""
         return self.ancestors.sum(-1) - 1
 
     @cached_property
@@ -337,17 +335,17 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree, another one for every row and step (arXiv 2406.16858, section 4). Level by level the drafter
-    names the `top_k` likeliest tokens below each of the `top_k` likeliest nodes, by their path's probability; the
-    likeliest `nodes - 1` of all are kept. They are taken, not drawn: "naive" alone verifies them exactly.
+    """EAGLE-2's tree, different for every row and step (arXiv 2406.16858, section 4). Each level adds the `top_k`
+    likeliest tokens below each of the `top_k` nodes with the likeliest paths; then the likeliest `nodes - 1` remain.
+    They are not drawn: only "naive" verifies them exactly.
 
     Args:
-        nodes: the root and the drafts that are kept (the paper's 60 for 7B models).
+        nodes: the root and the drafts (the paper's 60 for 7B models).
         depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
-        top_k: see above.
+        top_k: nodes per level, and tokens per node.
 
     Raises:
-        ValueError: a number out of its range, or more nodes than are ever named.
+        ValueError: a number out of its range, or more nodes than candidates.
     """
 
     nodes: int = 60
@@ -355,13 +353,14 @@ class DynamicTree:
     top_k: int = 10
 
     def __post_init__(self) -> None:
-        check_int("nodes", self.nodes, low=2, high=MOST_NODES)
+        check_int("nodes", self.nodes, low=2, high=MAX_NODES)
         check_int("depth", self.depth, low=1)
         check_int("top_k", self.top_k, low=1)
-        named = self.top_k + (self.depth - 1) * self.top_k**2
-        if self.nodes - 1 > named:
+        max_candidates = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.nodes - 1 > max_candidates:
             raise ValueError(
-                f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name ({named}) and the root"
+                f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name "
+                f"({max_candidates}) and the root"
             )
 
     @property
@@ -386,7 +385,7 @@ def tree_of(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
 
 @dataclass
 class Walk:
-    """What a tree's verification found, for `R` rows. D is the depth of the tree."""
+    """Result of a tree's verification, for `R` rows. D is the depth of the tree."""
 
     nodes: Tensor
     """[R, D + 1] int64: the node reached at each depth, root first; -1 after the last."""
@@ -395,7 +394,7 @@ class Walk:
     accepted: Tensor
     """[R] int64."""
     weights: Tensor
-    """[R, V]: what the last token was drawn from; not normalised."""
+    """[R, V]: weights of the last token's draw; not normalised."""
     scores: Tensor
     """[R, D + 1]: the tokens' target probabilities; after the last, that of token 0 after the root."""
 
@@ -413,20 +412,18 @@ def walk(
 
     Args:
         drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-        p: [R, N, V]: the target distribution after each node; or a function of nodes [R], called for nodes reached
-            alone.
+        p: [R, N, V]: the target distribution after each node; or a function of the reached nodes [R].
         q: [R, N, V]: the draft distributions after each node.
-        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none is accepted.
-        hits: whether a token drawn because no child was accepted, which equals a child, leads on to it; exact for
-            `RULES`.
+        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
+        hits: whether the walk continues at a child that equals that draw; exact for `RULES`.
     """
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
     children = layout.children.to(device).expand(rows, -1, -1)
     node = torch.zeros(rows, dtype=torch.int64, device=device)
-    going = torch.ones(rows, dtype=torch.bool, device=device)
+    active = torch.ones(rows, dtype=torch.bool, device=device)
     nodes, tokens, scores = [node], [], []
-    row, none = torch.arange(rows, device=device), torch.full_like(node, -1)
+    row, no_node = torch.arange(rows, device=device), torch.full_like(node, -1)
 
     def target(nodes: Tensor) -> Tensor:
         return p[row, nodes] if isinstance(p, Tensor) else p(nodes)
@@ -434,48 +431,48 @@ def walk(
     weights = root = target(node)
     accepted = torch.zeros_like(node)
     for depth in range(tree.depth + 1):
-        if going.is_cpu and not going.any():  # nobody waits for it
-            nodes.append(none)
-            tokens.append(none)
+        if active.is_cpu and not active.any():
+            nodes.append(no_node)
+            tokens.append(no_node)
             scores.append(root[:, 0])
             continue
-        below = children[row, node]
-        candidates = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
+        child_nodes = children[row, node]
+        candidates = torch.where(child_nodes >= 0, drafts.gather(1, child_nodes.clamp(min=0)), -1)
         if rule.distinct:
-            again = (candidates.unsqueeze(2) == candidates.unsqueeze(1)).tril(-1).any(-1)
-            candidates = candidates.masked_fill(again, -1)
-        here = target(node) if depth else root
-        chosen, left = rule.verify(here, q[row, node], candidates, uniform[:, depth, :-1])
-        left = torch.where((candidates >= 0).any(1, keepdim=True), left, here)
-        token = draw(left, uniform[:, depth, -1])
+            is_repeated = (candidates.unsqueeze(2) == candidates.unsqueeze(1)).tril(-1).any(-1)
+            candidates = candidates.masked_fill(is_repeated, -1)
+        node_p = target(node) if depth else root
+        child, remaining = rule.verify(node_p, q[row, node], candidates, uniform[:, depth, :-1])
+        remaining = torch.where((candidates >= 0).any(1, keepdim=True), remaining, node_p)
+        token = draw(remaining, uniform[:, depth, -1])
         if hits:
-            same = candidates == token.unsqueeze(1)
-            chosen = torch.where((chosen < 0) & same.any(1), same.int().argmax(1), chosen)
-        accept = chosen >= 0
-        chosen_column = chosen.clamp(min=0).unsqueeze(1)
-        token = torch.where(accept, candidates.gather(1, chosen_column).squeeze(1), token)
-        tokens.append(torch.where(going, token, -1))
-        scores.append(torch.where(going, probability(here, token), root[:, 0]))
-        weights = torch.where(going.unsqueeze(1), left, weights)
-        going = going & accept
-        accepted = accepted + going.long()
-        node = torch.where(going, below.gather(1, chosen_column).squeeze(1), node)
-        nodes.append(torch.where(going, node, -1))
+            matches = candidates == token.unsqueeze(1)
+            child = torch.where((child < 0) & matches.any(1), matches.int().argmax(1), child)
+        accept = child >= 0
+        child_column = child.clamp(min=0).unsqueeze(1)
+        token = torch.where(accept, candidates.gather(1, child_column).squeeze(1), token)
+        tokens.append(torch.where(active, token, -1))
+        scores.append(torch.where(active, probability(node_p, token), root[:, 0]))
+        weights = torch.where(active.unsqueeze(1), remaining, weights)
+        active = active & accept
+        accepted = accepted + active.long()
+        node = torch.where(active, child_nodes.gather(1, child_column).squeeze(1), node)
+        nodes.append(torch.where(active, node, -1))
     return Walk(torch.stack(nodes[:-1], 1), torch.stack(tokens, 1), accepted, weights, torch.stack(scores, 1))
 
 
 def real_nodes(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
-    """Nodes [R, N] of the running rows, without those that no token comes after before the row's end."""
-    left = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
-    return nodes.masked_fill(tree.depths.to(nodes.device) >= left, -1)
+    """Nodes [R, N] of the running rows; -1 for those with no token after them before the row's end."""
+    remaining = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
+    return nodes.masked_fill(tree.depths.to(nodes.device) >= remaining, -1)
 
 
 def step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
-    """Evaluate the trees of a step, nodes [R, N] of the running rows; the store takes final tokens alone."""
-    rows, held = state.rows, state.num_stored()[state.rows]
-    begin = np.where(held > 0, held + state.shift[:, rows], 0)
-    wanted = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
-    return tree_query(state, state.store, rows, tree, nodes, begin, int(wanted.max()), wanted)
+    """Evaluate the trees of a step, nodes [R, N] of the running rows; only final tokens are stored."""
+    rows, num_stored = state.rows, state.num_stored()[state.rows]
+    begin = np.where(num_stored > 0, num_stored + state.shift[:, rows], 0)
+    wanted_nodes = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
+    return tree_query(state, state.store, rows, tree, nodes, begin, int(wanted_nodes.max()), wanted_nodes)
 
 
 def tree_query(
@@ -485,50 +482,57 @@ def tree_query(
     tree: TreeLayout,
     drafts: Tensor,
     begin: np.ndarray,
-    known: int,
-    wanted: np.ndarray,
+    num_drafts: int,
+    wanted_nodes: np.ndarray,
 ) -> CausalQuery:
     """Evaluate final tokens, which enter the store, and after them drafts of a tree, which do not.
 
     Args:
         rows: [R]. drafts: [R, N] int64, -1 where a node has none.
-        begin: [branches, R] int64: the first final token to evaluate, by its position in each branch; the last is the
-            root.
-        known: drafts to evaluate, counted from node 1.
-        wanted: [W] int64: nodes whose logits are wanted; the root only where it is evaluated.
+        begin: [branches, R] int64: position of the first final token to evaluate; the last one is the root.
+        num_drafts: drafts to evaluate, from node 1.
+        wanted_nodes: [W] int64: nodes whose logits are read.
     """
     device, branches = state.context.device, state.branches
     committed = (state.committed[rows] + state.shift[:, rows]).reshape(-1)
-    fresh = committed - begin.reshape(-1)
-    width, count = int(fresh.max()), len(committed)
-    # the final tokens end at column `width`, however many a row has
+    num_new = committed - begin.reshape(-1)
+    width, count = int(num_new.max()), len(committed)
+    # final tokens are right-aligned before column `width`
     final = committed[:, None] - width + np.arange(width)
-    below = torch.as_tensor(committed[:, None] - 1, device=device)
-    below = below + tree.depths[:, 1 : known + 1].to(device).repeat(branches if len(tree.parents) > 1 else 1, 1)
-    at_rows = state.every(rows)
-    row_index = torch.as_tensor(at_rows, device=device)
-    positions = torch.cat((torch.as_tensor(final, device=device), below), 1).clamp(0, state.context.shape[1] - 1)
-    nodes = drafts[:, 1 : known + 1].repeat(branches, 1)
+    draft_positions = torch.as_tensor(committed[:, None] - 1, device=device)
+    draft_positions = draft_positions + tree.depths[:, 1 : num_drafts + 1].to(device).repeat(
+        branches if len(tree.parents) > 1 else 1, 1
+    )
+    store_rows = state.context_rows(rows)
+    row_index = torch.as_tensor(store_rows, device=device)
+    positions = torch.cat((torch.as_tensor(final, device=device), draft_positions), 1).clamp(
+        0, state.context.shape[1] - 1
+    )
+    nodes = drafts[:, 1 : num_drafts + 1].repeat(branches, 1)
     real_final = final >= begin.reshape(-1, 1)
     end = torch.as_tensor((state.length[rows] + state.shift[:, rows]).reshape(-1, 1), device=device)
-    real = torch.cat((torch.as_tensor(real_final, device=device), (below < end) & (nodes >= 0)), 1)
+    real = torch.cat((torch.as_tensor(real_final, device=device), (draft_positions < end) & (nodes >= 0)), 1)
     tokens = torch.cat((state.context[row_index.unsqueeze(1), positions[:, :width]], nodes.clamp(min=0)), 1)
-    trees = tree.ancestors[:, 1 : known + 1, 1 : known + 1].to(device)
-    sees = torch.ones((width + known, width + known), dtype=torch.bool, device=device).tril().repeat(len(trees), 1, 1)
-    sees[:, width:, width:] = trees
-    slots = np.concatenate((np.where(real_final, final, -1), np.full((count, known), -1)), 1)
+    trees = tree.ancestors[:, 1 : num_drafts + 1, 1 : num_drafts + 1].to(device)
+    visible = (
+        torch.ones((width + num_drafts, width + num_drafts), dtype=torch.bool, device=device)
+        .tril()
+        .repeat(len(trees), 1, 1)
+    )
+    visible[:, width:, width:] = trees
+    slots = np.concatenate((np.where(real_final, final, -1), np.full((count, num_drafts), -1)), 1)
     return CausalQuery(
         rows=rows,
         tokens=tokens,
         positions=positions,
-        wanted=torch.as_tensor(wanted + width - 1, device=device).expand(count, -1),
+        wanted=torch.as_tensor(wanted_nodes + width - 1, device=device).expand(count, -1),
         valid=real,
-        visible=sees.repeat(branches, 1, 1) if len(trees) > 1 else sees.expand(count, -1, -1),
+        visible=visible.repeat(branches, 1, 1) if len(trees) > 1 else visible.expand(count, -1, -1),
         store=StoreCall(
-            row_index, torch.as_tensor(slots, device=device), at_rows, int(committed.max()), step=state.commits
+            row_index, torch.as_tensor(slots, device=device), store_rows, int(committed.max()), step=state.commits
         ),
         branches=branches,
-        forwarded=fresh[: len(rows)] + known,
+        forwarded=num_new[: len(rows)] + num_drafts,
         index=np.arange(len(rows)),
         kind="window" if begin.any() else "full",
     )

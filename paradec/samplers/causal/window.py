@@ -3,8 +3,8 @@
 The slots of a window that were not committed are drafts of the next: tokens of this step, whose q is this step's p.
 Slots new to the window get a guess, whose q is uniform, or one-hot (copied neighbours, `guess_distribution`).
 
-Beside the window there may be branches (`Branches`): node 0 of the tree is the last final token, nodes 1 to W - 1 are
-the window's drafts, then come the branches. They choose one path, which is verified as a window.
+With branches (`Branches`) the drafts are a tree: node 0 is the last final token, nodes 1 to W - 1 are the window's
+drafts, then come the branches. One path is chosen and verified as a window.
 
 `R` rows, `W` slots, `N` nodes, `V` tokens of the vocabulary.
 """
@@ -28,8 +28,7 @@ from paradec.samplers.causal.trees import TreeLayout, real_nodes
 from paradec.samplers.distributions import at_slots, log_of, probability
 
 UNIFORM, ONE_HOT = -1, -2
-"""Instead of a place in `DraftDistributions.dense`: drawn uniformly from what may be guessed; put there, whatever the
-model says, so that q is one-hot."""
+"""Values of `DraftDistributions.source`: q is uniform over the guessable tokens; q is one-hot."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
@@ -40,18 +39,18 @@ GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
 
 @dataclass
 class DraftDistributions:
-    """The drafts of a window and the distributions q that they were drawn from; guesses take no memory for theirs."""
+    """The drafts of a window and the distributions q that they were drawn from."""
 
     tokens: Tensor
     """[R, W] int64: the drafts."""
     dense: Tensor
-    """[R, D, V] float: distributions that drafts may have been drawn from."""
+    """[R, D, V] float: distributions of drawn drafts."""
     source: Tensor
-    """[R, W] int64: which of `dense` a slot's distribution is, or UNIFORM, or ONE_HOT."""
+    """[R, W] int64: index in `dense` of each slot's distribution, or UNIFORM, or ONE_HOT."""
     guess: Tensor
     """[V] float: the distribution of UNIFORM."""
 
-    def of(self, tokens: Tensor) -> Tensor:
+    def probability_of(self, tokens: Tensor) -> Tensor:
         """q of tokens [R, W, G] -> [R, W, G]."""
         rows, count, size = self.dense.shape
         source = self.source.unsqueeze(-1)
@@ -60,12 +59,12 @@ class DraftDistributions:
         one_hot = (tokens == self.tokens.unsqueeze(-1)).to(dense.dtype)
         return torch.where(source >= 0, dense, torch.where(source == UNIFORM, self.guess[tokens], one_hot))
 
-    def of_drafts(self) -> Tensor:
-        """q(x) of the drafts x themselves, [R, W]."""
-        return self.of(self.tokens.unsqueeze(-1)).squeeze(-1)
+    def draft_probability(self) -> Tensor:
+        """q(x) of the drafts x, [R, W]."""
+        return self.probability_of(self.tokens.unsqueeze(-1)).squeeze(-1)
 
-    def at(self, slot: Tensor | None = None) -> Tensor:
-        """The whole distributions of slots [R, N], of all by default: [R, N, V]."""
+    def distributions(self, slot: Tensor | None = None) -> Tensor:
+        """q of slots [R, N], by default all: [R, N, V]."""
         source, tokens = self.source, self.tokens
         if slot is not None:
             source, tokens = source.gather(1, slot), tokens.gather(1, slot)
@@ -78,31 +77,31 @@ class DraftDistributions:
 
 @dataclass
 class DraftWindow:
-    """What one forward says of a window of drafts: all that a method's `accept` reads."""
+    """Input of a method's `accept`: a window of drafts, with p and q."""
 
     p: Tensor
     """[R, W, V]: the target distribution of each slot, given the drafts before it."""
     drafts: DraftDistributions
     """The drafts x, and q."""
-    fresh: Tensor
+    sampled: Tensor
     """[R, W] int64: tokens drawn from p."""
     embeddings: Tensor | None = None
-    """[V, d]: of the model's tokens, for methods that compare them (`CausalSampler.compared_by`)."""
+    """[V, d]: vectors of the tokens (`CausalSampler.compared_by`)."""
 
     def ratio(self) -> Tensor:
         """p(x) / q(x) of the drafts x, [R, W]."""
-        return probability(self.p, self.drafts.tokens) / self.drafts.of_drafts()
+        return probability(self.p, self.drafts.tokens) / self.drafts.draft_probability()
 
 
 class Verified(NamedTuple):
-    """What became of a window."""
+    """Result of verification."""
 
     tokens: Tensor
     """[R, W] int64: the window after the step. Final up to and including slot `accepted`."""
     accepted: Tensor
     """[R, 1] int64: drafts accepted, those before the first rejection; one token more becomes final (-1: none does)."""
     kept: Tensor | None = None
-    """[R, W] bool: slots whose old draft waits on, unverified, with its old q; None when there are none."""
+    """[R, W] bool: slots that keep their old draft and q; None where there are none."""
 
 
 # ---- what a step proposes -----------------------------------------------------------------------------------------
@@ -120,35 +119,35 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
         logits = state.constraint.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
     p = state.distribution(logits, rows, positions)
     uniform, quantities = draw_uniform(state, positions, guesses)
-    fresh = draw_fresh(state, p, positions, uniform[..., 0])
+    sampled = draw_tokens(state, p, positions, uniform[..., 0])
     answered = state.answered(state.num_evaluated())
     available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
-    # at temperature 0 that of the fresh token, where this is the best one of all
-    chosen = state.allowed is not None or state.constraint is not None or state.prescribes or state.request.temperature
-    top_logit = logits.amax(-1) if chosen else probability(logits, fresh)
+    # greedy: the sampled token has the top logit
+    needs_max = (
+        state.allowed is not None or state.constraint is not None or state.prescribes or state.request.temperature
+    )
+    top_logit = logits.amax(-1) if needs_max else probability(logits, sampled)
     quantities |= {"p": p, "uniform": uniform[..., 1:], "top_logit": top_logit}
     quantities |= state.recorded(p, logits, guided, rows, positions)
-    return make_proposal(state, queries, fresh, positions, probability(p, fresh), available, quantities)
+    return make_proposal(state, queries, sampled, positions, probability(p, sampled), available, quantities)
 
 
 def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Numbers [R, W, 3] of a step at positions [R, W]: for the fresh token, for u, and for the residual. Where slots
-    new to the next window are guessed, also "guesses" [R, 2 W], from the first slot on: few numbers take as long as
-    many."""
+    """Uniform numbers [R, W, 3] for positions [R, W]: to sample a token, for u, and for the residual. Where slots new
+    to the next window are guessed, also "guesses" [R, 2 W], from the first slot on."""
     if not (guesses and state.guesses):
         return state.uniform(state.rows, positions, 3, rng.TOKEN_STREAM), {}
     rows, width = state.rows, state.width
     ranks = state.committed[rows, None] + np.arange(2 * width)
-    after = torch.as_tensor(state.places(rows[:, None], ranks), device=positions.device)
-    ahead = np.arange(3 * width) >= width
-    stream = torch.as_tensor(np.where(ahead, DRAFT_STREAM, rng.TOKEN_STREAM), device=positions.device)
-    numbers = state.uniform(rows, torch.cat((positions, after), 1), 3, stream, ahead)
-    return numbers[:, :width], {"guesses": numbers[:, width:, 0]}
+    next_positions = torch.as_tensor(state.positions_of_ranks(rows[:, None], ranks), device=positions.device)
+    is_next_step = np.arange(3 * width) >= width
+    stream = torch.as_tensor(np.where(is_next_step, DRAFT_STREAM, rng.TOKEN_STREAM), device=positions.device)
+    uniform = state.uniform(rows, torch.cat((positions, next_positions), 1), 3, stream, is_next_step)
+    return uniform[:, :width], {"guesses": uniform[:, width:, 0]}
 
 
-def draw_fresh(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [R, W] from p [R, W, V]: with the noise of their positions if there is any, else with `uniform` [R,
-    W]."""
+def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
+    """Draw tokens [R, W] from p [R, W, V] with their positions' noise, or with `uniform` [R, W] without noise."""
     if state.request.temperature == 0:
         return argmax(p)
     if "noise" not in state.memory:
@@ -164,7 +163,7 @@ def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:
 
 
 def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Tensor]:
-    """What a step verifies, and [R, W] bool: the slots whose drafts it does."""
+    """Return the window that a step verifies, and [R, W] bool: slots that hold drafts."""
     drafts, drafted = read_drafts(state, proposal.rows), state.verified(proposal.available)
     if "drafts" in proposal.quantities:  # those of a path that branches have chosen
         drafts.tokens = proposal.quantities["drafts"].clamp(min=0)
@@ -176,7 +175,7 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 
 
 def window_memory(init: str | None, refresh: str) -> dict[str, MemorySpec]:
-    """What guesses and draws need beside the drafts."""
+    """Memory of guesses and noise."""
     specs = {}
     if refresh == "gumbel":
         specs["noise"] = MemorySpec(("slot", "vocab"), None, reset="sequence")
@@ -199,25 +198,23 @@ def move_window(
     dense, source = p, slot.expand(len(rows), -1)
     if verified.kept is not None:
         drafts = read_drafts(state, rows)
-        dense = torch.where((verified.kept & (drafts.source >= 0)).unsqueeze(-1), drafts.at(source), p)
+        dense = torch.where((verified.kept & (drafts.source >= 0)).unsqueeze(-1), drafts.distributions(source), p)
         source = torch.where(verified.kept & (drafts.source < 0), drafts.source, source)
     state.memory.write("draft_distribution", rows, dense)
     if "best" in state.memory:
-        # of every slot, final or not: inits that look at it ask for the neighbours'
-        best, index = state.memory["best"], torch.as_tensor(rows, device=p.device).unsqueeze(1)
-        best[index, proposal.positions % best.shape[1]] = argmax(p)
-    # what was not evaluated is no draft
+        best_tokens, index = state.memory["best"], torch.as_tensor(rows, device=p.device).unsqueeze(1)
+        best_tokens[index, proposal.positions % best_tokens.shape[1]] = argmax(p)
     evaluated = proposal.available.sum(1, keepdim=True)
-    known, moved = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
-    return known, verified.tokens.gather(1, moved), source.gather(1, moved)
+    is_drafted, source_slot = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
+    return is_drafted, verified.tokens.gather(1, source_slot), source.gather(1, source_slot)
 
 
 def guess_drafts(
     state: CausalState,
     rows: np.ndarray,
-    known: Tensor,
+    num_known: Tensor,
     drafts: Tensor,
-    numbers: Tensor | None,
+    uniform: Tensor | None,
     init: str | None,
     distribution: str,
     from_text: bool = False,
@@ -225,25 +222,25 @@ def guess_drafts(
     """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 
     Args:
-        known: [R, 1]: how many slots, in front, hold drafts [R, W].
-        numbers: [R, W], to draw random guesses with; None draws them.
+        num_known: [R, 1]: slots in front that hold drafts [R, W].
+        uniform: [R, W]: numbers for random guesses; None draws them.
         init, distribution: see `SJD`. from_text: whether random guesses are tokens of the row's own text.
     """
     if not state.guesses:
         return drafts, torch.full_like(drafts, ONE_HOT)
-    if numbers is None:
-        numbers = state.uniform(rows, state.positions(rows), 1, DRAFT_STREAM).squeeze(-1)
+    if uniform is None:
+        uniform = state.uniform(rows, state.positions(rows), 1, DRAFT_STREAM).squeeze(-1)
     size = len(state.guess_ids)
-    guess = state.guess_ids[(numbers * size).long().clamp(max=size - 1)]
+    guess = state.guess_ids[(uniform * size).long().clamp(max=size - 1)]
     if from_text:
-        guess = torch.where((text := random_text(state, rows, numbers)) >= 0, text, guess)
+        guess = torch.where((text := random_text(state, rows, uniform)) >= 0, text, guess)
     source = torch.full_like(guess, UNIFORM if distribution == "uniform" else ONE_HOT)
     copies = init not in (None, "random", "model")
     if not copies and not state.prescribes:
         return guess, source
     positions = state.positions(rows)
     if copies:
-        copied = copy_neighbours(state, rows, str(init), positions, known, drafts)
+        copied = copy_neighbours(state, rows, str(init), positions, num_known, drafts)
         guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)
     if state.prescribes:
         forced = state.forced(rows, positions)
@@ -251,11 +248,11 @@ def guess_drafts(
     return guess, source
 
 
-def random_text(state: CausalState, rows: np.ndarray, numbers: Tensor) -> Tensor:
-    """[R, W] int64: tokens of each row's text so far, chosen by numbers [R, W]; -1 for those that may not be drawn."""
-    device, size = numbers.device, len(state.guess)
+def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor:
+    """[R, W] int64: random tokens of each row's text, by uniform [R, W]; -1 for those that may not be drawn."""
+    device, size = uniform.device, len(state.guess)
     length = torch.as_tensor(state.committed[rows, None], device=device)
-    column = (numbers * length).long().minimum(length - 1)
+    column = (uniform * length).long().minimum(length - 1)
     text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, column)
     # prompts may hold ids that have no logit
     fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
@@ -263,7 +260,7 @@ def random_text(state: CausalState, rows: np.ndarray, numbers: Tensor) -> Tensor
 
 
 def copy_neighbours(
-    state: CausalState, rows: np.ndarray, init: str, positions: Tensor, known: Tensor, drafts: Tensor
+    state: CausalState, rows: np.ndarray, init: str, positions: Tensor, num_known: Tensor, drafts: Tensor
 ) -> Tensor:
     """[R, W] int64: the neighbour's token at positions [R, W], -1 where there is none. See `guess_drafts`."""
     index = torch.as_tensor(rows, device=drafts.device)
@@ -272,39 +269,40 @@ def copy_neighbours(
         tokens = state.memory["best"][index]
     else:
         tokens = state.canvas[index]
-        place = positions % tokens.shape[1]
-        tokens = tokens.scatter(1, place, torch.where(slot < known, drafts, tokens.gather(1, place)))
-    start = torch.as_tensor(state.prompt_length[rows, None], device=drafts.device)
-    last = positions[:, :1] + known - 1
+        column = positions % tokens.shape[1]
+        tokens = tokens.scatter(1, column, torch.where(slot < num_known, drafts, tokens.gather(1, column)))
+    prompt_length = torch.as_tensor(state.prompt_length[rows, None], device=drafts.device)
+    last_known = positions[:, :1] + num_known - 1
     if init.endswith("horizontal"):
-        source = last.expand_as(positions)
+        source = last_known.expand_as(positions)
     else:
         assert state.grid is not None  # `SJD.check_request` has seen to it
-        stride, _ = state.grid.line(positions - start)
-        source = positions - stride * torch.div(positions - last + stride - 1, stride, rounding_mode="floor")
+        stride, _ = state.grid.line(positions - prompt_length)
+        source = positions - stride * torch.div(positions - last_known + stride - 1, stride, rounding_mode="floor")
     copied = tokens.gather(1, source.clamp(min=0, max=tokens.shape[1] - 1))
     if state.grid is None:
         return copied
-    # image tokens alone are copied, none into the first column from its left, and none from another raster
-    stride, first = state.grid.line(positions - start)
-    usable = (source >= start + first) & (state.forced(rows, source.clamp(min=0).maximum(start)) < 0)
+    # copy image tokens only, not into the first column from its left, and not from another raster
+    stride, first_column = state.grid.line(positions - prompt_length)
+    usable = (source >= prompt_length + first_column) & (
+        state.forced(rows, source.clamp(min=0).maximum(prompt_length)) < 0
+    )
     if init.endswith("horizontal"):
-        usable &= (positions - start - first) % stride > 0
+        usable &= (positions - prompt_length - first_column) % stride > 0
     return torch.where(usable, copied, -1)
 
 
-def put_noise(state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
-    """Draw Gumbel noise for the last `new` [R] positions of the windows, one vector per position. None at temperature
-    0."""
+def put_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> None:
+    """Draw Gumbel noise for the last `num_new` [R] positions of the windows; none at temperature 0."""
     if "noise" not in state.memory or state.request.temperature == 0:
         return
     noise, device = state.memory["noise"], state.context.device
-    index, slot = np.nonzero(np.arange(state.width) >= state.width - new[:, None])
+    index, slot = np.nonzero(np.arange(state.width) >= state.width - num_new[:, None])
     row = torch.as_tensor(rows[index], device=device)
-    places = state.places(rows[index], state.committed[rows[index]] + slot)
-    position = torch.as_tensor(places, device=device)
-    drawn = rng.uniform(state.keys[row], torch.zeros_like(row), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
-    noise[row, position % state.width] = rng.gumbel(drawn).squeeze(1).to(noise.dtype)
+    positions = state.positions_of_ranks(rows[index], state.committed[rows[index]] + slot)
+    position = torch.as_tensor(positions, device=device)
+    uniform = rng.uniform(state.keys[row], torch.zeros_like(row), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
+    noise[row, position % state.width] = rng.gumbel(uniform).squeeze(1).to(noise.dtype)
 
 
 # ---- branches beside the window -----------------------------------------------------------------------------------
@@ -312,27 +310,27 @@ def put_noise(state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
 
 @dataclass
 class Path:
-    """What a step over branches goes on with."""
+    """The path that a step over branches continues with."""
 
     node: Tensor
     """[R, W] int64: the node whose distribution is each slot's."""
     p: Tensor
     """[R, W, V]: these distributions."""
-    fresh: Tensor
+    sampled: Tensor
     """[R, W] int64: a token drawn from each."""
     drafts: Tensor
-    """[R, W] int64: the draft that each slot verifies, -1 where there is none and the slot takes its fresh token."""
+    """[R, W] int64: the draft of each slot; -1 takes the sampled token."""
     uniform: Tensor
-    """[R, W, 2] float64: to verify each draft, and to resample a rejected one; 0 accepts what the tree has accepted."""
+    """[R, W, 2] float64: numbers to verify each draft and to resample a rejected one; 0 always accepts."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
-    """What else the commit needs."""
+    """Further quantities of the proposal."""
 
 
 class Branches(Protocol):
-    """Further drafts beside a window, evaluated in the same forward."""
+    """Further drafts, evaluated in the same forward as the window."""
 
     def memory(self) -> dict[str, MemorySpec]:
-        """What they keep between steps."""
+        """Memory between steps."""
         ...
 
     def check_model(self, model: Any) -> None:
@@ -348,11 +346,11 @@ class Branches(Protocol):
         ...
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """The path of nodes [R, N] that the step goes on with, of p [R, N, V] at positions [R, N]."""
+        """Choose the path through nodes [R, N], with p [R, N, V] at positions [R, N]."""
         ...
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
-        """Renew the branches of rows, whose windows are drafted. quantities: of the step's proposal; none at first."""
+        """Renew the branches of rows whose windows are drafted. quantities: the proposal's; empty at the start."""
         ...
 
 
@@ -365,7 +363,7 @@ def check_branches(name: str, value: int, model: Any) -> None:
 def propose_path(
     state: CausalState, branches: Branches, tree: TreeLayout, logits: Tensor, queries: list[CausalQuery]
 ) -> Proposal:
-    """As `propose_window`, of the path that the step goes on with. logits: [R, N, V], guided."""
+    """As `propose_window`, along the chosen path. logits: [R, N, V], guided."""
     rows, guided = state.rows, logits
     nodes = real_nodes(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)
@@ -377,5 +375,5 @@ def propose_path(
     quantities |= state.recorded(path.p, logits, guided, rows, positions, path.node) | path.quantities
     slots = torch.as_tensor(state.num_evaluated()[:, None], device=p.device)
     available = torch.arange(state.width, device=p.device) < slots
-    scores = probability(path.p, path.fresh)
-    return make_proposal(state, queries, path.fresh, positions, scores, available, quantities)
+    scores = probability(path.p, path.sampled)
+    return make_proposal(state, queries, path.sampled, positions, scores, available, quantities)

@@ -34,7 +34,7 @@ class Step:
     fed: list[int]
     token_of: list[int]
     read: list[int]
-    """Columns of `fed` whose logits are wanted."""
+    """Columns of `fed` whose logits are read."""
     chosen: list[int]
     """The offsets that they choose."""
 
@@ -42,30 +42,30 @@ class Step:
 def schedule(grid: Grid, window: int) -> list[Step]:
     """The steps of a grid; the first one evaluates the prompt too. Rasters come one after the other."""
     forced = grid.layout.tolist()
-    unfed: list[int] = []  # what a row that is full leaves to evaluate
+    deferred: list[int] = []  # what a row that is full leaves to evaluate
     steps: list[Step] = []
     for begin, height, width in grid.rasters:
         stride = width + grid.stride - grid.width
-        first = [begin + row * stride for row in range(height)]
+        row_starts = [begin + row * stride for row in range(height)]
         for (cells,) in orders.ZipAR(window).groups(height, width):
-            fed: dict[int, int] = {at: at for at in unfed}
-            chosen: dict[int, int] = {}
-            before = dict(divmod(cell, width) for cell in cells.tolist())  # cells that each open row has
-            unfed = []
-            for row, done in before.items():
-                at = first[row] + done  # the token to choose
-                chosen[at - 1] = at
-                above = before.get(row - 1, width)
-                known = done > 0 or row == 0 or forced[at - 1] >= 0 or above == width
+            fed: dict[int, int] = {offset: offset for offset in deferred}
+            targets: dict[int, int] = {}
+            num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # cells that each open row has
+            deferred = []
+            for row, column in num_decided.items():
+                offset = row_starts[row] + column  # the token to choose
+                targets[offset - 1] = offset
+                num_above = num_decided.get(row - 1, width)
+                is_known = column > 0 or row == 0 or forced[offset - 1] >= 0 or num_above == width
                 # the end of the row above is not known: its last token so far takes the place
-                fed.setdefault(at - 1, at - 1 if known else first[row - 1] + above - 1)
-                if done == width - 1:
-                    unfed += range(at, first[row] + stride)
+                fed.setdefault(offset - 1, offset - 1 if is_known else row_starts[row - 1] + num_above - 1)
+                if column == width - 1:
+                    deferred += range(offset, row_starts[row] + stride)
             if not steps:  # all that comes before the first image token
-                fed = {at: at for at in range(-1, begin)} | fed
+                fed = {offset: offset for offset in range(-1, begin)} | fed
             order = sorted(fed)
-            read = [order.index(at) for at in chosen]
-            steps.append(Step(order, [fed[at] for at in order], read, list(chosen.values())))
+            columns = [order.index(offset) for offset in targets]
+            steps.append(Step(order, [fed[offset] for offset in order], columns, list(targets.values())))
     return steps
 
 
@@ -78,8 +78,8 @@ class ZipARState(CausalState):
 
     def close(self, rows: np.ndarray) -> None:
         # all before the first token that some later step chooses is final
-        chosen = [offset for step in self.schedule[self.commits :] for offset in step.chosen]
-        self.committed = self.prompt_length + min(chosen, default=self.max_new_tokens)
+        targets = [offset for step in self.schedule[self.commits :] for offset in step.chosen]
+        self.committed = self.prompt_length + min(targets, default=self.max_new_tokens)
         self._find_rows()
 
 
@@ -117,7 +117,7 @@ class ZipAR(CausalSampler):
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
             )
 
-    def num_slots(self, model: Any, new: int) -> int:
+    def num_slots(self, model: Any, num_new: int) -> int:
         return 1
 
     def memory(self) -> dict[str, MemorySpec]:
@@ -136,14 +136,14 @@ class ZipAR(CausalSampler):
         """The last token of every open row, at its place; at first the prompt."""
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
-        start = (state.prompt_length + state.shift).reshape(-1)[:, None]
-        columns, token_at = start + np.array(step.fed), start + np.array(step.token_of)
+        prompt_end = (state.prompt_length + state.shift).reshape(-1)[:, None]
+        columns, token_at = prompt_end + np.array(step.fed), prompt_end + np.array(step.token_of)
         if not state.commits:  # every row's own prompt, from its beginning; they end in one column
-            columns = token_at = start + np.arange(-int(start.max()), step.fed[-1] + 1)
+            columns = token_at = prompt_end + np.arange(-int(prompt_end.max()), step.fed[-1] + 1)
         valid = columns >= 0
-        read = np.array(step.read) + columns.shape[1] - len(step.fed)
+        logit_columns = np.array(step.read) + columns.shape[1] - len(step.fed)
         positions, tokens = (torch.as_tensor(np.maximum(array, 0), device=device) for array in (columns, token_at))
-        store_rows = np.arange(len(start))
+        store_rows = np.arange(len(prompt_end))
         rows = torch.as_tensor(store_rows, device=device)
         slots = torch.as_tensor(np.where(valid, columns, -1), device=device)
         return [
@@ -151,7 +151,7 @@ class ZipAR(CausalSampler):
                 rows=state.rows,
                 tokens=state.context.gather(1, tokens),
                 positions=positions,
-                wanted=torch.as_tensor(read, device=device).expand(len(start), -1),
+                wanted=torch.as_tensor(logit_columns, device=device).expand(len(prompt_end), -1),
                 valid=None if valid.all() else torch.as_tensor(valid, device=device),
                 store=StoreCall(rows, slots, store_rows, int(columns.max()) + 1, step=state.commits),
                 branches=state.branches,

@@ -21,7 +21,7 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal import loop
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, relaxed
+from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, relaxed_probability
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
@@ -224,7 +224,7 @@ class OldDistribution(SCD):
         at = (slot + count).clamp(max=state.width - 1)
         same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
         whole = state.memory["draft_distribution"].clone()
-        old = drafts.at(at)
+        old = drafts.distributions(at)
         rows = torch.as_tensor(proposal.rows)
         source = state.memory["draft_source"][rows]
         for i in range(state.width):  # slot i of the next window is slot i + count of this one
@@ -384,7 +384,7 @@ def test_groups_and_neighbours_at_their_bounds() -> None:
         assert float(sampler.accept(DraftWindow(distribution, drafts, drafts.tokens))) == expected
     distribution, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
     for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
-        assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
+        assert float(relaxed_probability(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
 
 
 def test_the_grid_s_layout() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.drafts.source import checked, right_aligned, that_fit, write_drafts
+from paradec.samplers.causal.drafts.source import exclude_tokens, record_broken, right_align, write_drafts
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, read_logits
 
 
@@ -30,36 +30,36 @@ class DraftBlock:
         drafting = state.drafting
         drafter: Any = drafting.model
         assert features is not None  # such drafters read them
-        query, fresh = block_query(state, drafting.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
+        query, num_new = block_query(state, drafting.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
         width = query.tokens.shape[1] - drafter.block_size
-        context = right_aligned(features, fresh, width)
+        context = right_align(features, num_new, width)
         with torch.no_grad():
-            answer = drafter(query, context, drafting.store)
+            output = drafter(query, context, drafting.store)
         drafting.nfe += Cost([query], state.batch).nfe
         drafting.fed[rows] = state.committed[rows] - 1
         positions = state.positions(rows)[:, :-1]
-        drafts, q = self._drawn(state, rows, positions, answer[:, : state.width - 1], query)
+        drafts, q = self._draw(state, rows, positions, output[:, : state.width - 1], query)
         write_drafts(state, rows, drafts, q)
 
-    def _drawn(
-        self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
+    def _draw(
+        self, state: CausalState, rows: np.ndarray, positions: Tensor, output: Tensor, query: CausalQuery
     ) -> tuple[Tensor, Tensor]:
-        """Drafts [R, n] at positions [R, n] and what they are drawn from [R, n, V], of what the drafter made."""
-        logits = read_logits(state, [found], [query])
+        """Draw drafts [R, n] at positions [R, n] from the drafter's output; also return q [R, n, V]."""
+        logits = read_logits(state, [output], [query])
         if state.constraint is not None:
-            return in_turn(state, rows, positions, lambda slot, before: logits[:, slot])
-        q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
+            return draft_in_order(state, rows, positions, lambda slot, _: logits[:, slot])
+        q = record_broken(state.drafting, rows, state.distribution(logits, rows, positions))
         return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
 
 
-def in_turn(
+def draft_in_order(
     state: CausalState,
     rows: np.ndarray,
     positions: Tensor,
     logits: Callable[[int, Tensor], Tensor],
     candidates: Callable[[int], Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draft [R, n] at positions [R, n] from left to right; also return what the drafts are drawn from, [R, n, V].
+    """Draft [R, n] at positions [R, n] from left to right; also return q [R, n, V].
 
     Args:
         logits: called with a slot and the tokens before it [R]; returns [R, V].
@@ -67,23 +67,23 @@ def in_turn(
             vocabulary.
     """
     drafting, device = state.drafting, positions.device
-    last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
-    token = state.context[torch.as_tensor(rows, device=device), last]
+    last_position = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
+    token = state.context[torch.as_tensor(rows, device=device), last_position]
     uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
     drafts, every_q = positions[:, :0], []
     for slot in range(positions.shape[1]):
         slot_logits = logits(slot, token).unsqueeze(1)
-        before, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
-        slot_logits = that_fit(state, slot_logits, rows, parents, before, [slot])
+        previous, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
+        slot_logits = exclude_tokens(state, slot_logits, rows, parents, previous, [slot])
         q = state.distribution(slot_logits, rows, positions[:, slot : slot + 1])
-        free = candidates is None or state.prescribes or state.constraint is not None
-        token = _drawn_from(q, None if free or candidates is None else candidates(slot), uniform[:, slot])
+        use_vocabulary = candidates is None or state.prescribes or state.constraint is not None
+        token = _draw_token(q, None if use_vocabulary or candidates is None else candidates(slot), uniform[:, slot])
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
         every_q.append(q)
-    return drafts, checked(drafting, rows, torch.cat(every_q, 1))
+    return drafts, record_broken(drafting, rows, torch.cat(every_q, 1))
 
 
-def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
+def _draw_token(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
     """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K], outside of which q is 0."""
     if candidates is None:
         return draw(q, uniform).squeeze(1)
@@ -104,31 +104,31 @@ def block_query(
     """
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
-    last = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
-    fresh = last - begin
-    width = int(fresh.max())
-    position = last[:, None] - width + np.arange(width + size)
-    read = (position >= begin[:, None]) & (position < last[:, None])
-    store_rows = state.every(rows)
+    last_position = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
+    num_new = last_position - begin
+    width = int(num_new.max())
+    position = last_position[:, None] - width + np.arange(width + size)
+    is_new = (position >= begin[:, None]) & (position < last_position[:, None])
+    store_rows = state.context_rows(rows)
     row_index = torch.as_tensor(store_rows, device=device)
     positions = torch.as_tensor(np.maximum(position, 0), device=device)
-    known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
-    masks = torch.full((len(last), size - 1), mask_token_id, device=device)
-    valid = torch.as_tensor(read | (position >= last[:, None]), device=device)
-    slots = torch.as_tensor(np.where(read, position, -1), device=device)
+    final_positions = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
+    masks = torch.full((len(last_position), size - 1), mask_token_id, device=device)
+    valid = torch.as_tensor(is_new | (position >= last_position[:, None]), device=device)
+    slots = torch.as_tensor(np.where(is_new, position, -1), device=device)
     query = CausalQuery(
         rows=rows,
-        tokens=torch.cat((state.context[row_index.unsqueeze(1), known], masks), 1),
+        tokens=torch.cat((state.context[row_index.unsqueeze(1), final_positions], masks), 1),
         positions=positions,
         valid=valid,
         visible=valid.unsqueeze(1).expand(-1, width + size, -1),
         store=StoreCall(row_index, slots, store_rows, int(begin.max()), step=state.commits),
         branches=state.branches,
-        forwarded=fresh[: len(rows)] + size,
+        forwarded=num_new[: len(rows)] + size,
         index=np.arange(len(rows)),
         kind="window" if begin.any() else "full",
     )
-    return query, fresh
+    return query, num_new
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,20 @@ class DraftWalk(DraftBlock):
     """A window drawn from left to right over one forward of the drafter (DFlash 2, DSpark): small matrices link the
     tokens."""
 
-    def _drawn(
-        self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
+    def _draw(
+        self, state: CausalState, rows: np.ndarray, positions: Tensor, output: Tensor, query: CausalQuery
     ) -> tuple[Tensor, Tensor]:
         drafter: Any = state.drafting.model
-        sure: list[Tensor] = []
+        confidences: list[Tensor] = []
         with torch.no_grad():
-            walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)
+            walk = drafter.walk(output, lambda output: read_logits(state, [output], [query]), state.allowed)
 
-            def logits(slot: int, before: Tensor) -> Tensor:
+            def logits(slot: int, token: Tensor) -> Tensor:
                 if "confidence" in state.memory:
-                    sure.append(walk.confidence(slot, before).sigmoid())
-                return walk.logits(slot, before)
+                    confidences.append(walk.confidence(slot, token).sigmoid())
+                return walk.logits(slot, token)
 
-            drawn = in_turn(state, rows, positions, logits, walk.candidates_of)
-        if sure:
-            state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(sure, 1), (0, 1)))
-        return drawn
+            result = draft_in_order(state, rows, positions, logits, walk.candidates_of)
+        if confidences:
+            state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(confidences, 1), (0, 1)))
+        return result

@@ -31,8 +31,8 @@ class DraftSource(Protocol):
         ...
 
 
-def checked(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
-    """The drafter's distributions [R, ..., V]; the next commit's transfer says whether one was NaN."""
+def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
+    """Return the drafter's distributions [R, ..., V], and record rows with NaN for the next commit."""
     broken = q[..., 0].isnan().flatten(1).any(1)
     if drafting.broken is None:
         drafting.broken = torch.zeros(len(drafting.nfe), dtype=torch.bool, device=q.device)
@@ -41,7 +41,7 @@ def checked(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     return q
 
 
-def that_fit(
+def exclude_tokens(
     state: CausalState,
     logits: Tensor,
     rows: np.ndarray,
@@ -62,29 +62,29 @@ def that_fit(
         return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
     fitted = fit(logits)
-    nothing = (fitted == -torch.inf).all(-1, keepdim=True)
-    if constraint is not None and not nothing.any():  # it is read on the host, which waits in any case
+    is_empty = (fitted == -torch.inf).all(-1, keepdim=True)
+    if constraint is not None and not is_empty.any():  # it is read on the host, which waits in any case
         return fitted
-    return torch.where(nothing, fit(torch.zeros_like(logits)), fitted)
+    return torch.where(is_empty, fit(torch.zeros_like(logits)), fitted)
 
 
 def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
     """Write drafts [R, n] into the first slots of the windows of rows, drawn from q [R, n, V]; None: not drawn."""
-    missing = state.width - drafts.shape[1]
+    padding = state.width - drafts.shape[1]
     source = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
-    state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, missing)))
+    state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, padding)))
     state.memory.write("draft_source", rows, torch.full_like(source, ONE_HOT) if q is None else source)
     if q is not None:
-        state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, missing)))
+        state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, padding)))
 
 
-def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: how many drafts in a row can become final; a step makes one token more than it accepts."""
+def num_drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: number of drafts of each row that can become final."""
     return state.end[rows] - state.committed[rows] - 1
 
 
-def softened(state: CausalState) -> CausalState:
-    """The state with temperature 1 in the place of 0, for drafts that are taken: one-hot names no second token."""
+def soften_state(state: CausalState) -> CausalState:
+    """The state with temperature 1 instead of 0: a one-hot distribution has no second token."""
     if state.request.temperature:
         return state
     soft = copy.copy(state)
@@ -92,47 +92,47 @@ def softened(state: CausalState) -> CausalState:
     return soft
 
 
-def right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
-    """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them is at the end."""
+def right_align(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
+    """[R, width, D]: the first `counts` [R] of features [R, F, D], right-aligned."""
     column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
     return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
 
 
-def read(state: CausalState, calls: list[CausalQuery]) -> Tensor:
+def run_drafter(state: CausalState, queries: list[CausalQuery]) -> Tensor:
     """The drafter's guided logits for the calls."""
     drafting = state.drafting
     with torch.no_grad():
         store = () if drafting.store is None else (drafting.store,)
-        outputs = [drafting.model(call, *store) for call in calls]
-    drafting.nfe += Cost(calls, state.batch).nfe
-    return read_logits(state, outputs, calls)
+        outputs = [drafting.model(query, *store) for query in queries]
+    drafting.nfe += Cost(queries, state.batch).nfe
+    return read_logits(state, outputs, queries)
 
 
-def unread(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[branches, R] int64: the first final token that the drafter has not read, and the one after the last. One that
-    reads `features` never reads the first token: no hidden state lies before it."""
+def unread_span(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[branches, R] int64: the first final token that the drafter has not read, and the end. Drafters that read
+    `features` skip the first token, which has no hidden state before it."""
     fed, shift = state.drafting.fed[rows], state.shift[:, rows]
     return np.where(fed > 0, fed + shift, int(features)), state.committed[rows] + shift
 
 
-def read_tree(
+def run_drafter_on_tree(
     state: CausalState,
     query: CausalQuery,
-    known: int,
-    fresh: np.ndarray,
+    num_drafts: int,
+    num_new: np.ndarray,
     features: Tensor | None,
-    made: Tensor | None,
+    hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The drafter's guided logits, and its hidden states at the wanted nodes [branches * R, W, D] if it reads features.
 
     Args:
-        known: drafts in the query. fresh: [branches, R]: final tokens in it.
-        features: see `StaticTree.fill`. made: [branches * R, N, D]: hidden states at each node's parent.
+        num_drafts: drafts in the query. num_new: [branches, R]: its final tokens.
+        features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent.
     """
-    if features is None or made is None:
-        return read(state, [query]), None
+    if features is None or hidden is None:
+        return run_drafter(state, [query]), None
     drafting = state.drafting
-    beside = right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
-    logits, out = drafting.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), drafting.store)
+    context = right_align(features, num_new.reshape(-1), query.tokens.shape[1] - num_drafts)
+    logits, output = drafting.model(query, torch.cat((context, hidden[:, 1 : num_drafts + 1]), 1), drafting.store)
     drafting.nfe += Cost([query], state.batch).nfe
-    return read_logits(state, [logits], [query]), out
+    return read_logits(state, [logits], [query]), output

@@ -12,16 +12,16 @@ from torch import Tensor
 from paradec.core.query import Cost
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.drafts.source import (
-    checked,
-    drafts_left,
-    read,
-    read_tree,
-    softened,
-    that_fit,
-    unread,
+    exclude_tokens,
+    num_drafts_left,
+    record_broken,
+    run_drafter,
+    run_drafter_on_tree,
+    soften_state,
+    unread_span,
     write_drafts,
 )
-from paradec.samplers.causal.drafts.stopping import StopRule, ends
+from paradec.samplers.causal.drafts.stopping import StopRule, apply_rule
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Spans, read_logits
 from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, tree_query
 
@@ -43,7 +43,7 @@ class DraftChain:
                 shift = np.where(fed > 0, state.shift[branch, rows], 0)
                 drafting.store.forget(rows + branch * state.batch, fed + shift)
         drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
-        judged = every_q.clone() if self.stop is not None else every_q  # what the rule is shown
+        rule_q = every_q.clone() if self.stop is not None else every_q  # what the rule is shown
         for slot in range(state.width - 1):
             rows = rows[state.slots(rows) - 1 > slot]
             if not len(rows):
@@ -51,19 +51,21 @@ class DraftChain:
             index = torch.as_tensor(rows, device=drafts.device)
             stop = state.committed[rows] + slot
             spans = Spans(rows, drafts[index], drafting.fed[rows], stop, stop - 1, 1)
-            calls = state.calls(drafting.store, drafting.model.pads, spans)
+            queries = state.calls(drafting.store, drafting.model.pads, spans)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
-            logits = read(state, calls)
-            before = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
-            logits = that_fit(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), before, [slot])
-            q = checked(drafting, rows, state.distribution(logits, rows, positions))
+            logits = run_drafter(state, queries)
+            previous = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
+            logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
+            q = record_broken(drafting, rows, state.distribution(logits, rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             every_q[index, slot] = q.squeeze(1).to(every_q.dtype)
             drafting.fed[rows] = stop
             if self.stop is not None:
-                judged[index, slot] = softened(state).distribution(logits, rows, positions).squeeze(1).to(judged.dtype)
+                rule_q[index, slot] = (
+                    soften_state(state).distribution(logits, rows, positions).squeeze(1).to(rule_q.dtype)
+                )
                 state.drafted[rows] = slot + 1
-                rows = rows[~ends(self.stop, judged[index, : slot + 1], drafts[index, : slot + 1])]
+                rows = rows[~apply_rule(self.stop, rule_q[index, : slot + 1], drafts[index, : slot + 1])]
         state.memory["drafts"], state.memory["draft_distribution"] = drafts, every_q
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
@@ -78,21 +80,23 @@ class DraftLayers:
         drafting, device = state.drafting, state.context.device
         drafter: Any = drafting.model
         assert features is not None  # such drafters read them
-        again = drafter.reads_again
-        goes_on, last = unread(state, rows, True)
+        num_reread = drafter.reads_again
+        first_unread, _ = unread_span(state, rows, True)
         positions = state.positions(rows)[:, :-1]
         drafts, every_q = positions[:, :0], []
-        begin = np.maximum(goes_on - again, 1)
+        begin = np.maximum(first_unread - num_reread, 1)
         query = tree_query(state, drafting.store, rows, ROOT, positions, begin, 0, np.zeros(1, int))
-        states = self._beside(state, query, torch.as_tensor(goes_on.reshape(-1, 1), device=device), features)
+        states = self._align_states(state, query, torch.as_tensor(first_unread.reshape(-1, 1), device=device), features)
         uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
         for slot in range(positions.shape[1]):
             with torch.no_grad():
                 logits, states = drafter(query, states, drafting.store, slot)
             logits = read_logits(state, [logits], [query])
-            before = torch.nn.functional.pad(drafts, (1, 0))
-            logits = that_fit(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), before, [slot])
-            every_q.append(checked(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1])))
+            previous = torch.nn.functional.pad(drafts, (1, 0))
+            logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
+            every_q.append(
+                record_broken(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1]))
+            )
             token = draw(every_q[-1], uniform[:, slot])
             drafts = torch.cat((drafts, token), 1)
             query = query.but(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
@@ -100,20 +104,20 @@ class DraftLayers:
         drafting.fed[rows] = state.committed[rows]
         write_drafts(state, rows, drafts, torch.cat(every_q, 1))
 
-    def _beside(self, state: CausalState, query: Any, goes_on: Tensor, features: Tensor) -> Tensor:
+    def _align_states(self, state: CausalState, query: Any, first_unread: Tensor, features: Tensor) -> Tensor:
         """[branches * R, Q, D]: the hidden states left of the query's columns; those of the last columns are kept.
 
         Args:
-            goes_on: [branches * R, 1]: the first position that was never read; `features` begin left of it.
+            first_unread: [branches * R, 1]: the first position that was never read; `features` begin left of it.
         """
         drafting, row_index = state.drafting, query.store.rows
         assert drafting.features is not None  # `DraftingSampler.open` has made them
-        again = drafting.features.shape[1]
-        known = torch.cat((drafting.features[row_index], features), 1)
-        place = (query.positions - goes_on + again).clamp(0, known.shape[1] - 1)
-        states = known.take_along_dim(place.unsqueeze(-1), 1)
-        last = torch.nn.functional.pad(states, (0, 0, again, 0))[:, -again:]
-        drafting.features = drafting.features.index_copy(0, row_index, last)
+        num_reread = drafting.features.shape[1]
+        history = torch.cat((drafting.features[row_index], features), 1)
+        column = (query.positions - first_unread + num_reread).clamp(0, history.shape[1] - 1)
+        states = history.take_along_dim(column.unsqueeze(-1), 1)
+        tail = torch.nn.functional.pad(states, (0, 0, num_reread, 0))[:, -num_reread:]
+        drafting.features = drafting.features.index_copy(0, row_index, tail)
         return states
 
 
@@ -129,31 +133,33 @@ class StaticTree:
         drafting, device = state.drafting, state.context.device
         index = torch.as_tensor(rows, device=device)
         depths, children = np.array(tree.depths), tree.children
-        drawn_from = softened(state) if isinstance(rule, Naive) else state
+        draft_state = soften_state(state) if isinstance(rule, Naive) else state
         drafts = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
         every_q = state.memory["draft_distribution"][index]
-        begin, last = unread(state, rows, features is not None)
-        made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
+        begin, end = unread_span(state, rows, features is not None)
+        hidden = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
         committed = torch.as_tensor(state.committed[rows, None], device=device)
-        for depth in range(min(tree.depth, drafts_left(state, rows).max())):
+        for depth in range(min(tree.depth, num_drafts_left(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
-            known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
-            query = tree_query(state, drafting.store, rows, tree.layout, drafts, begin, known, nodes)
-            logits, out = read_tree(state, query, known, last - begin, features, made)
-            logits = that_fit(state, logits, rows, tree.layout.parents, drafts, nodes)
-            q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
-            q = checked(drafting, rows, q)
+            num_drafts = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
+            query = tree_query(state, drafting.store, rows, tree.layout, drafts, begin, num_drafts, nodes)
+            logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
+            logits = exclude_tokens(state, logits, rows, tree.layout.parents, drafts, nodes)
+            q = draft_state.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
+            q = record_broken(drafting, rows, q)
             every_q[:, nodes] = q.to(every_q.dtype)
             counts = (children[nodes] >= 0).sum(1)
-            most = int(counts.max())
-            noise = state.uniform(rows, committed + depth, len(nodes) * most, DRAFT_STREAM).reshape(-1, most)
-            drawn = rule.children(q.flatten(0, 1), most, noise).unflatten(0, (len(rows), len(nodes)))
+            max_children = int(counts.max())
+            noise = state.uniform(rows, committed + depth, len(nodes) * max_children, DRAFT_STREAM).reshape(
+                -1, max_children
+            )
+            sampled = rule.children(q.flatten(0, 1), max_children, noise).unflatten(0, (len(rows), len(nodes)))
             for column, node in enumerate(nodes):
-                below = children[node][: counts[column]].to(device)
-                drafts[:, below] = drawn[:, column, : counts[column]]
-                if made is not None and out is not None:
-                    made[:, below] = out[:, column : column + 1]
-            drafting.fed[rows], begin = state.committed[rows], last
+                child_nodes = children[node][: counts[column]].to(device)
+                drafts[:, child_nodes] = sampled[:, column, : counts[column]]
+                if hidden is not None and output is not None:
+                    hidden[:, child_nodes] = output[:, column : column + 1]
+            drafting.fed[rows], begin = state.committed[rows], end
         state.memory.write("drafts", rows, drafts)
         state.memory.write("draft_distribution", rows, every_q)
 
@@ -178,47 +184,55 @@ class GrownTree:
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         tree, drafting, device = self.tree, state.drafting, state.context.device
         top = min(tree.top_k, state.facts.vocab_size)
-        soft = softened(state)
+        soft = soften_state(state)
         committed = torch.as_tensor(state.committed[rows, None], device=device)
-        begin, last = unread(state, rows, features is not None)
+        begin, end = unread_span(state, rows, features is not None)
         root = torch.full_like(committed, -1)
         # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
-        parents, tokens, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
-        made = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
-        left = drafts_left(state, rows)
-        limit = torch.as_tensor(left, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
-        wanted = np.arange(1)
-        named: list[tuple[Tensor, Tensor, Tensor]] = []
-        for level in range(min(tree.depth, left.max())):
-            known = tokens.shape[1] - 1
+        parents, tokens, candidate, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
+        hidden = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
+        remaining = num_drafts_left(state, rows)
+        limit = torch.as_tensor(remaining, device=device).unsqueeze(
+            1
+        )  # what a row names does not depend on its neighbours
+        wanted_nodes = np.arange(1)
+        candidates: list[tuple[Tensor, Tensor, Tensor]] = []
+        for level in range(min(tree.depth, remaining.max())):
+            num_drafts = tokens.shape[1] - 1
             layout = TreeLayout(parents, level, top)
-            query = tree_query(state, drafting.store, rows, layout, tokens, begin, known, wanted)
-            logits, out = read_tree(state, query, known, last - begin, features, made)
-            logits = that_fit(state, logits, rows, parents, tokens, wanted)
-            q = checked(drafting, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
-            best = q.topk(top, -1)
-            total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
-            first = 1 + sum(part.shape[1] for part, *_ in named)
-            named.append((best.indices.flatten(1), total, place[:, wanted].repeat_interleave(top, 1)))
+            query = tree_query(state, drafting.store, rows, layout, tokens, begin, num_drafts, wanted_nodes)
+            logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
+            logits = exclude_tokens(state, logits, rows, parents, tokens, wanted_nodes)
+            q = record_broken(
+                drafting, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted_nodes)))
+            )
+            likeliest = q.topk(top, -1)
+            total = (score.unsqueeze(-1) + likeliest.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
+            offset = 1 + sum(level_values.shape[1] for level_values, *_ in candidates)
+            candidates.append(
+                (likeliest.indices.flatten(1), total, candidate[:, wanted_nodes].repeat_interleave(top, 1))
+            )
             score, column = total.topk(top, -1)
-            above = torch.as_tensor(wanted, device=device)[column // top]
-            parents, place = torch.cat((parents, above), 1), torch.cat((place, first + column), 1)
-            tokens = torch.cat((tokens, named[-1][0].gather(1, column)), 1)
-            if made is not None and out is not None:
+            parent_nodes = torch.as_tensor(wanted_nodes, device=device)[column // top]
+            parents, candidate = torch.cat((parents, parent_nodes), 1), torch.cat((candidate, offset + column), 1)
+            tokens = torch.cat((tokens, candidates[-1][0].gather(1, column)), 1)
+            if hidden is not None and output is not None:
                 source = (column // top).repeat(state.branches, 1).unsqueeze(-1)
-                made = torch.cat((made, out.take_along_dim(source, 1)), 1)
-            wanted = np.arange(known + 1, known + 1 + top)
-            drafting.fed[rows], begin = state.committed[rows], last
-        tokens, score, place = (torch.cat(part, 1) for part in zip(*named, strict=True))
+                hidden = torch.cat((hidden, output.take_along_dim(source, 1)), 1)
+            wanted_nodes = np.arange(num_drafts + 1, num_drafts + 1 + top)
+            drafting.fed[rows], begin = state.committed[rows], end
+        tokens, score, candidate = (torch.cat(level_values, 1) for level_values in zip(*candidates, strict=True))
         # a parent is as likely as its child or likelier, and named before it: it is kept too
-        chosen = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.size - 1].sort(1).values
-        drafts = tokens.gather(1, chosen).masked_fill(score.gather(1, chosen).isinf(), -1)
-        above = torch.searchsorted(torch.cat((torch.zeros_like(root), chosen + 1), 1), place.gather(1, chosen))
-        count = 1 + chosen.shape[1]
-        every = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
-        every[:, 1:count] = drafts
-        state.memory.write("drafts", rows, every)
+        selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.size - 1].sort(1).values
+        drafts = tokens.gather(1, selected).masked_fill(score.gather(1, selected).isinf(), -1)
+        parent_nodes = torch.searchsorted(
+            torch.cat((torch.zeros_like(root), selected + 1), 1), candidate.gather(1, selected)
+        )
+        count = 1 + selected.shape[1]
+        nodes = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
+        nodes[:, 1:count] = drafts
+        state.memory.write("drafts", rows, nodes)
         index = torch.as_tensor(rows, device=device)
         assert drafting.parents is not None  # `DraftingSampler.open` has made them
         drafting.parents = drafting.parents.clone()
-        drafting.parents[index, 1:count] = above
+        drafting.parents[index, 1:count] = parent_nodes

@@ -42,8 +42,8 @@ class Unsure:
 
     def __call__(self, q: Tensor, drafts: Tensor) -> Tensor:
         chance = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
-        found = 1 - chance.prod(1) > self.threshold if self.product else chance[:, -1] < self.threshold
-        return found & (drafts.shape[1] >= self.least)
+        is_unsure = 1 - chance.prod(1) > self.threshold if self.product else chance[:, -1] < self.threshold
+        return is_unsure & (drafts.shape[1] >= self.least)
 
     def to_dict(self) -> dict[str, Any]:
         return {"stop": self.name} | asdict(self)
@@ -72,44 +72,44 @@ class Unconfident:
 RULES: dict[str, Any] = {rule.name: rule for rule in (Unsure, Unconfident)}
 
 
-def rule_of(given: Any) -> Any:
+def make_stop_rule(setting: Any) -> Any:
     """Make the rule of a setting `stop`: a name, a rule's data or a callable. Raises ValueError for anything else."""
-    if given is None or isinstance(given, Unconfident) or callable(given):
-        return given
-    data = {"stop": given} if isinstance(given, str) else given
+    if setting is None or isinstance(setting, Unconfident) or callable(setting):
+        return setting
+    data = {"stop": setting} if isinstance(setting, str) else setting
     if not isinstance(data, Mapping) or data.get("stop") not in RULES:
         raise ValueError(
-            f"stop={shown(given)} must be a callable of q and drafts, or {' or '.join(map(repr, RULES))} for one of "
+            f"stop={shown(setting)} must be a callable of q and drafts, or {' or '.join(map(repr, RULES))} for one of "
             "paradec.samplers.causal.drafts.stopping"
         )
     try:
         return RULES[data["stop"]](**{key: value for key, value in data.items() if key != "stop"})
     except TypeError as error:
-        raise ValueError(f"stop={shown(given)}: {error}") from None
+        raise ValueError(f"stop={shown(setting)}: {error}") from None
 
 
-def ends(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
-    """[R] bool on the host: what a rule says. Raises ValueError where it returns something else."""
-    found = rule(q, drafts)
-    if not isinstance(found, Tensor) or found.shape != drafts.shape[:1] or found.dtype != torch.bool:
-        raise ValueError(f"stop={shown(rule)} returned {shown(found)}; it must return [R] bool, R={len(drafts)}")
-    return found.cpu().numpy()
+def apply_rule(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
+    """Apply a rule: [R] bool on the host. Raises ValueError for another result."""
+    result = rule(q, drafts)
+    if not isinstance(result, Tensor) or result.shape != drafts.shape[:1] or result.dtype != torch.bool:
+        raise ValueError(f"stop={shown(rule)} returned {shown(result)}; it must return [R] bool, R={len(drafts)}")
+    return result.cpu().numpy()
 
 
-def cut(state: CausalState, rows: np.ndarray, rule: Any) -> None:
-    """End the windows of rows, which are full, as a rule says."""
-    most = state.width - 1
+def end_windows(state: CausalState, rows: np.ndarray, rule: Any) -> None:
+    """Shorten the full windows of rows by a rule."""
+    max_drafts = state.width - 1
     if isinstance(rule, Unconfident):
-        sure = state.memory.read(rows)["confidence"][:, 1:most] >= rule.threshold
-        state.drafted[rows] = 1 + sure.long().cumprod(1).sum(1).cpu().numpy()
+        is_confident = state.memory.read(rows)["confidence"][:, 1:max_drafts] >= rule.threshold
+        state.drafted[rows] = 1 + is_confident.long().cumprod(1).sum(1).cpu().numpy()
         return
     drafts = read_drafts(state, rows)
-    q = drafts.at()
-    count, going = np.full(len(rows), most), np.arange(len(rows))
-    for k in range(1, most):
-        index = torch.as_tensor(going, device=q.device)
-        stops = ends(rule, q[index, :k], drafts.tokens[index, :k])
-        count[going[stops]] = k
-        if not len(going := going[~stops]):
+    q = drafts.distributions()
+    count, active = np.full(len(rows), max_drafts), np.arange(len(rows))
+    for k in range(1, max_drafts):
+        index = torch.as_tensor(active, device=q.device)
+        is_stopped = apply_rule(rule, q[index, :k], drafts.tokens[index, :k])
+        count[active[is_stopped]] = k
+        if not len(active := active[~is_stopped]):
             break
     state.drafted[rows] = count

@@ -33,20 +33,20 @@ class NamedDrafter:
         return {"drafter": self.name} | asdict(self)  # type: ignore[call-overload]
 
     @classmethod
-    def of(cls, given: Any) -> Any:
+    def of(cls, setting: Any) -> Any:
         """Make a drafter of a setting `drafter` that is a name or a drafter's data; other values are returned. Raises
         ValueError for another name or setting."""
-        if isinstance(given, str):
-            given = {"drafter": given}
-        if not isinstance(given, Mapping):
-            return given
-        if (name := given.get("drafter")) not in cls.kinds:
+        if isinstance(setting, str):
+            setting = {"drafter": setting}
+        if not isinstance(setting, Mapping):
+            return setting
+        if (name := setting.get("drafter")) not in cls.kinds:
             names = " or ".join(map(repr, sorted(cls.kinds)))
             raise ValueError(f"drafter={shown(name)} is no drafter's name; give a model, or {names}")
         try:
-            return cls.kinds[name](**{key: value for key, value in given.items() if key != "drafter"})
+            return cls.kinds[name](**{key: value for key, value in setting.items() if key != "drafter"})
         except TypeError as error:
-            raise ValueError(f"drafter={shown(dict(given))}: {error}") from None
+            raise ValueError(f"drafter={shown(dict(setting))}: {error}") from None
 
     def observe(self, state: CausalState, proposal: Proposal) -> None:
         """Called when a step over a tree has been committed: of its quantities, "nodes" [R, N] are the drafts that were
@@ -92,8 +92,10 @@ class PromptLookup(NamedDrafter):
         # prompts may hold ids that have no logit
         usable = state.guess[tokens.clamp(max=len(state.guess) - 1)] > 0
         usable &= tokens < len(state.guess)
-        size, most = self.max_matching_ngram_size, state.width - 1
-        drafts, count = look_up(tokens, length, usable, state.ends, size, min(most, self.prompt_lookup_num_tokens))
+        size, max_drafts = self.max_matching_ngram_size, state.width - 1
+        drafts, count = look_up(
+            tokens, length, usable, state.ends, size, min(max_drafts, self.prompt_lookup_num_tokens)
+        )
         write_drafts(state, rows, drafts, None)
         state.drafted[rows] = count.cpu().numpy()
         if state.constraint is not None:
@@ -101,34 +103,34 @@ class PromptLookup(NamedDrafter):
 
 
 def look_up(
-    tokens: Tensor, length: Tensor, usable: Tensor, ends: Tensor, size: int, most: int
+    tokens: Tensor, length: Tensor, usable: Tensor, end_ids: Tensor, size: int, max_drafts: int
 ) -> tuple[Tensor, Tensor]:
     """Find what followed the last tokens of rows where they occurred before.
 
     Args:
         tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
-        usable: [R, L] bool: which tokens may be drafted. ends: [E] int64: ids that no draft goes beyond.
-        size: the longest match, at least 1. most: drafts at most.
+        usable: [R, L] bool: which tokens may be drafted. end_ids: [E] int64: ids after which no draft follows.
+        size: the longest match, at least 1. max_drafts: limit of drafts.
 
     Returns:
-        [R, most] int64 drafts, 0 where there are none, and how many each row has, [R] int64.
+        [R, max_drafts] int64 drafts, 0 for none, and the number of each row, [R] int64.
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
     # [R, L] bool: whether the n tokens left of a column are the row's last n; the column must hold a token
-    same = (column < length).expand_as(tokens)
+    is_match = (column < length).expand_as(tokens)
     start = torch.full_like(length, -1)
     for n in range(1, size + 1):
-        before, last = tokens.roll(n, 1), tokens.gather(1, (length - n).clamp(min=0))
-        same = same & (before == last) & (column >= n)
-        places = same & usable
-        start = torch.where(places.any(1, keepdim=True), places.int().argmax(1, keepdim=True), start)
-    columns = start + torch.arange(most, device=tokens.device)
-    inside = (start >= 0) & (columns < length)
+        previous, last_token = tokens.roll(n, 1), tokens.gather(1, (length - n).clamp(min=0))
+        is_match = is_match & (previous == last_token) & (column >= n)
+        candidates = is_match & usable
+        start = torch.where(candidates.any(1, keepdim=True), candidates.int().argmax(1, keepdim=True), start)
+    columns = start + torch.arange(max_drafts, device=tokens.device)
+    in_range = (start >= 0) & (columns < length)
     columns = columns.clamp(0, tokens.shape[1] - 1)
-    tokens_there = tokens.gather(1, columns)
-    good = inside & usable.gather(1, columns) & ~torch.isin(tokens_there, ends)
-    good = good.long().cumprod(1)
-    return tokens_there * good, good.sum(1)
+    copied = tokens.gather(1, columns)
+    is_usable = in_range & usable.gather(1, columns) & ~torch.isin(copied, end_ids)
+    is_usable = is_usable.long().cumprod(1)
+    return copied * is_usable, is_usable.sum(1)
 
 
 @dataclass(frozen=True)
@@ -172,16 +174,18 @@ class TokenRecycling(NamedDrafter):
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
         matrix, tree = state.memory["recycled"], tree_of(self.tree)
         index = torch.as_tensor(rows, device=matrix.device)
-        last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
+        last_token = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
         parents, depths = tree.layout.parents[0], np.array(tree.depths)
         tokens = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=matrix.device)
-        tokens[:, 0] = last.masked_fill(last >= matrix.shape[1], -1)  # prompts may hold ids that have no logit
+        tokens[:, 0] = last_token.masked_fill(
+            last_token >= matrix.shape[1], -1
+        )  # prompts may hold ids that have no logit
         child = torch.tensor([0, *(path[-1] for path in tree.paths)], device=matrix.device)
         for depth in range(1, tree.depth + 1):
             nodes = torch.as_tensor(np.flatnonzero(depths == depth), device=matrix.device)
-            above = tokens[:, parents.to(matrix.device)[nodes]]
-            children = matrix[index.unsqueeze(1), above.clamp(min=0), child[nodes]].long()
-            tokens[:, nodes] = torch.where(above >= 0, children, -1)
+            parent_tokens = tokens[:, parents.to(matrix.device)[nodes]]
+            children = matrix[index.unsqueeze(1), parent_tokens.clamp(min=0), child[nodes]].long()
+            tokens[:, nodes] = torch.where(parent_tokens >= 0, children, -1)
         tokens[:, 0] = -1
         state.memory.write("drafts", rows, tokens)
 
@@ -190,9 +194,9 @@ class TokenRecycling(NamedDrafter):
         index = torch.as_tensor(rows, device=matrix.device)
         tokens, root = proposal.quantities["nodes"].clone(), state.committed[rows] - state.last_accepted[rows] - 1
         tokens[:, 0] = state.canvas[index, torch.as_tensor(root, device=matrix.device)]
-        best = logits.topk(min(self.k, logits.shape[-1]), -1)
-        likeliest = best.indices.masked_fill(best.values == -torch.inf, -1).to(matrix.dtype)
+        top = logits.topk(min(self.k, logits.shape[-1]), -1)
+        likeliest = top.indices.masked_fill(top.values == -torch.inf, -1).to(matrix.dtype)
         # a token's last place alone is written: several writes to one place have no order
-        again = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
-        row, node = (~again & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
+        is_repeated = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
+        row, node = (~is_repeated & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
         matrix[index[row], tokens[row, node], : likeliest.shape[-1]] = likeliest[row, node]
