@@ -131,17 +131,17 @@ class CanvasSampler(Sampler):
         # what this step encodes is there when its canvases are denoised
         visible = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
         positions = state.positions(rows)
-        first = not state.canvas_step[rows].any()
-        kept = state.memory.read(rows)
+        is_first = not state.canvas_step[rows].any()
+        memory = state.memory.read(rows)
         begin = int(state.block_start[rows].min())
         canvas = CanvasQuery(
             rows=rows,
-            tokens=kept["noisy"],
+            tokens=memory["noisy"],
             positions=positions,
             store=StoreCall(state.index(rows), None, rows, int(visible[rows].max()), begin, state.commits),
             forwarded=np.full(len(rows), state.width),
             kind="canvas",
-            soft=None if first else kept["soft"],
+            soft=None if is_first else memory["soft"],
         )
         return [*queries, canvas]
 
@@ -154,31 +154,33 @@ class CanvasSampler(Sampler):
         positions = state.positions(rows)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
-        self._keep_ends_out(state, rows, positions, logits)
-        reads = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
-        found, said = [], []
+        self._exclude_ends(state, rows, positions, logits)
+        names = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
+        statistics, step_logprobs = [], []
         shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
         if state.constraint is not None:
             logits, texts = state.constraint.conditioned(state, rows, positions, logits)
-        for number, piece in enumerate(self._drawn_from_in_pieces(state, rows, logits, count)):
-            chosen = None if texts is None else texts.flatten()[number * count : (number + 1) * count]
-            found.append(token_statistics(piece, reads, chosen))
+        for piece_index, piece in enumerate(self._tempered_pieces(state, rows, logits, count)):
+            piece_tokens = None if texts is None else texts.flatten()[piece_index * count : (piece_index + 1) * count]
+            statistics.append(token_statistics(piece, names, piece_tokens))
             if state.logprobs is not None:
-                own, best = piece.unsqueeze(1), found[-1][0].unsqueeze(1)
-                said.append(StepLogProbs.of_logits(own, best, state.logprobs.count))
-        tokens = torch.cat([part[0] for part in found]).view(shape)
-        quantities = {name: torch.cat([part[1][name] for part in found]).view(shape) for name in reads}
-        given = state.read(state.given, rows, positions)
+                piece_logits, best_tokens = piece.unsqueeze(1), statistics[-1][0].unsqueeze(1)
+                step_logprobs.append(StepLogProbs.of_logits(piece_logits, best_tokens, state.logprobs.count))
+        tokens = torch.cat([entry[0] for entry in statistics]).view(shape)
+        quantities = {name: torch.cat([entry[1][name] for entry in statistics]).view(shape) for name in names}
+        is_given = state.read(state.given, rows, positions)
         logprobs = None
-        if said:
-            logprobs = StepLogProbs.combine(said, lambda parts: torch.cat(parts).view(*shape, *parts[0].shape[2:]))
+        if step_logprobs:
+            logprobs = StepLogProbs.combine(
+                step_logprobs, lambda parts: torch.cat(parts).view(*shape, *parts[0].shape[2:])
+            )
         return CanvasProposal(
             rows=rows,
-            values=torch.where(given, state.read(state.canvas, rows, positions), tokens),
+            values=torch.where(is_given, state.read(state.canvas, rows, positions), tokens),
             cost=Cost(queries, state.batch),
             positions=positions,
             scores=quantities[state.rule.needs.score],
-            available=~given,
+            available=~is_given,
             quantities=quantities,
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),
@@ -188,25 +190,23 @@ class CanvasSampler(Sampler):
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],
         )
 
-    def _drawn_from(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
+    def _tempered_logits(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
         """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
         request = state.request
         return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
 
-    def _drawn_from_in_pieces(
-        self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int
-    ) -> Iterator[Tensor]:
+    def _tempered_pieces(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
         """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
         temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
-        for part, own in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
-            yield self._drawn_from(state, part, own)
+        for piece, piece_temperature in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
+            yield self._tempered_logits(state, piece, piece_temperature)
 
-    def _keep_ends_out(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
+    def _exclude_ends(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
         """Exclude end tokens in holes that something given follows, in place."""
         if state.request.holes_eos_inf and len(state.ends):
             hole = positions < state.index(state.answer_start[rows]).unsqueeze(1)
-            ends = logits.index_select(-1, state.ends)
-            logits.index_copy_(-1, state.ends, ends.masked_fill_(hole.unsqueeze(-1), -torch.inf))
+            end_logits = logits.index_select(-1, state.ends)
+            logits.index_copy_(-1, state.ends, end_logits.masked_fill_(hole.unsqueeze(-1), -torch.inf))
 
     def observe(self, state: DenoisingState, proposal: CanvasProposal) -> Notes:
         """As for all; the open canvases, and their best tokens, which become final where a canvas closes."""
@@ -214,8 +214,8 @@ class CanvasSampler(Sampler):
         notes.blocks = [None] * state.batch
         for row in proposal.rows.tolist():
             notes.blocks[row] = (int(state.block_start[row]), int(state.block_end[row]))
-        index, column = (each.cpu() for each in proposal.available.nonzero(as_tuple=True))
-        positions, tokens = (each.cpu()[index, column].tolist() for each in (proposal.positions, proposal.values))
+        index, column = (tensor.cpu() for tensor in proposal.available.nonzero(as_tuple=True))
+        positions, tokens = (tensor.cpu()[index, column].tolist() for tensor in (proposal.positions, proposal.values))
         notes.drafts = set(zip(proposal.rows[index.numpy()].tolist(), positions, tokens, strict=True))
         return notes
 
@@ -225,110 +225,110 @@ class CanvasSampler(Sampler):
         """Keep, replace by noise, soften; close canvases that are stable or at their last step. Raises
         FloatingPointError for NaN or infinite logits; nothing is written then."""
         state.check_current(proposal)
-        rows, free = proposal.rows, proposal.available
-        before = state.read(state.canvas, rows, proposal.positions)
-        entropy = -proposal.quantities["minus_entropy"].masked_fill(~free, 0).sum(1) / free.sum(1)
-        same = (proposal.values == before).all(1)
+        rows, undecided = proposal.rows, proposal.available
+        previous = state.read(state.canvas, rows, proposal.positions)
+        entropy = -proposal.quantities["minus_entropy"].masked_fill(~undecided, 0).sum(1) / undecided.sum(1)
+        is_unchanged = (proposal.values == previous).all(1)
         tokens = proposal.values.cpu().numpy()
-        entropy, same = torch.stack((entropy, same.double())).cpu().numpy()
+        entropy, is_unchanged = torch.stack((entropy, is_unchanged.double())).cpu().numpy()
         if not math.isfinite(np.add.reduce(entropy)):  # a NaN or infinite logit makes it NaN
             broken = rows[~np.isfinite(entropy)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
 
-        generator = _copied(state.generator)
-        kept = self._kept(state, proposal)
-        drawn = self._drawn(state, proposal, kept, generator)
-        fresh = state.renewed(rows, proposal.positions, generator)
-        shown = torch.where(kept, drawn, torch.where(free, fresh, proposal.values))
+        generator = _copy_generator(state.generator)
+        selected = self._select(state, proposal)
+        sampled = self._draw_tokens(state, proposal, selected, generator)
+        noise = state.renewed(rows, proposal.positions, generator)
+        noisy = torch.where(selected, sampled, torch.where(undecided, noise, proposal.values))
 
-        first = state.canvas_step[rows] == 0
-        unchanged = np.where((same > 0) & ~first, state.memory["unchanged"].cpu().numpy()[rows] + 1, 0)
-        settled = np.zeros(len(rows), bool)
+        is_first = state.canvas_step[rows] == 0
+        unchanged = np.where((is_unchanged > 0) & ~is_first, state.memory["unchanged"].cpu().numpy()[rows] + 1, 0)
+        is_stable = np.zeros(len(rows), bool)
         if state.settled is not None:
-            settled = state.settled.satisfied(unchanged, entropy)
+            is_stable = state.settled.satisfied(unchanged, entropy)
         waits = state.converged[rows]  # lock step: it settled earlier
-        over = state.canvas_step[rows] + 1 >= state.steps
-        closes = settled | waits
-        closes = over | (closes.all() if state.lock_step else closes)
+        is_last_step = state.canvas_step[rows] + 1 >= state.steps
+        closes = is_stable | waits
+        closes = is_last_step | (closes.all() if state.lock_step else closes)
         stays = ~closes & ~waits
         soft = self._soft(state, proposal, stays)  # nothing has changed until here
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
-        moves = torch.as_tensor(~waits, device=free.device).unsqueeze(1)
-        values = torch.where(moves, proposal.values, before)
-        tokens = np.where(waits[:, None], before.cpu().numpy(), tokens) if waits.any() else tokens
+        is_active = torch.as_tensor(~waits, device=undecided.device).unsqueeze(1)
+        values = torch.where(is_active, proposal.values, previous)
+        tokens = np.where(waits[:, None], previous.cpu().numpy(), tokens) if waits.any() else tokens
         state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
-        state.memory.write("noisy", rows, torch.where(moves, shown, state.noisy(rows)))
-        state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
+        state.memory.write("noisy", rows, torch.where(is_active, noisy, state.noisy(rows)))
+        state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=undecided.device))
         if soft is not None:
             state.memory.write("soft", rows[stays], soft)
-        final = torch.as_tensor(closes, device=free.device).unsqueeze(1) & free
+        final = torch.as_tensor(closes, device=undecided.device).unsqueeze(1) & undecided
         if state.logprobs is not None and proposal.logprobs is not None:
             state.logprobs.write(rows, proposal.positions, final, proposal.logprobs, state.row_step[rows])
         self._count(state, proposal)
-        state.converged[rows] = settled | waits
+        state.converged[rows] = is_stable | waits
         state.close(rows[closes], tokens[closes])
         scores = proposal.quantities["confidence"]
         return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
 
-    def _kept(self, state: DenoisingState, proposal: CanvasProposal) -> Tensor:
+    def _select(self, state: DenoisingState, proposal: CanvasProposal) -> Tensor:
         """[R, C] bool: the positions whose token is kept."""
-        rows, free, positions = proposal.rows, proposal.available, proposal.positions
+        rows, undecided, positions = proposal.rows, proposal.available, proposal.positions
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
 
         def noise() -> Tensor:
             return rng.uniform(keys, steps, positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
         view = View(
-            scores=proposal.scores.masked_fill(~free, -torch.inf),
-            candidates=free,
+            scores=proposal.scores.masked_fill(~undecided, -torch.inf),
+            candidates=undecided,
             tokens=proposal.values,
             positions=positions,
             quantities=proposal.quantities,
-            quota=rules.quota(state.rule, free.sum(1), state.canvas_step[rows] + 1, state.steps),
+            quota=rules.quota(state.rule, undecided.sum(1), state.canvas_step[rows] + 1, state.steps),
             memory={},
             updates={},
             current=state.noisy(rows),
-            editable=torch.zeros_like(free),
+            editable=torch.zeros_like(undecided),
             top=top_by_rank,
             draw=noise,
             choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
             ends=state.ends,
         )
-        return checked_select(state.rule, view) & free
+        return checked_select(state.rule, view) & undecided
 
-    def _drawn(
-        self, state: DenoisingState, proposal: CanvasProposal, kept: Tensor, generator: torch.Generator | None
+    def _draw_tokens(
+        self, state: DenoisingState, proposal: CanvasProposal, selected: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        """[R, C] int64: draws where tokens are `kept`, anything elsewhere. A generator draws as transformers does."""
-        rows, drawn = proposal.rows, proposal.values.clone()
+        """[R, C] int64: draws where `selected`, undefined elsewhere. A generator draws as transformers does."""
+        rows, sampled = proposal.rows, proposal.values.clone()
         if generator is not None:
-            (own,) = self._drawn_from_in_pieces(state, rows, proposal.logits, kept.numel())
-            p = own.softmax(-1, dtype=torch.float32).to(generator.device)
-            return torch.multinomial(p, 1, generator=generator).view(drawn.shape).to(drawn.device)
+            (logits,) = self._tempered_pieces(state, rows, proposal.logits, selected.numel())
+            p = logits.softmax(-1, dtype=torch.float32).to(generator.device)
+            return torch.multinomial(p, 1, generator=generator).view(sampled.shape).to(sampled.device)
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
         uniform = rng.uniform(keys, steps, proposal.positions, 1, rng.TOKEN_STREAM).squeeze(-1)
-        temperature = state.temperature(rows).unsqueeze(1).expand(kept.shape)
-        row, column = kept.nonzero(as_tuple=True)
+        temperature = state.temperature(rows).unsqueeze(1).expand(selected.shape)
+        row, column = selected.nonzero(as_tuple=True)
         count = max(1, PIECE // proposal.logits.shape[-1])
-        for at in zip(row.split(count), column.split(count), strict=True):
-            own = self._drawn_from(state, proposal.logits[at], temperature[at])
-            p = own.softmax(-1, dtype=torch.promote_types(own.dtype, torch.float32))  # as transformers has them
-            drawn[at] = draw(p, uniform[at])
-        return drawn if state.constraint is None else state.constraint.drawn(state, proposal.positions, drawn)
+        for index in zip(row.split(count), column.split(count), strict=True):
+            logits = self._tempered_logits(state, proposal.logits[index], temperature[index])
+            p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # as transformers has them
+            sampled[index] = draw(p, uniform[index])
+        return sampled if state.constraint is None else state.constraint.drawn(state, proposal.positions, sampled)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
         """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""
         if not stays.any():
             return None
-        rows, at = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
-        logits = proposal.logits if stays.all() else proposal.logits[at]
+        rows, index = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
+        logits = proposal.logits if stays.all() else proposal.logits[index]
         # a row at a time: the product reads all embeddings
-        parts = [proposal.soften(own) for own in self._drawn_from_in_pieces(state, rows, logits, logits.shape[1])]
-        soft = torch.stack(parts).to(state.canvas.device)
+        embeddings = [proposal.soften(piece) for piece in self._tempered_pieces(state, rows, logits, logits.shape[1])]
+        soft = torch.stack(embeddings).to(state.canvas.device)
         if state.pinned:  # else the model's own guess leaks into what was given
-            soft = soft.masked_fill(~proposal.available[at.to(soft.device)].unsqueeze(-1), 0)
+            soft = soft.masked_fill(~proposal.available[index.to(soft.device)].unsqueeze(-1), 0)
         return soft
 
     def _count(self, state: DenoisingState, proposal: CanvasProposal) -> None:
@@ -353,7 +353,7 @@ def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
     positions = torch.as_tensor(np.minimum(column, end[:, None] - 1), device=device)
     slots = torch.as_tensor(np.where(valid, column, -1), device=device)
     images = [state.images[row] for row in rows if state.encoded[row] == 0 and state.images]
-    found = [part for part in images if part is not None]
+    embeddings = [image for image in images if image is not None]
     return CanvasQuery(
         rows=rows,
         tokens=state.read(state.canvas, rows, positions),
@@ -363,14 +363,14 @@ def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
         store=StoreCall(state.index(rows), slots, rows, int(end.max()), int(begin.min()), state.commits),
         forwarded=end - begin,
         kind="encode",
-        images=torch.cat(found) if found else None,
+        images=torch.cat(embeddings) if embeddings else None,
     )
 
 
-def _copied(generator: torch.Generator | None) -> torch.Generator | None:
+def _copy_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """A generator that draws the same, for a step that may fail."""
     if generator is None:
         return None
-    other = torch.Generator(generator.device)
-    other.set_state(generator.get_state())
-    return other
+    copied = torch.Generator(generator.device)
+    copied.set_state(generator.get_state())
+    return copied

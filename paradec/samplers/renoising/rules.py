@@ -26,8 +26,8 @@ STAGES = (
 def refusal(rule: MaskedSampler) -> str | None:
     """Why a sampler cannot say what a canvas keeps, in words that follow its name; None where it can."""
     if isinstance(rule, Combination):
-        found = next((why for member in rule.members if (why := refusal(member))), None)
-        return found or ("its stages change logits from step to step" if rule.needs.processes_logits else None)
+        why_member = next((why for member in rule.members if (why := refusal(member))), None)
+        return why_member or ("its stages change logits from step to step" if rule.needs.processes_logits else None)
     if "text" not in rule.models:
         return "it is made for pictures"
     if rule.needs.multi_step or rule.needs.mask_probes:
@@ -60,11 +60,11 @@ def checked(rule: MaskedSampler, user: str) -> MaskedSampler:
     return rule
 
 
-def quota(rule: MaskedSampler, free: Tensor, step: np.ndarray, steps: int) -> Any:
-    """`view.quota`: how many positions the step keeps in all, for rules with a schedule: ceil(free * step / steps).
-    free: [R]; step: [R], from 1. [R] int64 on the host, or a tuple of its like."""
+def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: int) -> Any:
+    """`view.quota` of rules with a schedule: positions that a step keeps, ceil(num_undecided * step / steps).
+    num_undecided: [R]; step: [R], from 1. [R] int64 on the host, or a tuple of its like."""
     if isinstance(rule, Combination):
-        return tuple(quota(member, free, step, steps) for member in rule.rules)
+        return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:
         return None
-    return -(-free.cpu().numpy() * step // steps)
+    return -(-num_undecided.cpu().numpy() * step // steps)

@@ -49,12 +49,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
     """
     sampler.check_model(model)
-    _refuse(sampler, request)
+    _check_unsupported(sampler, request)
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
     holes = any(HOLE in row for row in rows)
-    new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
+    num_new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
     _check_begins(facts, rows)
     defaults = model.denoising
     rule = rules.checked(sampler.rule_for(defaults), sampler.name)
@@ -71,12 +71,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     width = facts.block_length
     assert width is not None  # what models with canvases state
     lengths = np.array([len(row) for row in rows], np.int64)
-    asked = lengths + new
-    starts = [_starts(row, int(end), width) for row, end in zip(rows, asked, strict=True)]
-    ends = np.array([row[-1] + width for row in starts], np.int64)
-    longest = int(np.maximum(ends, asked).max())
+    requested_length = lengths + num_new
+    starts = [_starts(row, int(end), width) for row, end in zip(rows, requested_length, strict=True)]
+    lengths_with_canvases = np.array([row[-1] + width for row in starts], np.int64)
+    longest = int(np.maximum(lengths_with_canvases, requested_length).max())
     canvas = padded(rows, longest, HOLE)
-    given = canvas != HOLE
+    is_given = canvas != HOLE
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else np.zeros_like(answers)))
     sizes = {"window": width, "hidden": model.hidden_size}
@@ -90,14 +90,14 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         temperatures=_temperatures(sampler, defaults),
         settled=_settled(sampler, defaults),
         encode_wait=sampler.encode_wait,
-        canvas=torch.as_tensor(np.where(given, canvas, facts.fill_token_id), device=device),
-        given=torch.as_tensor(given, device=device),
+        canvas=torch.as_tensor(np.where(is_given, canvas, facts.fill_token_id), device=device),
+        given=torch.as_tensor(is_given, device=device),
         starts=starts,
         prompt_length=np.array([row[0] for row in starts], np.int64),
         answer_start=answers,
-        length=ends,
-        asked=asked,
-        max_new_tokens=new,
+        length=lengths_with_canvases,
+        asked=requested_length,
+        max_new_tokens=num_new,
         keys=torch.as_tensor(row_keys(seeds, rows, prompts.before), device=device),
         generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
@@ -115,18 +115,18 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.store.load(request.prefix, source, counts)
         state.encoded, state.reused = counts.copy(), counts
     filled = [spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
-    state.trace = make_trace(sampler, request, state.canvas, ends, score="probability", filled=filled)
+    state.trace = make_trace(sampler, request, state.canvas, lengths_with_canvases, score="probability", filled=filled)
     if request.logprobs is not None:
         state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     return state
 
 
-def _refuse(sampler: Any, request: Request) -> None:
+def _check_unsupported(sampler: Any, request: Request) -> None:
     """Raise ValueError for a field that means nothing here, with the reason."""
     for name, why in REFUSED.items():
         value = getattr(request, name)
-        said = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
-        if said and getattr(value, "name", None) != "none":
+        is_set = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
+        if is_set and getattr(value, "name", None) != "none":
             raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
 
 
@@ -141,23 +141,23 @@ def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
 
 def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
     """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
-    found, early = split_stop_rules(request.stop)
+    rules, early = split_stop_rules(request.stop)
     if early:
         raise ValueError(
             f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
             f"(settings of sampler {sampler.name!r})"
         )
-    return [*found]
+    return [*rules]
 
 
 def _starts(row: list[int], end: int, width: int) -> np.ndarray:
     """Where canvases begin in a row that is to be `end` long: each at the first position to fill that none covers."""
-    free = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
-    found: list[int] = []
-    for position in free:
-        if not found or position >= found[-1] + width:
-            found.append(position)
-    return np.array(found, np.int64)
+    holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
+    starts: list[int] = []
+    for position in holes:
+        if not starts or position >= starts[-1] + width:
+            starts.append(position)
+    return np.array(starts, np.int64)
 
 
 def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
@@ -182,7 +182,7 @@ def _reuse(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. The encoder
     is causal: any number is exact. Raises ValueError for a prefix of another model, or one with images."""
-    prefix, pictured = request.prefix, any(part is not None for part in images)
+    prefix, pictured = request.prefix, any(image is not None for image in images)
     if request.keep_prefix and pictured:
         raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
     if prefix is None:
@@ -193,8 +193,8 @@ def _reuse(
         raise ValueError("prefix=... is looked up by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
     source, counts = prefix.common(rows)
-    first = [row.index(HOLE) if HOLE in row else len(row) for row in rows]
-    counts = np.minimum(counts, first)
+    num_leading = [row.index(HOLE) if HOLE in row else len(row) for row in rows]
+    counts = np.minimum(counts, num_leading)
     return (source, counts) if counts.any() else None
 
 

@@ -108,10 +108,10 @@ class DenoisingState(State):
         for row, starts in enumerate(self.starts):
             for start in starts:
                 covered[row, start : start + self.width] = True
-        given = self.given.cpu().numpy()
-        self._final = ~covered | (column >= self.length[:, None]) | given
+        is_given = self.given.cpu().numpy()
+        self._final = ~covered | (column >= self.length[:, None]) | is_given
         self.total = (~self._final).sum(1)
-        self.pinned = bool((covered & given).any())
+        self.pinned = bool((covered & is_given).any())
         """Whether a canvas has positions that the user gave."""
         self._open_noise(np.arange(batch))
 
@@ -163,9 +163,9 @@ class DenoisingState(State):
 
     def to_fill(self, row: int) -> list[int]:
         """The positions of a row that decoding makes final."""
-        covered = [at for start in self.starts[row] for at in range(int(start), int(start) + self.width)]
-        given = self.given[row].cpu().numpy()
-        return [at for at in covered if not given[at]]
+        covered = [position for start in self.starts[row] for position in range(int(start), int(start) + self.width)]
+        is_given = self.given[row].cpu().numpy()
+        return [position for position in covered if not is_given[position]]
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """[R] rows to encode at this step, and [R] rows whose canvas a step denoises, those among them."""
@@ -192,8 +192,10 @@ class DenoisingState(State):
 
     def temperature(self, rows: np.ndarray) -> Tensor:
         """[R] float32: the temperatures of the rows' steps, which are counted down from N."""
-        left = torch.as_tensor(self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device)
-        return annealed(left / self.steps, *self.temperatures)
+        fraction_left = torch.as_tensor(
+            self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device
+        )
+        return annealed(fraction_left / self.steps, *self.temperatures)
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
@@ -216,7 +218,7 @@ class DenoisingState(State):
     def _noise(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None, stream: int) -> Tensor:
         vocab = self.facts.vocab_size
         if generator is not None:
-            return _drawn(generator, vocab, (len(rows), self.width)).to(positions.device)
+            return _draw_integers(generator, vocab, (len(rows), self.width)).to(positions.device)
         index = self.index(rows)
         return noise(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
 
@@ -225,19 +227,19 @@ class DenoisingState(State):
         if not len(rows):
             return
         positions = self.positions(rows)
-        fresh = self._noise(rows, positions, self.generator, FIRST_STREAM)
-        given = self.read(self.given, rows, positions)
-        self.memory.write("noisy", rows, torch.where(given, self.read(self.canvas, rows, positions), fresh))
+        noise = self._noise(rows, positions, self.generator, FIRST_STREAM)
+        is_given = self.read(self.given, rows, positions)
+        self.memory.write("noisy", rows, torch.where(is_given, self.read(self.canvas, rows, positions), noise))
 
     def close(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Make the open canvases of `rows` [R] final, with tokens [R, C] on the host; end rows, or open the next."""
         if not len(rows):
             return
-        at = self.block_start[rows, None] + np.arange(self.width)
+        positions = self.block_start[rows, None] + np.arange(self.width)
         alive = self.running[rows]
-        self.decided[rows] += np.where(alive, (~self._final[rows[:, None], at]).sum(1), 0)
-        self._final[rows[:, None], at] = True
-        self._stop(rows[alive], at[alive], tokens[alive])
+        self.decided[rows] += np.where(alive, (~self._final[rows[:, None], positions]).sum(1), 0)
+        self._final[rows[:, None], positions] = True
+        self._stop(rows[alive], positions[alive], tokens[alive])
         if self.facts.pad_token_id is not None:  # without an id to pad with, transformers pads nothing
             self._fill_after_end(rows[~alive])
         more = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
@@ -252,11 +254,11 @@ class DenoisingState(State):
         self.memory.reset(rows, "block")
         self._open_noise(rows)
 
-    def _stop(self, rows: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
-        """Ask the stop rules of rows that run [R] and have closed canvases at `at` [R, C]."""
+    def _stop(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Ask the stop rules of rows that run [R] and have closed canvases at `positions` [R, C]."""
         if not len(rows) or not self.stop_rules:
             return
-        self.window = _window(self.canvas, rows, at)
+        self.window = _window(self.canvas, rows, positions)
         ends: Any = find_ends(self.stop_rules, self, tokens)  # type: ignore[arg-type]
         if ends is None:
             return
@@ -279,18 +281,18 @@ class DenoisingState(State):
             self._final[rows] = True
 
 
-def _drawn(generator: torch.Generator, high: int, shape: tuple[int, ...]) -> Tensor:
+def _draw_integers(generator: torch.Generator, high: int, shape: tuple[int, ...]) -> Tensor:
     """Uniform integers below `high`, where the generator draws them."""
     return torch.randint(high, shape, generator=generator, device=generator.device)
 
 
-def _window(canvas: Tensor, rows: np.ndarray, at: np.ndarray) -> Window:
+def _window(canvas: Tensor, rows: np.ndarray, host_positions: np.ndarray) -> Window:
     """The closed canvases as stop rules read them."""
-    positions = torch.as_tensor(at, device=canvas.device)
-    flat = torch.as_tensor(at + rows[:, None] * canvas.shape[1], device=canvas.device)
+    positions = torch.as_tensor(host_positions, device=canvas.device)
+    flat = torch.as_tensor(host_positions + rows[:, None] * canvas.shape[1], device=canvas.device)
     return Window(
         rows=rows,
-        host_positions=at,
+        host_positions=host_positions,
         host_valid=None,
         positions=positions,
         flat=flat,
@@ -302,10 +304,10 @@ def _window(canvas: Tensor, rows: np.ndarray, at: np.ndarray) -> Window:
 Share = TypeVar("Share", float, Tensor)
 
 
-def annealed(left: Share, t_min: float, t_max: float) -> Share:
-    """The temperature where the share `left` of the steps, this one included, is to be done: t_max at the first step.
+def annealed(fraction_left: Share, t_min: float, t_max: float) -> Share:
+    """The temperature where `fraction_left` of the steps, this one included, is to be done: t_max at the first step.
     t_min would be reached after the last."""
-    return t_min + (t_max - t_min) * left
+    return t_min + (t_max - t_min) * fraction_left
 
 
 FIRST_STREAM, NOISE_STREAM = 4, 5
@@ -315,8 +317,8 @@ FIRST_STREAM, NOISE_STREAM = 4, 5
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
     """[R, C] int64: a uniform token for each position. keys [R, 2], step [R], positions [R, C]: as in `rng.uniform`."""
-    found = rng.uniform(keys, step, positions, 1, stream).squeeze(-1)
-    return (found * vocab).long()
+    uniform = rng.uniform(keys, step, positions, 1, stream).squeeze(-1)
+    return (uniform * vocab).long()
 
 
 @dataclass(frozen=True)

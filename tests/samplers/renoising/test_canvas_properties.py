@@ -574,9 +574,9 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             entropy = -proposal.quantities["minus_entropy"][0]
             assert entropy.tolist() == pytest.approx(wanted["entropy"], rel=2e-5, abs=1e-7)
             assert entropy.mean().item() == pytest.approx(wanted["mean_entropy"], rel=2e-5, abs=1e-7)
-            assert math.exp(state.constraint._found[0][3].log_z()) == pytest.approx(wanted["z"], rel=2e-5)
-            kept = sampler._kept(state, proposal)
-            drawn = sampler._drawn(state, proposal, kept, None)
+            assert math.exp(state.constraint._parts[0][3].log_z()) == pytest.approx(wanted["z"], rel=2e-5)
+            kept = sampler._select(state, proposal)
+            drawn = sampler._draw_tokens(state, proposal, kept, None)
             places = kept[0].nonzero()[:, 0].tolist()
             assert [[place, int(drawn[0, place])] for place in places] == wanted["kept"]
             before = int(state.opened[0])
