@@ -154,15 +154,15 @@ class GrammarTexts:
             self._fits.popitem(last=False)
         return allowed
 
-    def excluded(self, state: Tokens, read: int, device: torch.device) -> Tensor:
-        """[V] bool: tokens that may not follow. read: unused; as for automata."""
+    def excluded(self, state: Tokens, num_read: int, device: torch.device) -> Tensor:
+        """[V] bool: tokens that may not follow. num_read: unused; as for automata."""
         return torch.as_tensor(~self.fits(state), device=device)
 
     def accepts(self, tokens: Sequence[int]) -> bool:
         """Whether tokens are a complete text."""
         return bool(self._matcher((*tokens,)).is_accepting())
 
-    def certain(self, state: Tokens, read: int) -> int | None:
+    def certain(self, state: Tokens, num_read: int) -> int | None:
         """The only token that may follow; None if several may."""
         tokens = np.flatnonzero(self.fits(state))
         return int(tokens[0]) if len(tokens) == 1 else None

@@ -98,18 +98,18 @@ class AdaptiveBlocks(BlockPolicy):
 
     def cut(self, opening: Opening) -> Tensor:
         device = opening.tokens.device
-        read = self.open(opening.start, opening.prompt_length, opening.length) - opening.start
+        num_read = self.open(opening.start, opening.prompt_length, opening.length) - opening.start
         # one transfer for what is known on the host
-        known = np.stack((self._window(opening.prompt_length, opening.length), read))
-        window, most = torch.as_tensor(known, device=device)
+        host_sizes = np.stack((self._window(opening.prompt_length, opening.length), num_read))
+        window, max_size = torch.as_tensor(host_sizes, device=device)
         ids = torch.tensor([i for i in self.delimiters if isinstance(i, int)], dtype=torch.int64, device=device)
         column = torch.arange(opening.tokens.shape[1], device=device)
         is_delimiter = torch.isin(opening.tokens, ids) & opening.available & (column < window.unsqueeze(1))
         confidence = torch.where(is_delimiter, opening.confidence, -1.0)
-        at = confidence.argmax(1, keepdim=True)
-        confident = confidence.gather(1, at) >= self.delimiter_threshold
-        size = torch.where(confident, at + 1, self.length).squeeze(1)
-        return size.clamp(min=self.min_length).minimum(most)
+        delimiter_column = confidence.argmax(1, keepdim=True)
+        confident = confidence.gather(1, delimiter_column) >= self.delimiter_threshold
+        size = torch.where(confident, delimiter_column + 1, self.length).squeeze(1)
+        return size.clamp(min=self.min_length).minimum(max_size)
 
     def _window(self, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
         return (self.window * (length - prompt_length)).astype(np.int64)
@@ -126,13 +126,13 @@ class AdaptiveBlocks(BlockPolicy):
         for token in ids:
             check_int("delimiters", token, low=0, high=facts.vocab_size - 1)
         if texts and model.tokenizer is not None:
-            read = _readings(model.tokenizer)[: facts.vocab_size]
-            found = {i for i, text in enumerate(read) if text in texts or self._ends(text, texts)}
-            ids |= found - {facts.mask_token_id}
-        own = facts.block_length
+            token_texts = _decode_vocabulary(model.tokenizer)[: facts.vocab_size]
+            delimiter_ids = {i for i, text in enumerate(token_texts) if text in texts or self._ends(text, texts)}
+            ids |= delimiter_ids - {facts.mask_token_id}
+        model_block = facts.block_length
         if ids:
-            return replace(self, delimiters=tuple(sorted(ids)), model_block=own, model_align=facts.block_align)
-        fixed = FixedBlocks(self.length) if own is None else FixedBlocks(own, align=facts.block_align)
+            return replace(self, delimiters=tuple(sorted(ids)), model_block=model_block, model_align=facts.block_align)
+        fixed = FixedBlocks(self.length) if model_block is None else FixedBlocks(model_block, align=facts.block_align)
         why = "has no tokenizer" if model.tokenizer is None else "has no such token"
         warnings.warn(
             f"delimiters={self.delimiters} name no token, {facts.name} {why}: blocks stay {fixed.length} long; "
@@ -159,14 +159,14 @@ def check_delimiters(value: Any) -> tuple[str | int, ...]:
     return tuple(entry if isinstance(entry, str) else int(entry) for entry in value)
 
 
-_READ: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+_TOKEN_TEXTS: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
-def _readings(tokenizer: Any) -> list[str]:
+def _decode_vocabulary(tokenizer: Any) -> list[str]:
     """What each id reads as. Decoding a whole vocabulary takes seconds, so it is kept while the tokenizer lives."""
-    if tokenizer not in _READ:
-        _READ[tokenizer] = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    return _READ[tokenizer]
+    if tokenizer not in _TOKEN_TEXTS:
+        _TOKEN_TEXTS[tokenizer] = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    return _TOKEN_TEXTS[tokenizer]
 
 
 @dataclass
@@ -202,20 +202,20 @@ class AdaptiveBlockEnds(Feature):
         index = self.opening[rows].nonzero()[0]
         if not len(index):
             return None
-        opened, device = rows[index], proposal.values.device
+        opened_rows, device = rows[index], proposal.values.device
         start, end = torch.as_tensor(np.stack((state.block_start[rows], state.block_end[rows])), device=device)
-        chosen = torch.as_tensor(index, device=device)
+        device_index = torch.as_tensor(index, device=device)
         opening = Opening(
-            tokens=proposal.values[chosen],
-            confidence=proposal.quantities["confidence"][chosen],
-            available=proposal.available[chosen],
-            start=state.block_start[opened],
-            prompt_length=state.prompt_length[opened],
-            length=state.length[opened],
+            tokens=proposal.values[device_index],
+            confidence=proposal.quantities["confidence"][device_index],
+            available=proposal.available[device_index],
+            start=state.block_start[opened_rows],
+            prompt_length=state.prompt_length[opened_rows],
+            length=state.length[opened_rows],
         )
         # the block reaches what can be committed, where given text comes first
         size = state.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
-        return end.index_copy(0, chosen, start[chosen] + size)
+        return end.index_copy(0, device_index, start[device_index] + size)
 
 
 def cut_blocks(state: Any, rows: np.ndarray, end: np.ndarray) -> None:

@@ -34,7 +34,7 @@ from paradec.samplers.causal.window import ONE_HOT
 from paradec.samplers.distributions import filter_logits, tempered
 from paradec.samplers.features.feature import Ends, Feature, overrides
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
-from paradec.samplers.features.spans import Part, Span, parts_of, spans_of
+from paradec.samplers.features.spans import Part, Span, find_parts, find_spans
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
@@ -64,17 +64,17 @@ class SpanConstraint(Feature):
 
     host_only = "a constraint is asked on the host"
     stream: ClassVar[int]
-    """Of the random numbers that texts are drawn with."""
+    """Random stream of the draws."""
 
     def uniform(self, state: Any, part: Part) -> np.ndarray:
-        """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
+        """Numbers [m] in (0, 1) to draw a text; they depend on row, step and position only."""
         step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
         key = state.keys[part.row : part.row + 1]
-        numbers = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
-        return numbers[0, :, 0].cpu().numpy()
+        draws = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
+        return draws[0, :, 0].cpu().numpy()
 
     def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
-        """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""
+        """The marginals of a part; None for NaN or infinite logits, which `commit` reports."""
         marginals = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
         if marginals.broken:
             return None
@@ -87,13 +87,13 @@ class SpanConstraint(Feature):
         return marginals
 
     def _filter(self, state: Any, part: Part, marginals: Marginals) -> Marginals:
-        """The marginals without what the request's filters take away; the likeliest text stays possible."""
+        """Apply the request's filters to marginals; the likeliest text stays possible."""
         top_p, top_k = state.request.top_p, state.request.top_k
         if top_p is None and top_k is None:
             return marginals
-        kept = filter_logits(marginals.conditioned(), top_p, top_k) > -torch.inf
-        kept.scatter_(1, marginals.best().unsqueeze(1), True)
-        filtered = self._marginals(state, part, marginals.logits.masked_fill(~kept, -torch.inf))
+        allowed = filter_logits(marginals.conditioned(), top_p, top_k) > -torch.inf
+        allowed.scatter_(1, marginals.best().unsqueeze(1), True)
+        filtered = self._marginals(state, part, marginals.logits.masked_fill(~allowed, -torch.inf))
         assert filtered is not None
         return filtered
 
@@ -126,65 +126,67 @@ class MaskedConstraint(SpanConstraint):
         canvas = state.canvas.cpu().numpy()
         # with early rules a step looks at the row's end
         length = None if state.request.stop is not None else getattr(state.blocks, "length", None)
-        spans = spans_of(model, state, canvas, state.mask_id, canvas.shape[1] if length is None else length)
+        spans = find_spans(model, state, canvas, state.mask_id, canvas.shape[1] if length is None else length)
         return cls(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
 
     def __post_init__(self) -> None:
-        self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
+        self._draws: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
 
     def after_row_change(self) -> None:
-        self._drawn = {}
+        self._draws = {}
 
     def candidates(
         self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidate tokens and quantities, in the place of the method's `read`."""
+        """Candidate tokens and quantities; replaces the method's `read`."""
         positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
         if state.window.valid is not None:
             valid = state.window.valid[torch.as_tensor(query.window.index, device=logits.device)]
             undecided &= valid if query.window.columns is None else valid.gather(1, query.window.columns)
-        canvas, where = state.canvas.cpu().numpy(), positions.cpu().numpy()
+        canvas, host_positions = state.canvas.cpu().numpy(), positions.cpu().numpy()
         texts, entries = list[tuple[Tensor, dict[str, Tensor]]](), list[int]()
         for index, row in enumerate(query.rows.tolist()):
-            columns = {position: column for column, position in enumerate(where[index].tolist())}
-            for number, part in enumerate(self._parts(state, row, canvas[row])):
+            columns = {position: column for column, position in enumerate(host_positions[index].tolist())}
+            for part_index, part in enumerate(self._open_parts(state, row, canvas[row])):
                 open_columns = [columns[position] for position in part.open]
                 first, last = open_columns[0], open_columns[-1]
-                together = last - first < len(open_columns)
-                own = logits[index, first : last + 1] if together else logits[index, open_columns]
-                texts.append(self._text(sampler, state, own, part, number))
-                entries += [index * where.shape[1] + column for column in open_columns]
-        inside = torch.zeros_like(undecided).flatten()
-        inside[entries] = True
+                contiguous = last - first < len(open_columns)
+                part_logits = logits[index, first : last + 1] if contiguous else logits[index, open_columns]
+                texts.append(self._draw_text(sampler, state, part_logits, part, part_index))
+                entries += [index * host_positions.shape[1] + column for column in open_columns]
+        is_constrained = torch.zeros_like(undecided).flatten()
+        is_constrained[entries] = True
         tokens, quantities = current, dict[str, Tensor]()
-        if sampler.needs.decided_logits or bool((undecided & ~inside.view_as(undecided)).any()):
+        if sampler.needs.decided_logits or bool((undecided & ~is_constrained.view_as(undecided)).any()):
             tokens, quantities = sampler.read(state, logits, query, generator)
         if not texts:
             return tokens, quantities
         flat = torch.tensor(entries, device=logits.device)
         for name in texts[0][1]:
-            value = torch.cat([read[name] for _, read in texts])
-            whole = quantities.get(name, value.new_zeros(current.shape))
-            quantities[name] = whole.flatten().index_copy(0, flat, value.to(whole)).view_as(current)
-        chosen = torch.cat([tokens for tokens, _ in texts])
-        return tokens.flatten().index_copy(0, flat, chosen).view_as(current), quantities
+            value = torch.cat([values[name] for _, values in texts])
+            full = quantities.get(name, value.new_zeros(current.shape))
+            quantities[name] = full.flatten().index_copy(0, flat, value.to(full)).view_as(current)
+        sampled = torch.cat([tokens for tokens, _ in texts])
+        return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
-    def _parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
-        """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
+    def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
+        """The undecided parts of the row's window, up to `stop`."""
         if stop is None:
             stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
-        return parts_of(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)
+        return find_parts(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)
 
-    def _text(self, sampler: Any, state: Any, raw: Tensor, part: Part, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _draw_text(
+        self, sampler: Any, state: Any, raw: Tensor, part: Part, part_index: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
         sampler reads."""
         needs, temperature = sampler.needs, state.request.temperature
         model = self._marginals(state, part, raw)
         if model is None:
-            nothing = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
-            return torch.zeros_like(nothing, dtype=torch.int64), dict.fromkeys(needs.reads, nothing)
+            invalid = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
+            return torch.zeros_like(invalid, dtype=torch.int64), dict.fromkeys(needs.reads, invalid)
         source = model if temperature in (0, 1) else self._marginals(state, part, tempered(raw, temperature))
         assert source is not None
         if temperature > 0 or needs.score_from == "sampled":
@@ -193,20 +195,20 @@ class MaskedConstraint(SpanConstraint):
             tokens = source.best()
         else:
             tokens = source.sample(self.uniform(state, part))
-            self._drawn[part.row, number] = int(state.row_step[part.row]), part, source
-        scored = model if needs.score_from == "raw" else source
+            self._draws[part.row, part_index] = int(state.row_step[part.row]), part, source
+        score_source = model if needs.score_from == "raw" else source
         if needs.reads == ("confidence",):
-            return tokens, {"confidence": scored.probabilities(tokens)}
-        return token_statistics(scored.conditioned(), needs.reads, tokens)
+            return tokens, {"confidence": score_source.probabilities(tokens)}
+        return token_statistics(score_source.conditioned(), needs.reads, tokens)
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """Write what is certain in blocks that have opened, unless the next step has to weigh it first."""
+        """Write certain tokens of newly opened blocks, at temperature 0."""
         if self.log_weight is None:
             self.write_certain(state, rows)
 
     def write_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Write without a forward what one token alone fits in the open blocks of `rows` [R]; full blocks close."""
-        canvas, full = state.canvas.cpu().numpy(), []
+        """Write positions that only one token fits, in the open blocks of `rows` [R]; full blocks close."""
+        canvas, full_rows = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
             certain = self._certain(state, row, canvas[row])
             if not certain:
@@ -222,14 +224,14 @@ class MaskedConstraint(SpanConstraint):
             state.remaining[row] -= len(certain)
             state.decided[row] += len(certain)
             if not state.remaining[row]:
-                full.append(row)
-        if full:
-            open_blocks(state, np.array(full))
+                full_rows.append(row)
+        if full_rows:
+            open_blocks(state, np.array(full_rows))
 
     def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
         """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
         certain = {}
-        for part in self._parts(state, row, canvas, int(state.block_end[row])):
+        for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
             fits = passes.possible(automaton, part.held, part.state, part.last)
             for slot, token in enumerate(part.held):
@@ -239,14 +241,14 @@ class MaskedConstraint(SpanConstraint):
         return certain
 
     def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
-        """Take what is certain once the method's selection is there."""
+        """Add positions that are certain after the method's selection."""
         canvas, window = state.canvas.cpu().numpy().copy(), state.window
-        written = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
+        tokens = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
         selected, values = decision.selected.clone(), decision.values.clone()
         for index, row in enumerate(window.rows.tolist()):
             positions = window.host_positions[index]
-            inside = slice(None) if window.host_valid is None else window.host_valid[index]
-            canvas[row, positions[inside]] = written[index][inside]
+            is_valid = slice(None) if window.host_valid is None else window.host_valid[index]
+            canvas[row, positions[is_valid]] = tokens[index][is_valid]
             for position, token in self._certain(state, row, canvas[row]).items():
                 column = position - int(positions[0])
                 selected[index, column], values[index, column] = True, token
@@ -254,22 +256,22 @@ class MaskedConstraint(SpanConstraint):
         decision.selected, decision.values = selected, values
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Weigh what was drawn: Z before the step over Z with what it wrote, by the same probabilities."""
-        if not self._drawn:
+        """Update `log_weight` by Z before the step over Z with the written tokens."""
+        if not self._draws:
             return False
         canvas = state.canvas.cpu().numpy()
         assert self.log_weight is not None  # there are draws
-        for (row, _), (step, part, drawn) in self._drawn.items():
+        for (row, _), (step, part, marginals) in self._draws.items():
             if step != state.row_step[row] - 1 or row not in proposal.rows:
                 continue
-            now = canvas[row, part.first : part.first + len(part.held)].tolist()
-            decided = [slot for slot, token in enumerate(part.held) if token is None and now[slot] != state.mask_id]
-            masses = drawn.sums.copy()
+            current = canvas[row, part.first : part.first + len(part.held)].tolist()
+            decided = [slot for slot, token in enumerate(part.held) if token is None and current[slot] != state.mask_id]
+            masses = marginals.sums.copy()
             for slot in decided:
-                masses[slot] = passes.certain(part.span.automaton, now[slot])
-            after = passes.backward_sums(part.span.automaton, masses, part.last)[0, part.state]
-            self.log_weight[row] += drawn.total - float(after) - float(drawn.norms(decided).sum())
-        self._drawn.clear()
+                masses[slot] = passes.certain(part.span.automaton, current[slot])
+            log_mass = passes.backward_sums(part.span.automaton, masses, part.last)[0, part.state]
+            self.log_weight[row] += marginals.total - float(log_mass) - float(marginals.norms(decided).sum())
+        self._draws.clear()
         return False
 
 
@@ -320,10 +322,10 @@ class CanvasConstraint(SpanConstraint):
             ValueError: an argument that it does not work with; no tokenizer; or no text fits a row.
         """
         raise_unsupported(model, state, {})
-        return cls(spans_of(model, state, canvas, HOLE, state.width))
+        return cls(find_spans(model, state, canvas, HOLE, state.width))
 
     def __post_init__(self) -> None:
-        self._found: list[tuple[int, Part, list[int], Marginals]] = []
+        self._parts: list[tuple[int, Part, list[int], Marginals]] = []
 
     def conditioned(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [R, C, V] whose tempered distributions are conditioned on the texts, from those of the model; and the
@@ -331,57 +333,57 @@ class CanvasConstraint(SpanConstraint):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
         undecided = state.undecided.cpu().numpy()
-        best, where = logits.argmax(-1), positions.cpu().numpy()
-        self._found = []
+        best_tokens, host_positions = logits.argmax(-1), positions.cpu().numpy()
+        self._parts = []
         for index, row in enumerate(rows.tolist()):
-            begin, asked = int(where[index, 0]), int(state.asked[row])
-            if len(state.ends) and asked < begin + state.width:  # what is cut off in the end
-                beyond = logits[index, asked - begin :]
+            begin, stop = int(host_positions[index, 0]), int(state.asked[row])
+            if len(state.ends) and stop < begin + state.width:  # what is cut off in the end
+                beyond = logits[index, stop - begin :]
                 beyond.fill_(-torch.inf)
                 beyond[:, state.ends[0]] = 0
-            for part in parts_of(self.spans[row], row, canvas[row], undecided[row], begin, begin + state.width):
+            for part in find_parts(self.spans[row], row, canvas[row], undecided[row], begin, begin + state.width):
                 columns = [position - begin for position in part.open]
                 marginals = self._marginals(state, part, logits[index, columns] / temperature[index])
                 if marginals is None:
                     continue  # the commit says what is wrong
                 marginals = self._filter(state, part, marginals)
-                best[index, columns] = marginals.best()
+                best_tokens[index, columns] = marginals.best()
                 logits[index, columns] = marginals.conditioned() * temperature[index]
-                self._found.append((index, part, columns, marginals))
-        return logits, best
+                self._parts.append((index, part, columns, marginals))
+        return logits, best_tokens
 
     def drawn(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
         """Draws [R, C] of the last step's distributions: texts where they are constrained, `tokens` elsewhere."""
-        drawn = tokens.clone()
-        for index, part, columns, marginals in self._found:
-            drawn[index, columns] = marginals.sample(self.uniform(state, part))
-        return drawn
+        samples = tokens.clone()
+        for index, part, columns, marginals in self._parts:
+            samples[index, columns] = marginals.sample(self.uniform(state, part))
+        return samples
 
 
 # ---- causal models --------------------------------------------------------------------------------------------------
 
 
 class Texts(Protocol):
-    """The texts that an answer may be, token by token. States are values."""
+    """Allowed texts of an answer, token by token. States are values."""
 
     @property
     def begin(self) -> Any:
         """The state before the first token."""
 
     def after(self, state: Any, token: int) -> Any | None:
-        """The state after a token; None where no text goes on with it."""
+        """The state after a token; None where no text continues with it."""
 
-    def excluded(self, state: Any, read: int, device: torch.device) -> Tensor | None:
-        """[V] bool: the tokens with which no text can be completed, after `read` tokens; None where none can in any
+    def excluded(self, state: Any, num_read: int, device: torch.device) -> Tensor | None:
+        """[V] bool: the tokens with which no text can be completed, after `num_read` tokens; None where none can in any
         case."""
 
-    def certain(self, state: Any, read: int) -> int | None:
-        """The only token with which one can."""
+    def certain(self, state: Any, num_read: int) -> int | None:
+        """The only token with which a text can be completed, or None."""
 
 
 @dataclass(frozen=True)
 class SpanTexts:
-    """The texts of an automaton that fit the tokens that are left."""
+    """Texts of an automaton that fit the remaining positions."""
 
     span: Span
     begin: int = 0
@@ -390,29 +392,32 @@ class SpanTexts:
         following = self.span.automaton.step(state, token)
         return None if following < 0 else following
 
-    def _fitting(self, state: int, read: int) -> np.ndarray:
+    def _fitting(self, state: int, num_read: int) -> np.ndarray:
         """[k] int64: the classes of tokens with which a text can be completed."""
         classes, following = self.span.automaton.after(state)
-        fitting: np.ndarray = classes[self.span.after(read + 1)[following]]
+        fitting: np.ndarray = classes[self.span.after(num_read + 1)[following]]
         return fitting
 
-    def excluded(self, state: int, read: int, device: torch.device) -> Tensor | None:
+    def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
         span = self.span
-        if span.stop - span.first <= read or not span.after(read)[state]:
+        if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None
-        class_of, out = torch.as_tensor(span.automaton.class_of).to(device), np.ones(span.automaton.classes + 1, bool)
-        out[self._fitting(state, read)] = False
-        return torch.as_tensor(out, device=device)[class_of.long()]
+        class_of, is_excluded = (
+            torch.as_tensor(span.automaton.class_of).to(device),
+            np.ones(span.automaton.classes + 1, bool),
+        )
+        is_excluded[self._fitting(state, num_read)] = False
+        return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 
-    def certain(self, state: int, read: int) -> int | None:
-        fits = self._fitting(state, read)
-        alone = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
-        return int(self.span.automaton.members[fits[0]][0]) if alone else None
+    def certain(self, state: int, num_read: int) -> int | None:
+        fits = self._fitting(state, num_read)
+        is_certain = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
+        return int(self.span.automaton.members[fits[0]][0]) if is_certain else None
 
 
 @dataclass
 class CausalConstraint:
-    """The text of each row, and how far it has been read. `B` rows.
+    """The text state of each row. `B` rows.
 
     A slot after a draft that fits no text keeps the model's own distribution: it never becomes final.
     """
@@ -422,7 +427,7 @@ class CausalConstraint:
     first: np.ndarray = field(metadata=ROWS)
     """[B] int64: where each answer begins."""
     read: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens of each answer that `state` is after."""
+    """[B] int64: final tokens of each answer that `state` has read."""
     state: list[Any] = field(metadata=ROWS)
     """[B]."""
 
@@ -450,7 +455,7 @@ class CausalConstraint:
         else:
             canvas = state.canvas.cpu().numpy()
             canvas = np.where(np.arange(canvas.shape[1]) < state.prompt_length[:, None], canvas, HOLE)
-            texts = [SpanTexts(span) for (span,) in spans_of(model, state, canvas, HOLE, 1)]
+            texts = [SpanTexts(span) for (span,) in find_spans(model, state, canvas, HOLE, 1)]
         begin = [text.begin for text in texts]
         return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
 
@@ -475,23 +480,23 @@ class CausalConstraint:
             parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
             tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default.
         """
-        above, held = parents.tolist(), tokens.tolist()
-        wanted = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
+        parent_lists, token_lists = parents.tolist(), tokens.tolist()
+        wanted_nodes = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()
         for index, row in enumerate(rows.tolist()):
-            texts, read = self.texts[row], [int(state.committed[row] - self.first[row])]
-            states = [self._reached(state, row)]
-            for parent, token in zip(above[index if len(above) > 1 else 0][1:], held[index][1:]):
-                read.append(read[parent] + 1)
+            texts, num_read = self.texts[row], [int(state.committed[row] - self.first[row])]
+            states = [self._advance(state, row)]
+            for parent, token in zip(parent_lists[index if len(parent_lists) > 1 else 0][1:], token_lists[index][1:]):
+                num_read.append(num_read[parent] + 1)
                 states.append(None if states[parent] is None else texts.after(states[parent], token))
-            for column, node in enumerate(wanted):
-                out = None if states[node] is None else texts.excluded(states[node], read[node], logits.device)
-                if out is not None:
-                    masked[index, column].masked_fill_(out, -torch.inf)
+            for column, node in enumerate(wanted_nodes):
+                excluded = None if states[node] is None else texts.excluded(states[node], num_read[node], logits.device)
+                if excluded is not None:
+                    masked[index, column].masked_fill_(excluded, -torch.inf)
         return masked
 
-    def _reached(self, state: Any, row: int) -> Any:
-        """The state after what is final of a row."""
+    def _advance(self, state: Any, row: int) -> Any:
+        """Advance a row's state over its final tokens."""
         begin = int(self.first[row] + self.read[row])
         for token in state.canvas[row, begin : int(state.committed[row])].tolist():
             self.state[row] = self.texts[row].after(self.state[row], token)
@@ -499,21 +504,20 @@ class CausalConstraint:
         return self.state[row]
 
     def put_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Draft what one token alone fits, in the windows of rows, after what is drafted too: it is accepted whatever
-        the model says."""
+        """Draft the tokens of positions that only one token fits; they are always accepted."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
-        held, sources = drafts.tolist(), source.tolist()
+        draft_lists, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):
-            texts, now = self.texts[row], self._reached(state, row)
-            read, reach = int(self.read[row]), int(state.drafted[row])
-            for slot in range(min(len(held[index]), int(state.length[row] - state.committed[row]))):
-                if (certain := texts.certain(now, read + slot)) is not None:
-                    held[index][slot], sources[index][slot] = certain, ONE_HOT
-                    reach = max(reach, slot + 1)
-                elif slot >= reach:
+            texts, text_state = self.texts[row], self._advance(state, row)
+            num_read, num_drafted = int(self.read[row]), int(state.drafted[row])
+            for slot in range(min(len(draft_lists[index]), int(state.length[row] - state.committed[row]))):
+                if (certain := texts.certain(text_state, num_read + slot)) is not None:
+                    draft_lists[index][slot], sources[index][slot] = certain, ONE_HOT
+                    num_drafted = max(num_drafted, slot + 1)
+                elif slot >= num_drafted:
                     break
-                if (now := texts.after(now, held[index][slot])) is None:
+                if (text_state := texts.after(text_state, draft_lists[index][slot])) is None:
                     break
-            state.drafted[row] = reach
-        state.memory.write("drafts", rows, drafts.new_tensor(held))
+            state.drafted[row] = num_drafted
+        state.memory.write("drafts", rows, drafts.new_tensor(draft_lists))
         state.memory.write("draft_source", rows, source.new_tensor(sources))

@@ -23,14 +23,14 @@ class DecisionOrder(Feature):
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         rows = self.decided_at.index_select(0, torch.as_tensor(query.rows, device=self.decided_at.device))
         positions = query.positions[: len(query.rows)]
-        read = rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
-        query.decided_at = read.repeat(state.branches, 1)
+        decided_at = rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
+        query.decided_at = decided_at.repeat(state.branches, 1)
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         step = decision.steps
         if step is None:
             step = torch.as_tensor(state.row_step[proposal.rows, None] - 1, device=self.decided_at.device)
-        window, held = state.window, torch.as_tensor(tokens, device=self.decided_at.device)
-        when = torch.where(held == state.mask_id, -1, step)
-        window.write(self.decided_at, torch.where(held == proposal.current, window.read(self.decided_at), when))
+        window, current = state.window, torch.as_tensor(tokens, device=self.decided_at.device)
+        when = torch.where(current == state.mask_id, -1, step)
+        window.write(self.decided_at, torch.where(current == proposal.current, window.read(self.decided_at), when))
         return False

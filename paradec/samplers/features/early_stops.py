@@ -105,9 +105,9 @@ def split_stop_rules(value: Any, sampler: Any = None) -> tuple[tuple[Any, ...], 
                 "stop_strings"
             )
     if early and sampler and (sampler.needs.multi_step or sampler.needs.mask_probes):
-        what = "drafts of later steps" if sampler.needs.multi_step else "mask probes of the block"
+        source = "drafts of later steps" if sampler.needs.multi_step else "mask probes of the block"
         raise ValueError(
-            f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the "
+            f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {source} beside the "
             "window, which the rule widens to the end of the row"
         )
     return others, early

@@ -20,16 +20,16 @@ class Holes(Feature):
     def exclude_ends(self, state: Any, logits: Tensor, index: np.ndarray | None) -> None:
         """Exclude end tokens of logits [N, W, V] in the holes of the running rows `index` [N] (None: all), in place."""
         # that takes in what was given between holes, for which nothing is proposed
-        inside = state.window.host_positions < state.answer_start[state.window.rows, None]
+        is_hole = state.window.host_positions < state.answer_start[state.window.rows, None]
         if index is not None:
-            inside = inside[index]
-        if inside.any():
-            exclude_ends(state, logits, torch.as_tensor(inside, device=logits.device))
+            is_hole = is_hole[index]
+        if is_hole.any():
+            exclude_ends(state, logits, torch.as_tensor(is_hole, device=logits.device))
 
 
 def exclude_ends(state: Any, logits: Tensor, holes: Tensor) -> None:
     """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
     if holes.shape[1] < logits.shape[1]:
         holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
-    ends = logits.index_select(-1, state.ends)
-    logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
+    end_logits = logits.index_select(-1, state.ends)
+    logits.index_copy_(-1, state.ends, end_logits.masked_fill_(holes.unsqueeze(-1), -torch.inf))

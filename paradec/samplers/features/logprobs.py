@@ -43,8 +43,8 @@ def step_logprobs(
     if request.rollout and request.temperature > 0:
         values.tempered = values.chosen
         if request.temperature != 1:
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            values.tempered = StepLogProbs.of_logits(wide / request.temperature, tokens, 0).chosen
+            upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            values.tempered = StepLogProbs.of_logits(upcast / request.temperature, tokens, 0).chosen
     return values
 
 

@@ -59,8 +59,8 @@ class PipelinedBlocks(FixedBlocks):
 
     def for_model(self, model: Any) -> PipelinedBlocks:
         """The policy with its blocks counted from where the model's are."""
-        own = model.facts.block_align if model.facts.topology == "block_causal" else "prompt"
-        return replace(self, align=own) if self.align == "model" else self
+        align = model.facts.block_align if model.facts.topology == "block_causal" else "prompt"
+        return replace(self, align=align) if self.align == "model" else self
 
 
 @dataclass
@@ -70,7 +70,7 @@ class OpenBlocks(Feature):
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        return proposal.early is None and slide(state, tokens, ends)
+        return proposal.early is None and move_windows(state, tokens, ends)
 
 
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
@@ -113,53 +113,55 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     Args:
         current: [R, W] int64: what the state's window holds.
     """
-    numbers, totals = _numbers(state)
-    undecided = (current == state.mask_id) & (numbers >= 0)
+    blocks, totals = _block_indices(state)
+    undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
         # not always the window's first one: what a sampler evaluates ahead of the row may fill that
-        first = torch.where(undecided, numbers, numbers.shape[1]).amin(1, keepdim=True)
-        return torch.where(numbers == first, numbers, -1)
-    left = torch.zeros_like(totals).scatter_add_(1, numbers.clamp(min=0), undecided.long())
+        first = torch.where(undecided, blocks, blocks.shape[1]).amin(1, keepdim=True)
+        return torch.where(blocks == first, blocks, -1)
+    num_undecided = torch.zeros_like(totals).scatter_add_(1, blocks.clamp(min=0), undecided.long())
     # of a block in which nothing was to be decided, all is
-    share = (totals - left) / totals.clamp(min=1) + (totals == 0)
-    active = torch.ones_like(left, dtype=torch.bool)
-    active[:, 1:] = share[:, :-1] >= state.blocks.full
-    return torch.where((numbers >= 0) & active.gather(1, numbers.clamp(min=0)), numbers, -1)
+    fraction = (totals - num_undecided) / totals.clamp(min=1) + (totals == 0)
+    active = torch.ones_like(num_undecided, dtype=torch.bool)
+    active[:, 1:] = fraction[:, :-1] >= state.blocks.full
+    return torch.where((blocks >= 0) & active.gather(1, blocks.clamp(min=0)), blocks, -1)
 
 
-def _numbers(state: Any) -> tuple[Tensor, Tensor]:
+def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
     """[R, W] int64, each position's block, -1 outside the open ones; and [R, K] int64, how many positions of each block
     were to be decided."""
     window, policy = state.window, state.blocks
     rows, positions = window.rows, window.host_positions
     start, end = state.block_start[rows, None], state.block_end[rows, None]
-    numbers = block_numbers(policy, positions, start, state.prompt_length[rows, None])
-    inside = (positions >= start) & (positions < end)
+    blocks = block_numbers(policy, positions, start, state.prompt_length[rows, None])
+    is_open = (positions >= start) & (positions < end)
     if window.host_valid is not None:
-        inside &= window.host_valid
-    numbers = np.where(inside, numbers, -1)
-    totals = np.zeros((len(rows), int(numbers.max()) + 1), np.int64)
-    row, column = inside.nonzero()
-    at = positions[row, column]
-    began = state.masks_before[rows[row]]
-    masks = np.take_along_axis(began, at[:, None] + 1, 1) - np.take_along_axis(began, at[:, None], 1)
-    np.add.at(totals, (row, numbers[row, column]), masks[:, 0])
+        is_open &= window.host_valid
+    blocks = np.where(is_open, blocks, -1)
+    totals = np.zeros((len(rows), int(blocks.max()) + 1), np.int64)
+    row, column = is_open.nonzero()
+    masked_positions = positions[row, column]
+    masks_before = state.masks_before[rows[row]]
+    masks = np.take_along_axis(masks_before, masked_positions[:, None] + 1, 1) - np.take_along_axis(
+        masks_before, masked_positions[:, None], 1
+    )
+    np.add.at(totals, (row, blocks[row, column]), masks[:, 0])
     device = state.canvas.device
-    return torch.as_tensor(numbers, device=device), torch.as_tensor(totals, device=device)
+    return torch.as_tensor(blocks, device=device), torch.as_tensor(totals, device=device)
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
     """[R, W] bool: the candidate with the highest score of each block that `leading` [R, W] numbers (-1: of none), the
     lowest position on ties."""
-    within = candidates & (leading >= 0)
+    is_candidate = candidates & (leading >= 0)
     count = scores.shape[1]
     block = leading.clamp(min=0)
-    own = scores.masked_fill(~within, -torch.inf)
-    highest = torch.full_like(own, -torch.inf).scatter_reduce(1, block, own, "amax")
-    best = within & (own == highest.gather(1, block))
+    block_scores = scores.masked_fill(~is_candidate, -torch.inf)
+    highest = torch.full_like(block_scores, -torch.inf).scatter_reduce(1, block, block_scores, "amax")
+    is_best = is_candidate & (block_scores == highest.gather(1, block))
     column = torch.arange(count, device=scores.device).expand_as(block)
-    first = torch.full_like(block, count).scatter_reduce(1, block, torch.where(best, column, count), "amin")
-    return best & (column == first.gather(1, block))
+    first = torch.full_like(block, count).scatter_reduce(1, block, torch.where(is_best, column, count), "amin")
+    return is_best & (column == first.gather(1, block))
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
@@ -167,12 +169,12 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
     progress and have none selected."""
     leading = view.leading
     block = leading.clamp(min=0)
-    inside = (selected & (leading >= 0)).long()
-    has = torch.zeros_like(block).scatter_add_(1, block, inside).gather(1, block) > 0
-    return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
+    is_selected = (selected & (leading >= 0)).long()
+    has_selected = torch.zeros_like(block).scatter_add_(1, block, is_selected).gather(1, block) > 0
+    return selected | best_of_blocks(view.scores, torch.where(has_selected, -1, leading), view.candidates)
 
 
-def slide(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
+def move_windows(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
     """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
     the last one is decided far enough. Returns whether any window is another one.
 
@@ -190,43 +192,45 @@ def slide(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
     if ends is not None:
         stays |= ends < NEVER
     start, prompt = state.block_start[rows], state.prompt_length[rows]
-    first = positions[np.arange(len(rows)), undecided.argmax(1)]
+    first_undecided = positions[np.arange(len(rows)), undecided.argmax(1)]
     origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
-    begins = np.maximum((first - origin) // policy.length * policy.length + origin, start)
-    gone = np.where(stays, 0, begins - start)
+    new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
+    offset = np.where(stays, 0, new_start - start)
     # the last block: its start, and what of it was to be decided and is left
-    last = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
-    total = state.masks_before[rows, end] - state.masks_before[rows, last]
-    left = (undecided & (positions >= last[:, None])).sum(1)
-    adds = ~stays & (total - left >= policy.add * total) & (end < state.length[rows]) & ~_ended(state, tokens)
-    moved = (gone > 0) | adds
-    if not moved.any():
+    last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
+    total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
+    num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
+    adds = (
+        ~stays & (total - num_undecided >= policy.add * total) & (end < state.length[rows]) & ~_has_ended(state, tokens)
+    )
+    is_moved = (offset > 0) | adds
+    if not is_moved.any():
         return False
-    state.memory.shift("window", rows[gone > 0], gone[gone > 0])
-    state.block_start[rows] += gone
-    state.block_step[rows[gone > 0]] = 0
+    state.memory.shift("window", rows[offset > 0], offset[offset > 0])
+    state.block_start[rows] += offset
+    state.block_step[rows[offset > 0]] = 0
     adding = rows[adds]
     while len(adding):  # what was given whole is passed over
-        before = state.block_end[adding]
-        state.block_end[adding] = policy.open(before, state.prompt_length[adding], state.length[adding])
-        masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, before]
+        old_end = state.block_end[adding]
+        state.block_end[adding] = policy.open(old_end, state.prompt_length[adding], state.length[adding])
+        masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, old_end]
         state.remaining[adding] += masks
         adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
-    began = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
-    state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
+    num_masks = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
+    state.masks_at_open[rows] = np.where(is_moved, num_masks, state.masks_at_open[rows])
     for feature in state.features.values():
         feature.on_start(state, rows[adds])
     return True
 
 
-def _ended(state: Any, tokens: np.ndarray) -> np.ndarray:
+def _has_ended(state: Any, tokens: np.ndarray) -> np.ndarray:
     """[R] bool: rows whose window [R, W] holds an end of the text. What comes after it will not be read."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
     if rule is None:
         return np.zeros(len(tokens), bool)
-    found = np.isin(tokens, list(rule.ids)) & (window.host_positions >= state.answer_start[window.rows, None])
+    is_end = np.isin(tokens, list(rule.ids)) & (window.host_positions >= state.answer_start[window.rows, None])
     if window.host_valid is not None:
-        found &= window.host_valid
-    ended: np.ndarray = found.any(1)
-    return ended
+        is_end &= window.host_valid
+    has_ended: np.ndarray = is_end.any(1)
+    return has_ended

@@ -85,16 +85,16 @@ class RecordedRollout(Feature):
         self, state: Any, proposal: Any, values: Tensor, selected: Tensor, logprobs: StepLogProbs, steps: np.ndarray
     ) -> None:
         rows, positions = proposal.rows, proposal.positions
-        drawn = logprobs.chosen if logprobs.tempered is None else logprobs.tempered
+        drawn_logp = logprobs.chosen if logprobs.tempered is None else logprobs.tempered
         step = torch.as_tensor(steps, device=values.device).unsqueeze(1).expand(values.shape)
         when = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
         targets = self.tokens, self.steps, self.logp, self.drawn
-        for target, new in zip(targets, (values, when, logprobs.chosen, drawn), strict=True):
-            write_columns(target, rows, positions, selected, new)
+        for target, values_to_write in zip(targets, (values, when, logprobs.chosen, drawn_logp), strict=True):
+            write_columns(target, rows, positions, selected, values_to_write)
         if self.writes is not None:
-            columns = torch.stack((step, positions, values, logprobs.chosen, drawn), -1).double().cpu()
-            for row, write, chosen in zip(rows, columns, selected.cpu(), strict=True):
-                self.writes[row].append(write[chosen])
+            columns = torch.stack((step, positions, values, logprobs.chosen, drawn_logp), -1).double().cpu()
+            for row, columns_of_row, is_selected in zip(rows, columns, selected.cpu(), strict=True):
+                self.writes[row].append(columns_of_row[is_selected])
 
     def record_forced(self, state: Any, row: int, positions: Tensor, tokens: Tensor) -> None:
         """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
@@ -107,10 +107,12 @@ class RecordedRollout(Feature):
         width, tempered = int(length.max()), state.request.temperature > 0
         writes: Tensor | None = None
         if self.writes is not None:
-            parts = [
-                torch.nn.functional.pad(part, (1, 0), value=row) for row, own in enumerate(self.writes) for part in own
+            padded = [
+                torch.nn.functional.pad(entries, (1, 0), value=row)
+                for row, row_writes in enumerate(self.writes)
+                for entries in row_writes
             ]
-            writes = torch.cat([torch.empty(0, 6, dtype=torch.float64), *parts])
+            writes = torch.cat([torch.empty(0, 6, dtype=torch.float64), *padded])
         approximation = self.approximation or _approximation(state)
         if getattr(model, "weights_version", 0) != self.version:
             approximation = "weights that changed on the way"

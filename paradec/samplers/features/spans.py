@@ -1,4 +1,4 @@
-"""Positions of a row that hold one text of a constraint: whether a text fits them, before any work."""
+"""Spans of positions that hold one text of a constraint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paradec.constraints.values import Choice, Constraint, token_automaton
 from paradec.core.checks import shown
 
 LENGTHS = 4096
-"""Tokens up to which lengths of texts are looked at for a message."""
+"""Longest text length searched for an error message."""
 
 
 class Span(NamedTuple):
@@ -23,57 +23,58 @@ class Span(NamedTuple):
     first: int
     stop: int
     table: np.ndarray | None
-    """[stop - first + 1, S] bool: from which states the rest can be filled, where tokens were given or the rest is no
-    matter of length alone."""
+    """[stop - first + 1, S] bool: from which states the rest can be filled; None where only its length matters."""
 
     def after(self, slot: int) -> np.ndarray:
-        """[S] bool: from which states the slots from `slot` on can be filled."""
+        """[S] bool: states from which the slots from `slot` on can be filled."""
         return self.automaton.reach(self.stop - self.first - slot) if self.table is None else self.table[slot]
 
 
 class Part(NamedTuple):
-    """The part of a span that is in a row's window, or canvas."""
+    """Part of a span inside a row's window or canvas."""
 
     row: int
     span: Span
     first: int
     """Its first position."""
     held: list[int | None]
-    """What is there, None where it is undecided."""
+    """The tokens, None where undecided."""
     state: int
-    """Of the automaton, before the first position."""
+    """State of the automaton before the first position."""
     last: np.ndarray
-    """[S] bool: the states that it may end in."""
+    """[S] bool: allowed final states."""
 
     @property
     def open(self) -> list[int]:
         """The undecided positions."""
-        return [self.first + at for at, token in enumerate(self.held) if token is None]
+        return [self.first + slot for slot, token in enumerate(self.held) if token is None]
 
 
-def parts_of(
+def find_parts(
     spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
 ) -> list[Part]:
-    """The parts of a row's spans from position `begin` to `stop` that hold something undecided.
+    """Find the undecided parts of a row's spans between positions `begin` and `stop`.
 
     Args:
-        tokens: [L] int64, what the row holds. undecided: [L] bool: where that is nothing. Everything before `begin` is
-            decided.
+        tokens: [L] int64 of the row. undecided: [L] bool. Everything before `begin` is decided.
     """
-    found = []
+    parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)
         if not undecided[first:end].any():
             continue
-        held = [None if free else token for token, free in zip(tokens[first:end].tolist(), undecided[first:end])]
-        before = 0
+        tokens_or_none = [
+            None if is_undecided else token
+            for token, is_undecided in zip(tokens[first:end].tolist(), undecided[first:end])
+        ]
+        state = 0
         for token in tokens[span.first : first].tolist():
-            before = span.automaton.step(before, token)
-        found.append(Part(row, span, first, held, before, span.after(end - span.first)))
-    return found
+            state = span.automaton.step(state, token)
+        parts.append(Part(row, span, first, tokens_or_none, state, span.after(end - span.first)))
+    return parts
 
 
-def spans_of(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
+def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
     """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
     given between them; or one for each hole that has its own constraint.
 
@@ -102,9 +103,9 @@ def spans_of(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) 
         for entry, (first, end) in zip(entries, edges, strict=True):
             if entry is None:
                 continue
-            given, ends = [None if token == hole else token for token in tokens[first:end].tolist()], end > answer
-            if (key := (entry, ends, first, *given)) not in spans:
-                spans[key] = _span(model, state, entry, suppressed, given, first, ends)
+            fixed, may_end = [None if token == hole else token for token in tokens[first:end].tolist()], end > answer
+            if (key := (entry, may_end, first, *fixed)) not in spans:
+                spans[key] = _make_span(model, state, entry, suppressed, fixed, first, may_end)
             of_row.append(spans[key])
             check_table(entry, spans[key].automaton.states, min(width, end - first) + 1, 8)
         rows.append(tuple(of_row))
@@ -119,26 +120,26 @@ def suppressed_ids(state: Any) -> tuple[int, ...]:
     return () if suppressed is None else tuple(suppressed.tolist())
 
 
-def _span(
+def _make_span(
     model: Any,
     state: Any,
     value: Constraint,
     suppressed: Sequence[int],
-    given: list[int | None],
+    fixed: list[int | None],
     first: int,
-    ends: bool,
+    may_end: bool,
 ) -> Span:
-    """The span of a constraint from position `first` on, which holds what is `given`. ends: whether end tokens may
-    follow its text. Raises ValueError where no text fits."""
-    end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if ends else ()
-    reserved = reserved_tokens(model.facts, ends or state.request.holes_eos_inf)
+    """Make the span of a constraint from position `first` on, with `fixed` tokens (None: undecided). may_end: whether
+    end tokens may follow. Raises ValueError where no text fits."""
+    end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
+    reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)
     automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
-    if automaton.end < 0 or any(token is not None for token in given):
-        check_table(value, automaton.states, len(given) + 1, 1)
-        table = passes.completions(automaton, given, automaton.accept)
-    span = Span(automaton, first, first + len(given), table)
+    if automaton.end < 0 or any(token is not None for token in fixed):
+        check_table(value, automaton.states, len(fixed) + 1, 1)
+        table = passes.completions(automaton, fixed, automaton.accept)
+    span = Span(automaton, first, first + len(fixed), table)
     if not span.after(0)[0]:
-        why = _unfit(model.tokenizer, automaton, given, first, ends, state.max_new_tokens)
+        why = _explain_misfit(model.tokenizer, automaton, fixed, first, may_end, state.max_new_tokens)
         raise ValueError(f"constraint={shown(value)}: {why}")
     return span
 
@@ -153,53 +154,60 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
 
 
 def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
-    """The ids that are no part of a text, whatever they read, and what they are instead."""
+    """Ids that cannot be part of a text, and their roles."""
     roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
     return roles | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
 
 
 def automaton_of(
-    model: Any, value: Constraint, ends: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
+    model: Any, value: Constraint, end_ids: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
 ) -> TokenAutomaton:
-    """The automaton of a constraint over a model's tokens; see `token_automaton`. ends: the ids that may follow a text.
+    """Make a constraint's automaton over a model's tokens (`token_automaton`). end_ids: ids that may follow a text.
 
     Raises:
         ValueError: the model can write no text, or not all of a choice.
     """
     tokenizer, size = model.tokenizer, model.facts.vocab_size
     texts = token_automaton(value, tokenizer, size, (), ())
-    used = [token for token in reserved if token < size and texts.class_of[token] >= 0]
+    used_ids = [token for token in reserved if token < size and texts.class_of[token] >= 0]
 
     def name_used() -> str:
-        return ", ".join(f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used)
+        return ", ".join(
+            f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used_ids
+        )
 
-    if used and isinstance(value, Choice):
+    if used_ids and isinstance(value, Choice):
         spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
-        text = next(text for text, ids in spelled if {*ids} & {*used})
+        text = next(text for text, ids in spelled if {*ids} & {*used_ids})
         raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {name_used()}")
-    automaton = token_automaton(value, tokenizer, size, ends, tuple(sorted({*suppressed, *used} - {*ends})))
+    automaton = token_automaton(value, tokenizer, size, end_ids, tuple(sorted({*suppressed, *used_ids} - {*end_ids})))
     if not automaton.states:
-        without = f" without {name_used()}" if used and texts.states else ""
-        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{without}")
+        suffix = f" without {name_used()}" if used_ids and texts.states else ""
+        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{suffix}")
     return automaton
 
 
-def _unfit(
-    tokenizer: Any, automaton: TokenAutomaton, given: list[int | None], first: int, ends: bool, new: int | None
+def _explain_misfit(
+    tokenizer: Any,
+    automaton: TokenAutomaton,
+    fixed: list[int | None],
+    first: int,
+    may_end: bool,
+    max_new_tokens: int | None,
 ) -> str:
     """Why no text fits the slots from `first` on."""
-    size = len(given)
+    size = len(fixed)
     if not automaton.reach(size)[0]:
-        lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if ends else min(max(2 * size, 64), LENGTHS)))
-        if not ends:
+        lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if may_end else min(max(2 * size, 64), LENGTHS)))
+        if not may_end:
             fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"
             return f"the hole at {first} has {size} masks; the constraint {fills}"
-        takes = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
-        name = f"max_new_tokens={size}" if size == new else f"and {size} positions are left"
-        return f"the shortest text takes {takes} tokens, {name}"
-    for slot, token in enumerate(given):
-        part = [*given[: slot + 1], *[None] * (size - slot - 1)]
-        if token is not None and not passes.completions(automaton, part, automaton.accept)[0, 0]:
-            read = tokenizer.decode([token])
-            return f"given token {token} ({read!r}) at {first + slot} is in no text that fits {size} positions"
+        shortest = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
+        name = f"max_new_tokens={size}" if size == max_new_tokens else f"and {size} positions are left"
+        return f"the shortest text takes {shortest} tokens, {name}"
+    for slot, token in enumerate(fixed):
+        slots = [*fixed[: slot + 1], *[None] * (size - slot - 1)]
+        if token is not None and not passes.completions(automaton, slots, automaton.accept)[0, 0]:
+            text = tokenizer.decode([token])
+            return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
     raise AssertionError("a text fits")

@@ -39,10 +39,10 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
     Raises:
         ValueError: a method that was asked for and does not work; the message says why.
     """
-    asked = request.attention
-    if isinstance(asked, str) and asked != "dense":
-        asked = attentions.create(asked)
-    method = getattr(model, "default_attention", None) if asked is None else asked
+    requested = request.attention
+    if isinstance(requested, str) and requested != "dense":
+        requested = attentions.create(requested)
+    method = getattr(model, "default_attention", None) if requested is None else requested
     if method is None or isinstance(method, str):
         return None
     if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
@@ -58,7 +58,7 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
     if why is None:
         return method
     text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
-    if asked is not None:
+    if requested is not None:
         raise ValueError(text)
     warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
     return None

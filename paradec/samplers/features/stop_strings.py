@@ -14,9 +14,9 @@ from paradec.request import Request
 from paradec.samplers.masked.blocks import NEVER
 
 CONTEXT = 8
-"""Tokens that are decoded again before new ones, at least: what tokens read may depend on their neighbours."""
+"""Minimum number of known tokens decoded again before new ones: a token's text may depend on its neighbours."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character read until all are there."""
+"""Text of an incomplete character."""
 
 
 @dataclass(init=False, eq=False)
@@ -35,14 +35,14 @@ class StopStrings:
     """
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
-    """Of each row; none of rows that have none."""
+    """The stop strings of each row."""
     first: np.ndarray = field(metadata=ROWS)
     answers: list[list[int]] = field(metadata=row_layout(fill=[]))
     """The tokens of each answer that were read."""
     decoded: list[str] = field(metadata=row_layout(fill=""))
     """Their text; valid up to the last of `marks`."""
     marks: list[list[tuple[int, int]]] = field(metadata=row_layout(fill=[]))
-    """Numbers of tokens, ascending, and of the characters that these read: whole ones, so that more tokens follow."""
+    """Numbers of tokens, ascending, with the number of characters they decode to; never within a character."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, first: np.ndarray, mask: int | None = None):
         self.texts, self.tokenizer, self.first, self.mask = [tuple(texts)] * len(first), tokenizer, first.copy(), mask
@@ -50,7 +50,7 @@ class StopStrings:
 
     @classmethod
     def from_request(cls, request: Request, model: Any, first: np.ndarray, mask: int | None = None) -> StopStrings:
-        """Those of a request that has some. Raises ValueError where there is no tokenizer to read with."""
+        """Make the stop strings of a request. Raises ValueError without a tokenizer."""
         texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
         if getattr(model, "tokenizer", None) is None:
             raise ValueError(
@@ -66,8 +66,8 @@ class StopStrings:
             undecided |= ~window.host_valid
         count = np.where(undecided.any(1), undecided.argmax(1), tokens.shape[1])
         begin = window.host_positions[:, 0]
-        ends = self.find_ends(window.rows, begin, tokens, np.minimum(begin + count, state.end[window.rows]))
-        return ends if (ends < NEVER).any() else None
+        positions = self.find_ends(window.rows, begin, tokens, np.minimum(begin + count, state.end[window.rows]))
+        return positions if (positions < NEVER).any() else None
 
     def find_ends(self, rows: np.ndarray, begin: np.ndarray, tokens: np.ndarray, final: np.ndarray) -> np.ndarray:
         """Read what is final of some rows.
@@ -80,32 +80,34 @@ class StopStrings:
         Returns:
             [R] int64: the position after the token that completes a text, `NEVER` where none does.
         """
-        ends = np.full(len(rows), NEVER)
+        positions = np.full(len(rows), NEVER)
         for index, row in enumerate(rows.tolist()):
             if self.texts[row]:
                 skipped = int(self.first[row] - begin[index])
-                new = tokens[index, max(skipped, 0) : max(final[index] - begin[index], 0)].tolist()
-                if (count := self._read(row, max(-skipped, 0), new)) is not None:
-                    ends[index] = self.first[row] + count
-        return ends
+                new_tokens = tokens[index, max(skipped, 0) : max(final[index] - begin[index], 0)].tolist()
+                if (count := self._read(row, max(-skipped, 0), new_tokens)) is not None:
+                    positions[index] = self.first[row] + count
+        return positions
 
-    def _read(self, row: int, begin: int, new: list[int]) -> int | None:
-        """Let a row's answer hold the tokens `new` from its token `begin` on. Returns the number of tokens that
+    def _read(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
+        """Let a row's answer hold `new_tokens` from its token `begin` on. Returns the number of tokens that
         complete a text, None where none is there."""
         answer, marks = self.answers[row], self.marks[row]
-        known = answer[begin:]
-        same = len(known)
-        if known != new[:same]:
-            same = next((at for at, (old, now) in enumerate(zip(known, new)) if old != now), len(new))
-        before = begin + same
-        while marks and marks[-1][0] > before:
+        old_tokens = answer[begin:]
+        num_equal = len(old_tokens)
+        if old_tokens != new_tokens[:num_equal]:
+            num_equal = next(
+                (index for index, (old, new) in enumerate(zip(old_tokens, new_tokens)) if old != new), len(new_tokens)
+            )
+        num_unchanged = begin + num_equal
+        while marks and marks[-1][0] > num_unchanged:
             marks.pop()
-        answer[before:] = new[same:]
-        if len(answer) == before:
+        answer[num_unchanged:] = new_tokens[num_equal:]
+        if len(answer) == num_unchanged:
             return None
-        text, found = self._decode(row, len(answer))
-        if found:
-            end = next(count for count in range(before + 1, len(answer) + 1) if self._decode(row, count)[1])
+        text, is_complete = self._decode(row, len(answer))
+        if is_complete:
+            end = next(count for count in range(num_unchanged + 1, len(answer) + 1) if self._decode(row, count)[1])
             del answer[end:]
             return end
         self.decoded[row] = text
@@ -114,22 +116,22 @@ class StopStrings:
         return None
 
     def _decode(self, row: int, count: int) -> tuple[str, bool]:
-        """The text of the first `count` tokens of an answer, and whether a text to look for is in what is new."""
+        """Return the text of the first `count` tokens of an answer, and whether its new part contains a stop string."""
         ids, marks = self.answers[row][:count], self.marks[row]
-        text, known = "", 0
+        text, num_known = "", 0
         while marks:
-            tokens, known = marks[-1]
+            tokens, num_known = marks[-1]
             begin = next((mark for mark, _ in reversed(marks) if mark <= tokens - CONTEXT), 0)
-            before, now = self._text(ids[begin:tokens]), self._text(ids[begin:])
-            if before and now.startswith(before):
-                text = self.decoded[row][:known] + now[len(before) :]
+            prefix, suffix = self._text(ids[begin:tokens]), self._text(ids[begin:])
+            if prefix and suffix.startswith(prefix):
+                text = self.decoded[row][:num_known] + suffix[len(prefix) :]
                 break
             marks.pop()  # what follows changed what these tokens read
         else:
-            text, known = self._text(ids), 0
+            text, num_known = self._text(ids), 0
         texts = self.texts[row]
-        recent = text[max(known + 1 - max(map(len, texts)), 0) :]
-        return text, any(wanted in recent for wanted in texts)
+        recent = text[max(num_known + 1 - max(map(len, texts)), 0) :]
+        return text, any(stop_string in recent for stop_string in texts)
 
     def _text(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)

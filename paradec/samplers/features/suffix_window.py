@@ -35,12 +35,12 @@ class SuffixWindow(Feature):
         masks = np.diff(state.masks_before[rows], axis=1) > 0
         start, end, column = state.block_start[rows], state.block_end[rows], state.columns[0]
         keys = state.keys[torch.as_tensor(rows, device=state.keys.device)]
-        chosen = self.suffix.kept(masks, start, end, keys, state.generator, state.facts.prediction)
-        present = (~masks | (column < end[:, None]) | chosen) & (column < state.length[rows, None])
-        self.present[rows] = present
+        selected = self.suffix.kept(masks, start, end, keys, state.generator, state.facts.prediction)
+        is_present = (~masks | (column < end[:, None]) | selected) & (column < state.length[rows, None])
+        self.present[rows] = is_present
         if state.store is not None:
             for branch in range(state.branches):
-                state.store.hide(rows + branch * state.batch, ~present)
+                state.store.hide(rows + branch * state.batch, ~is_present)
 
 
 def check_suffix(
