@@ -68,11 +68,11 @@ class ContinuousSampler(Sampler):
     uses_steps = True
     unsupported = unsupported_for_pictures("steps")  # `temperature` is a setting
 
-    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
+    def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> Any:
         """Make the state of a request.
 
         Args:
-            left: [T + 1] int64, of `left_after`. fields: of `ContinuousState`, all but `left`.
+            num_left: [T + 1] int64, of `left_after`. fields: of `ContinuousState`, all but `left`.
         """
         raise NotImplementedError
 
@@ -112,11 +112,11 @@ class ContinuousSampler(Sampler):
         seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(labels)
         if len(seeds) != len(labels):
             raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
-        drawn = 0
+        base_seed = 0
         if None in seeds:
             owner = None if generator is None else generator.device
-            drawn = int(torch.randint(2**62, (1,), generator=generator, device=owner))
-        seeds = [drawn if entry is None else int(entry) for entry in seeds]
+            base_seed = int(torch.randint(2**62, (1,), generator=generator, device=owner))
+        seeds = [base_seed if entry is None else int(entry) for entry in seeds]
         device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
         keys = torch.as_tensor(row_keys(seeds, [[label] for label in labels]), device=device)
         if order is None:
@@ -135,8 +135,8 @@ class ContinuousSampler(Sampler):
             "guidance_scale": request.guidance_scale,
         }
         state = self._state(left_after(size, steps), fields)
-        asked = {"steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
-        state.trace = trace_of_labels(self, request, labels, size, **asked)
+        trace_settings = {"steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
+        state.trace = trace_of_labels(self, request, labels, size, **trace_settings)
         return state
 
 
@@ -217,8 +217,8 @@ class MAR(ContinuousSampler):
         check_choice("chunk_order", self.chunk_order, ("raster", "order"))
         check_bool("keep_buffer", self.keep_buffer)
 
-    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> MARState:
-        return MARState(left=left, **fields)
+    def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> MARState:
+        return MARState(left=num_left, **fields)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
 
@@ -232,47 +232,49 @@ class MAR(ContinuousSampler):
 
     def chunks(self, state: MARState) -> list[Tensor]:
         """Per step of the open group, the positions [B, n] that it decides, ascending."""
-        group, left = self.group(state), state.left
+        group, num_left = self.group(state), state.left
         if self.chunk_order == "order" or len(group) == 1:
-            return [state.order[:, left[step + 1] : left[step]].sort(-1).values for step in group]
-        everything = state.order[:, left[group[-1] + 1] : left[group[0]]].sort(-1).values
-        return list(everything.split([int(left[step] - left[step + 1]) for step in group], 1))
+            return [state.order[:, num_left[step + 1] : num_left[step]].sort(-1).values for step in group]
+        everything = state.order[:, num_left[group[-1] + 1] : num_left[group[0]]].sort(-1).values
+        return list(everything.split([int(num_left[step] - num_left[step + 1]) for step in group], 1))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def query(self, state: MARState) -> list[ContinuousQuery]:
         group, chunks = self.group(state), self.chunks(state)
-        place = state.index - group[0]
+        step_in_group = state.index - group[0]
         targets = torch.cat(chunks, 1).sort(-1).values
-        if place == 0:
-            known = state.order[:, state.left[state.index] :].sort(-1).values
-            everything = torch.arange(state.order.shape[1], device=known.device).expand_as(state.order)
+        if step_in_group == 0:
+            known_positions = state.order[:, state.left[state.index] :].sort(-1).values
+            everything = torch.arange(state.order.shape[1], device=known_positions.device).expand_as(state.order)
             drop, targets = (targets if len(group) > 1 else None), everything
-            columns, wanted = known, chunks[0]
+            columns, wanted = known_positions, chunks[0]
         else:
-            known = torch.cat(chunks[:place], 1).sort(-1).values
+            known_positions = torch.cat(chunks[:step_in_group], 1).sort(-1).values
             drop = None
-            columns, wanted = (torch.searchsorted(targets, at.contiguous()) for at in (known, chunks[place]))
-        at = known.unsqueeze(-1).expand(-1, -1, state.tokens.shape[-1])
+            columns, wanted = (
+                torch.searchsorted(targets, index.contiguous()) for index in (known_positions, chunks[step_in_group])
+            )
+        index = known_positions.unsqueeze(-1).expand(-1, -1, state.tokens.shape[-1])
         guided = state.guidance_scale != 1.0
         return [
             ContinuousQuery(
                 rows=state.rows,
-                tokens=state.tokens.gather(1, at),
-                known=known,
+                tokens=state.tokens.gather(1, index),
+                known=known_positions,
                 targets=targets,
                 columns=columns,
                 wanted=wanted,
                 labels=state.labels,
-                noise=self._noise(state, chunks[place], place > 0),
+                noise=self._noise(state, chunks[step_in_group], step_in_group > 0),
                 temperature=self.temperature,
                 guidance=self.guidance(state) if guided else None,
-                kept=state.kept if place else None,
+                kept=state.kept if step_in_group else None,
                 drop=drop,
                 keep_buffer=self.keep_buffer,
                 branches=2 if guided else 1,
                 forwarded=np.full(state.batch, targets.shape[1]),
-                kind="window" if place else "full",
+                kind="window" if step_in_group else "full",
             )
         ]
 
@@ -283,12 +285,12 @@ class MAR(ContinuousSampler):
         size = int(state.left[0])
         return 1 + (state.guidance_scale - 1) * (size - int(state.left[state.index + 1])) / size
 
-    def _noise(self, state: MARState, at: Tensor, local: bool) -> Tensor:
-        """[B, W, steps + 1, channels] standard normal numbers for the head at positions `at` [B, W]."""
+    def _noise(self, state: MARState, positions: Tensor, local: bool) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the head at `positions` [B, W]."""
         steps = max(int(self.head_steps * self.fast_ratio), 1) if local else self.head_steps
-        numbers = (steps + 1) * state.tokens.shape[-1]
-        step = torch.full((state.batch,), state.index, device=at.device)
-        uniform = rng.uniform(state.keys, step, at, numbers, rng.TOKEN_STREAM)
+        count = (steps + 1) * state.tokens.shape[-1]
+        step = torch.full((state.batch,), state.index, device=positions.device)
+        uniform = rng.uniform(state.keys, step, positions, count, rng.TOKEN_STREAM)
         return normal(uniform).unflatten(-1, (steps + 1, -1))
 
     def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:
@@ -310,13 +312,13 @@ class MAR(ContinuousSampler):
         sound = proposal.values.flatten(1).isfinite().all(1)
         message = f"the model returned NaN or infinite tokens at step {state.index} for row {{row}}"
         check_finite(sound, proposal.rows, message)
-        at = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
-        state.tokens = state.tokens.scatter(1, at, proposal.values.to(state.tokens.dtype))
+        index = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
+        state.tokens = state.tokens.scatter(1, index, proposal.values.to(state.tokens.dtype))
         state.kept = proposal.kept if proposal.kind == "full" else state.kept
         state.count(proposal.cost)
         state.commits += 1
         state.index += 1
         if state.done or state.index == self.group(state)[0]:
             state.kept = None  # the next step evaluates everything
-        written = torch.ones_like(proposal.positions, dtype=torch.bool)
-        return Commit(proposal.rows, proposal.values, proposal.positions, written, kind=proposal.kind)
+        selected = torch.ones_like(proposal.positions, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, selected, kind=proposal.kind)

@@ -72,7 +72,7 @@ def verified(
         redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
         inner_temperature: T. max_rounds: of redrawing. mended: see `CSpD`.
     """
-    x, mq, sq, mp, sp = (each.double() for each in (x, draft.mean, draft.std, target.mean, target.std))
+    x, mq, sq, mp, sp = (tensor.double() for tensor in (x, draft.mean, draft.std, target.mean, target.std))
     log_sigma = (target.half_log_variance.double() - draft.half_log_variance.double()).sum(-1)
     log_scales = (sq.log() - sp.log()).sum(-1)
 
@@ -85,17 +85,17 @@ def verified(
     accepted = ratio > uniform
     values, rounds = x.clone(), 0
     # in the published form accepted tokens are drawn again as well, for nothing, and must be taken before it ends
-    taken = accepted if mended else accepted & accepted.all()
-    while rounds < max_rounds and not taken.all():
-        tokens = (~taken).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
-        noise, again = redraw(rounds, tokens)
+    is_final = accepted if mended else accepted & accepted.all()
+    while rounds < max_rounds and not is_final.all():
+        tokens = (~is_final).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
+        noise, accept_uniform = redraw(rounds, tokens)
         y = mp[tokens] + sp[tokens] * noise.double()
         q_to_p = (-log_scales[tokens] - exponents(y, tokens) - log_sigma[tokens]).exp()  # q(y) / (Sigma p(y))
-        found = tokens[again < 1 - q_to_p]
-        values[found] = y[again < 1 - q_to_p]
-        taken = taken.index_fill(0, found, True)
+        redrawn = tokens[accept_uniform < 1 - q_to_p]
+        values[redrawn] = y[accept_uniform < 1 - q_to_p]
+        is_final = is_final.index_fill(0, redrawn, True)
         rounds += 1
-    settled = accepted | taken
+    settled = accepted | is_final
     values = torch.where(settled.unsqueeze(-1), values, mp if mended else torch.zeros_like(mp))
     values = torch.where(accepted.unsqueeze(-1), x, values)
     return Verdict(values, ratio, log_sigma, accepted, settled, rounds)
@@ -113,23 +113,28 @@ class CounterDraws:
     size: int
     """Positions of an image."""
 
-    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
-        """[B, W, steps + 1, channels] standard normal numbers for the heads at positions `at` [B, W]: the start, then
+    def chain(self, positions: Tensor, steps: int, channels: int) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the heads at `positions` [B, W]: the start, then
         a row per step in the order of their execution. Both models ask for the same."""
-        zero = torch.zeros(len(at), dtype=torch.int64, device=at.device)
-        uniform = rng.uniform(self.keys, zero, at, (steps + 1) * channels, rng.TOKEN_STREAM)
+        zero = torch.zeros(len(positions), dtype=torch.int64, device=positions.device)
+        uniform = rng.uniform(self.keys, zero, positions, (steps + 1) * channels, rng.TOKEN_STREAM)
         return normal(uniform).unflatten(-1, (steps + 1, channels))
 
-    def accept(self, commit: int, at: Tensor) -> Tensor:
-        """[B, W] uniform numbers in (0, 1), at positions `at` [B, W] that this commit verifies."""
-        step = torch.full((len(at),), commit, device=at.device)
-        return rng.uniform(self.keys, step, at, 1, ACCEPT_STREAM).squeeze(-1)
+    def accept(self, commit: int, positions: Tensor) -> Tensor:
+        """[B, W] uniform numbers in (0, 1), at `positions` [B, W] that this commit verifies."""
+        step = torch.full((len(positions),), commit, device=positions.device)
+        return rng.uniform(self.keys, step, positions, 1, ACCEPT_STREAM).squeeze(-1)
 
-    def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Standard normal [m, channels] and uniform [m] numbers of a commit's round `number` for tokens at `rows` and
-        `at`, both [m] int64."""
-        step = torch.full_like(at, commit)
-        counter = (at + number * self.size).unsqueeze(-1)
+    def redraw(
+        self, commit: int, round_index: int, rows: Tensor, positions: Tensor, channels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Standard normal [m, channels] and uniform [m] numbers of a commit's round `round_index`.
+
+        Args:
+            rows, positions: [m] int64.
+        """
+        step = torch.full_like(positions, commit)
+        counter = (positions + round_index * self.size).unsqueeze(-1)
         uniform = rng.uniform(self.keys[rows], step, counter, channels + 1, REDRAW_STREAM).squeeze(1)
         return normal(uniform[:, :channels]), uniform[:, channels]
 
@@ -274,18 +279,18 @@ class CSpD(ContinuousSampler):
         state.draws = CounterDraws(state.keys, state.order.shape[1]) if draws is None else draws
         return state
 
-    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> CSpDState:
-        steps = len(left) - 1
+    def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> CSpDState:
+        steps = len(num_left) - 1
         calls, begin, targets = [], 0, 0
         for step in range(steps):
-            own = step <= self.ratio * steps
-            if own or step % self.num_draft == 0 or step == steps - 1:
+            is_target_step = step <= self.ratio * steps
+            if is_target_step or step % self.num_draft == 0 or step == steps - 1:
                 calls.append(range(begin, step + 1))
                 begin = step + 1
-            targets += own
+            targets += is_target_step
         return CSpDState(
-            left=left[[*(call.start for call in calls), steps]],
-            schedule=left,
+            left=num_left[[*(call.start for call in calls), steps]],
+            schedule=num_left,
             calls=tuple(calls),
             targets=targets,
             drafted=np.zeros(fields["batch"], np.int64),
@@ -315,7 +320,7 @@ class CSpD(ContinuousSampler):
         assert state.draws is not None  # `start` sets them
         return ContinuousQuery(
             rows=state.rows,
-            tokens=_at(tokens, known),
+            tokens=_gather_tokens(tokens, known),
             known=known,
             targets=torch.arange(size, device=known.device).expand_as(state.order),
             columns=known,
@@ -344,35 +349,40 @@ class CSpD(ContinuousSampler):
             target=answer.distribution,
         )
         if state.index >= state.targets:
-            proposal.draft, proposal.draft_cost = self._drafted(state, query.wanted)
-            proposal.verdict = self._verified(state, proposal.draft, answer.distribution, query.wanted)
+            proposal.draft, proposal.draft_cost = self._draft_tokens(state, query.wanted)
+            proposal.verdict = self._verify_drafts(state, proposal.draft, answer.distribution, query.wanted)
             proposal.values = proposal.verdict.values.view_as(answer.tokens)
         return proposal
 
-    def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenDistribution, Cost]:
-        """What the draft model draws at positions `at` [B, W], step by step, and what that cost."""
+    def _draft_tokens(self, state: CSpDState, positions: Tensor) -> tuple[TokenDistribution, Cost]:
+        """What the draft model draws at `positions` [B, W], step by step, and what that cost."""
         tokens, queries = state.tokens, []
         distributions = [torch.zeros_like(tokens) for _ in range(3)]
         for step in state.calls[state.index]:
             query = self._evaluation(state, tokens, range(step, step + 1))
             distribution = self.draft(query).distribution
             index = query.wanted.unsqueeze(-1).expand_as(distribution.mean)
-            parts = (distribution.mean, distribution.std, distribution.half_log_variance)
+            step_values = (distribution.mean, distribution.std, distribution.half_log_variance)
             distributions = [
-                whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(distributions, parts, strict=True)
+                canvas.scatter(1, index, values.to(canvas.dtype))
+                for canvas, values in zip(distributions, step_values, strict=True)
             ]
             tokens = tokens.scatter(1, index, distribution.mean.to(tokens.dtype))
             queries.append(query)
-        return TokenDistribution(*(_at(whole, at) for whole in distributions)), Cost(queries, state.batch)
+        return TokenDistribution(*(_gather_tokens(canvas, positions) for canvas in distributions)), Cost(
+            queries, state.batch
+        )
 
-    def _verified(self, state: CSpDState, draft: TokenDistribution, target: TokenDistribution, at: Tensor) -> Verdict:
+    def _verify_drafts(
+        self, state: CSpDState, draft: TokenDistribution, target: TokenDistribution, at: Tensor
+    ) -> Verdict:
         draws, channels = state.draws, state.tokens.shape[-1]
         assert draws is not None
         rows = torch.arange(state.batch, device=at.device).unsqueeze(-1).expand_as(at).flatten()
         positions = at.flatten()
 
-        def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            return draws.redraw(state.index, number, rows[tokens], positions[tokens], channels)
+        def redraw(round_index: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return draws.redraw(state.index, round_index, rows[tokens], positions[tokens], channels)
 
         return verified(
             draft.mean.flatten(0, 1),
@@ -388,39 +398,39 @@ class CSpD(ContinuousSampler):
     def commit(self, state: CSpDState, proposal: CSpDProposal) -> Commit:
         """Write the tokens. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
         state.check_current(proposal)
-        for who, found in (("model", proposal.target), ("draft model", proposal.draft)):
-            if found is not None:
+        for who, distribution in (("model", proposal.target), ("draft model", proposal.draft)):
+            if distribution is not None:
                 steps = f"steps {state.calls[state.index].start} to {state.calls[state.index][-1]}"
                 message = f"the {who} returned NaN or infinite tokens at {steps} for row {{row}}"
-                check_finite(found.mean.flatten(1).isfinite().all(1), proposal.rows, message)
+                check_finite(distribution.mean.flatten(1).isfinite().all(1), proposal.rows, message)
         values = proposal.values.to(state.tokens.dtype)
-        at = proposal.positions.unsqueeze(-1).expand_as(values)
-        state.tokens = state.tokens.scatter(1, at, values)
+        index = proposal.positions.unsqueeze(-1).expand_as(values)
+        state.tokens = state.tokens.scatter(1, index, values)
         state.count(proposal.cost)
         if proposal.draft_cost is not None:
             state.drafted = state.drafted + proposal.draft_cost.nfe
         state.commits += 1
         state.index += 1
-        written = torch.ones_like(proposal.positions, dtype=torch.bool)
+        selected = torch.ones_like(proposal.positions, dtype=torch.bool)
         scores = None
         if proposal.verdict is not None:
             scores = proposal.verdict.ratio.clamp(max=1).view_as(proposal.positions)
-        return Commit(proposal.rows, values, proposal.positions, written, scores, proposal.kind)
+        return Commit(proposal.rows, values, proposal.positions, selected, scores, proposal.kind)
 
 
 def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
     """Steps of a diffusion head in each of as many equal parts of its training steps. Raises ValueError for neither an
     integer nor several, or more steps than there are."""
     if isinstance(head_steps, str):
-        parts = [part.strip() for part in head_steps.split(",")]
-        counts: tuple[Any, ...] = tuple(int(part) if part.isdecimal() else 0 for part in parts)
+        entries = [entry.strip() for entry in head_steps.split(",")]
+        counts: tuple[Any, ...] = tuple(int(entry) if entry.isdecimal() else 0 for entry in entries)
     elif isinstance(head_steps, Sequence):
         counts = tuple(head_steps)
     else:
         check_int("head_steps", head_steps, low=1, high=TRAINED_STEPS)
         return (head_steps,)
-    most = TRAINED_STEPS // max(len(counts), 1)
-    if not counts or not all(type(count) is int and 1 <= count <= most for count in counts):
+    max_count = TRAINED_STEPS // max(len(counts), 1)
+    if not counts or not all(type(count) is int and 1 <= count <= max_count for count in counts):
         raise ValueError(
             f"head_steps={shown(head_steps)} must be an integer, or several by commas, each from 1 to {TRAINED_STEPS} "
             "divided by how many there are"
@@ -428,9 +438,9 @@ def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
     return counts
 
 
-def _at(tokens: Tensor, at: Tensor) -> Tensor:
+def _gather_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
     """[B, W, channels] of tokens [B, S, channels]."""
-    return tokens.gather(1, at.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+    return tokens.gather(1, positions.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
 def _flat(distribution: TokenDistribution) -> TokenDistribution:

@@ -92,9 +92,9 @@ class ScaleTeaching(CellTeaching):
 
     def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> ScaleQuery:
         device = self.labels.device
-        known = codes[ids[:, : self.ends[at]]].to(device, self.model.codes.dtype)
+        prefix = codes[ids[:, : self.ends[at]]].to(device, self.model.codes.dtype)
         with torch.no_grad():
-            inputs = self.model.vq.inputs(known, self.scales)[0]
+            inputs = self.model.vq.inputs(prefix, self.scales)[0]
         first, stop = self.ends[self.stored], self.ends[at + 1]
         return ScaleQuery(
             rows=np.arange(len(self.labels)),
@@ -112,8 +112,8 @@ class ScaleTeaching(CellTeaching):
             positions=torch.arange(first, stop, device=device).expand(len(self.labels), -1),
         )
 
-    def _weight(self, at: int) -> float:
-        return guidance_at("linear", self.scale, at, len(self.scales))
+    def _weight(self, scale_index: int) -> float:
+        return guidance_at("linear", self.scale, scale_index, len(self.scales))
 
     def answer(self, query: Any) -> Tensor:
         return self.model(query).logits
@@ -252,10 +252,10 @@ class Distilled(Sampler):
 
     def __post_init__(self) -> None:
         if self.t_list is not None:
-            listed = isinstance(self.t_list, (tuple, list)) and len(self.t_list) > 0
-            for stage in self.t_list if listed else ():
+            is_list = isinstance(self.t_list, (tuple, list)) and len(self.t_list) > 0
+            for stage in self.t_list if is_list else ():
                 check_int("t_list", stage, low=0)
-            ascends = listed and all(a < b for a, b in zip(self.t_list, self.t_list[1:]))
+            ascends = is_list and all(a < b for a, b in zip(self.t_list, self.t_list[1:]))
             if not ascends or self.t_list[0] != 0:
                 raise ValueError(f"t_list={shown(self.t_list)} must be stages that ascend from 0: (0,) or (0, 80) say")
             object.__setattr__(self, "t_list", tuple(self.t_list))
@@ -297,8 +297,11 @@ class Distilled(Sampler):
         request = request_for(self, request, arguments)
         facts = model.facts
         labels = labels_of(prompt, facts.classes - 1)
-        for name, off in TAUGHT.items():
-            if self.teacher is None and (value := getattr(request, name)) not in (off, 1 if name == "top_p" else off):
+        for name, default in TAUGHT.items():
+            if self.teacher is None and (value := getattr(request, name)) not in (
+                default,
+                1 if name == "top_p" else default,
+            ):
                 raise ValueError(f"{name}={shown(value)} has no meaning without a teacher: a student is not guided")
         stages: Stages = facts.stages
         split = stages.split if self.split is None else self.split
@@ -332,8 +335,8 @@ class Distilled(Sampler):
             else:
                 state.teaching = CellTeaching(self.teacher, labels, shape[1], request.guidance_scale)
         taught = {name: getattr(request, name) for name in TAUGHT} if self.teacher is not None else {}
-        asked = {"steps": request.steps, "seed": seeds} | taught
-        state.trace = trace_of_labels(self, request, labels, shape[1], **asked)
+        trace_settings = {"steps": request.steps, "seed": seeds} | taught
+        state.trace = trace_of_labels(self, request, labels, shape[1], **trace_settings)
         return state
 
     def plan(self, stages: Stages, steps: int | None) -> list[tuple[str, int]]:
@@ -357,17 +360,17 @@ class Distilled(Sampler):
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def query(self, state: DistilledState) -> list[Any]:
-        kind, at = state.plan[state.index]
+        kind, stage = state.plan[state.index]
         if kind == "teacher":
             assert state.teaching is not None  # the plan has such steps with a teacher alone
-            return [state.teaching.query(state.ids, state.codes, at, state.commits)]
-        kept = state.stages.kept[at]
+            return [state.teaching.query(state.ids, state.codes, stage, state.commits)]
+        num_kept = state.stages.kept[stage]
         return [
             DistilledQuery(
                 rows=state.rows,
                 labels=state.labels,
-                tokens=torch.cat((state.tokens[:, :kept], state.noise[:, kept:]), 1),
-                kept=kept,
+                tokens=torch.cat((state.tokens[:, :num_kept], state.noise[:, num_kept:]), 1),
+                kept=num_kept,
                 forwarded=np.full(state.batch, state.tokens.shape[1]),
             )
         ]
@@ -383,7 +386,7 @@ class Distilled(Sampler):
     def propose(self, state: DistilledState, outputs: list[Any], queries: list[Any]) -> DistilledProposal:
         (answer,), (query,) = outputs, queries
         if not isinstance(answer, DistilledAnswer):
-            return self._drawn(state, answer, query)
+            return self._draw_ids(state, answer, query)
         position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
         data = (position < query.kept).expand(state.batch, -1)
         ids = torch.where(data, nearest(query.tokens, state.codes), answer.logits.argmax(-1))
@@ -400,12 +403,12 @@ class Distilled(Sampler):
             logits=answer.logits,
         )
 
-    def _drawn(self, state: DistilledState, answer: Tensor, query: Any) -> DistilledProposal:
+    def _draw_ids(self, state: DistilledState, answer: Tensor, query: Any) -> DistilledProposal:
         """The tokens that the teacher draws from its logits [branches * B, W, V]."""
         assert state.teaching is not None
-        request, (_, at) = state.request, state.plan[state.index]
-        first, stop = state.teaching.span(at)
-        logits = state.teaching.guided(answer, at)
+        request, (_, stage) = state.request, state.plan[state.index]
+        first, stop = state.teaching.span(stage)
+        logits = state.teaching.guided(answer, stage)
         p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
         ids = draw(p, state.uniform(torch.arange(first, stop, device=logits.device)))
         return DistilledProposal(
@@ -422,11 +425,11 @@ class Distilled(Sampler):
     def commit(self, state: DistilledState, proposal: DistilledProposal) -> Commit:
         """Write what a call gave. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
         state.check_current(proposal)
-        kind, at = state.plan[state.index]
+        kind, stage = state.plan[state.index]
         assert proposal.logits is not None
         # a teacher's filters and -inf of its own are no error; a distribution without a finite logit is
-        seen = proposal.logits if kind == "student" else proposal.logits.amax(-1)
-        sound = seen.flatten(1).isfinite().all(1) & proposal.values.flatten(1).isfinite().all(1)
+        checked_values = proposal.logits if kind == "student" else proposal.logits.amax(-1)
+        sound = checked_values.flatten(1).isfinite().all(1) & proposal.values.flatten(1).isfinite().all(1)
         message = f"the {kind} returned NaN or infinite numbers at step {state.index} for row {{row}}"
         check_finite(sound, proposal.rows, message)
         stop = proposal.first + proposal.values.shape[1]
@@ -440,13 +443,13 @@ class Distilled(Sampler):
             state.ids = nearest(state.tokens, state.codes)
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teaching is not None:
-            state.teaching.read_up_to(at)
-        before = state.written
+            state.teaching.read_up_to(stage)
+        start = state.written
         state.written = state.tokens.shape[1] if following is None else state.stages.kept[following[1]]
-        state.accepted.append(np.full(state.batch, state.written - before, np.int64))
-        fresh = torch.arange(before, state.written, device=state.tokens.device).expand(state.batch, -1)
-        values, written = state.tokens[:, before : state.written], torch.ones_like(fresh, dtype=torch.bool)
-        return Commit(proposal.rows, values, fresh, written, kind=proposal.kind)
+        state.accepted.append(np.full(state.batch, state.written - start, np.int64))
+        positions = torch.arange(start, state.written, device=state.tokens.device).expand(state.batch, -1)
+        values, selected = state.tokens[:, start : state.written], torch.ones_like(positions, dtype=torch.bool)
+        return Commit(proposal.rows, values, positions, selected, kind=proposal.kind)
 
     def observe(self, state: DistilledState, proposal: DistilledProposal) -> Notes:
         return Notes(proposal.cost.counts[0].tolist(), None)
@@ -455,9 +458,9 @@ class Distilled(Sampler):
 def normal(keys: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Standard normal numbers [B, N, C] float64 of the rows' keys [B, 2]."""
     rows, count, channels = shape
-    at = torch.arange(count, device=keys.device).expand(rows, count)
+    positions = torch.arange(count, device=keys.device).expand(rows, count)
     zero = torch.zeros(rows, dtype=torch.int64, device=keys.device)
-    uniform = rng.uniform(keys, zero, at, channels, NOISE_STREAM).clamp(max=BELOW_ONE)
+    uniform = rng.uniform(keys, zero, positions, channels, NOISE_STREAM).clamp(max=BELOW_ONE)
     return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 

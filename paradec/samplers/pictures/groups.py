@@ -105,8 +105,8 @@ class GroupState(WrittenState):
 
     @property
     def progress(self) -> tuple[int, int]:
-        left = self.groups.left
-        return int(left[0] - left[self.index]) * self.batch, int(left[0]) * self.batch
+        num_left = self.groups.left
+        return int(num_left[0] - num_left[self.index]) * self.batch, int(num_left[0]) * self.batch
 
     def end(self, group: int) -> int:
         """The rank after a group's last cell; after the prompt for group -1."""
@@ -154,8 +154,8 @@ class GroupWriter(Sampler):
         state.count(proposal.cost)
         state.commits += 1
         state.index += 1
-        written = torch.ones_like(proposal.values, dtype=torch.bool)
-        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
+        selected = torch.ones_like(proposal.values, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, selected, proposal.scores, proposal.kind)
 
 
 def checked_rows(
@@ -178,9 +178,9 @@ def checked_rows(
     return rows, negative
 
 
-def _rows(name: str, given: Any) -> list[list[int]]:
+def _rows(name: str, prompt: Any) -> list[list[int]]:
     """Rows of ids, at least one, all as long."""
-    rows = given.rows if isinstance(given, Prompts) else [list(row) for row in given]
+    rows = prompt.rows if isinstance(prompt, Prompts) else [list(row) for row in prompt]
     if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
         raise ValueError(f"{name} must be rows of ids, all of one length; it has {[len(row) for row in rows][:8]} ids")
     return rows
@@ -202,11 +202,13 @@ class RankedState(OrderedState):
         query = super()._call(store, spans, index)
         rows, device = query.rows, query.tokens.device
         ranks = torch.as_tensor(self._ranks(rows), device=device).gather(1, query.positions)
-        slot, left = np.arange(self.width), self.slots(rows)
-        wanted = np.minimum(slot, left[:, None] - 1)[:, : left.max()]
+        slot, num_left = np.arange(self.width), self.slots(rows)
+        wanted_slots = np.minimum(slot, num_left[:, None] - 1)[:, : num_left.max()]
         cells = self.length[rows, None] - self.known[rows, None]
-        done = (self.committed - self.known)[rows, None] + wanted
-        scale = 1 + (self.guidance - 1) * done / cells if self.grows else np.full(done.shape, self.guidance)
+        num_decided = (self.committed - self.known)[rows, None] + wanted_slots
+        scale = (
+            1 + (self.guidance - 1) * num_decided / cells if self.grows else np.full(num_decided.shape, self.guidance)
+        )
         final = int(spans.begin[index].max())
         return RankedQuery(
             **{
@@ -214,7 +216,7 @@ class RankedState(OrderedState):
                 "branches": 1 if self.guidance == 1 else 2,
                 "ranks": ranks,
                 "scale": torch.as_tensor(scale, device=device),
-                "asked": torch.as_tensor(slot[: left.max()] < left[:, None], device=device),
+                "asked": torch.as_tensor(slot[: num_left.max()] < num_left[:, None], device=device),
                 "store": StoreCall(query.store.rows, None, rows, final, step=self.commits),
             }
         )
@@ -320,12 +322,12 @@ class Groups(GroupWriter):
         if self.lossless:
             masked = [[*row, *[model.blank_id] * grid.length] for row in rows]
             order = groups.order.tolist()
-            own = replace(request, sampler=DEFAULTS["sampler"], guidance_scale=1.0, steps=None, order=order)
+            ranked_request = replace(request, sampler=DEFAULTS["sampler"], guidance_scale=1.0, steps=None, order=order)
             view, encoded = model.in_any_order(branches), Prompts(masked, single=False, starts=[0] * len(rows))
-            ranked = any_order.start(self.exact, view, encoded, own, kind=RankedState)
-            assert isinstance(ranked, RankedState)
-            ranked.guidance, ranked.grows = request.guidance_scale, self.guidance_schedule == "linear"
-            return ranked
+            ranked_state = any_order.start(self.exact, view, encoded, ranked_request, kind=RankedState)
+            assert isinstance(ranked_state, RankedState)
+            ranked_state.guidance, ranked_state.grows = request.guidance_scale, self.guidance_schedule == "linear"
+            return ranked_state
         length = len(rows[0])
         cells = length + grid.cell_offsets[torch.as_tensor(groups.order.copy())]
         state = GroupState(
@@ -352,23 +354,25 @@ class Groups(GroupWriter):
     def query(self, state: Any) -> list[Any]:
         if isinstance(state, RankedState):
             return self.exact.query(state)
-        last, now = state.index - 1, state.index
-        read, asked = state.positions(last), state.positions(now)
-        positions = state.both(torch.cat((read, asked), 1))
+        previous, group = state.index - 1, state.index
+        previous_positions, group_positions = state.positions(previous), state.positions(group)
+        positions = state.both(torch.cat((previous_positions, group_positions), 1))
         tokens = state.context.gather(1, positions)  # blank where nothing is decided
-        ranks = torch.cat((state.ranks(last), state.ranks(now)))
-        ends = torch.tensor([state.end(last), state.end(now)], device=ranks.device)
-        sees = ends.repeat_interleave(torch.tensor([read.shape[1], asked.shape[1]], device=ranks.device))
+        ranks = torch.cat((state.ranks(previous), state.ranks(group)))
+        ends = torch.tensor([state.end(previous), state.end(group)], device=ranks.device)
+        visible_end = ends.repeat_interleave(
+            torch.tensor([previous_positions.shape[1], group_positions.shape[1]], device=ranks.device)
+        )
         rows = np.arange(len(tokens))
-        at = torch.as_tensor(rows, device=ranks.device)
+        row_index = torch.as_tensor(rows, device=ranks.device)
         return [
             GroupQuery(
                 rows=state.rows,
                 tokens=tokens,
                 positions=positions,
-                wanted=torch.arange(read.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),
-                store=StoreCall(at, ranks.expand(len(rows), -1), rows, state.end(now), step=state.commits),
-                sees=sees.expand(len(rows), -1),
+                wanted=torch.arange(previous_positions.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),
+                store=StoreCall(row_index, ranks.expand(len(rows), -1), rows, state.end(group), step=state.commits),
+                sees=visible_end.expand(len(rows), -1),
                 branches=state.branches,
                 forwarded=np.full(state.batch, len(ranks)),
                 kind="window" if state.index else "full",

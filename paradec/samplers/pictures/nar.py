@@ -143,8 +143,8 @@ class NAR(GroupWriter):
 
     def query(self, state: NARState) -> list[Query]:
         """The condition first, then the diagonal that was decided last."""
-        both = len(state.context) > state.batch and not 0 <= self.cfg_interval < state.decided
-        branches, device = 2 if both else 1, state.context.device
+        is_guided = len(state.context) > state.batch and not 0 <= self.cfg_interval < state.decided
+        branches, device = 2 if is_guided else 1, state.context.device
         index, valid, wanted = np.arange(branches * state.batch), None, None
         rows = torch.as_tensor(index, device=device)
         if state.index == 0:
@@ -213,10 +213,10 @@ def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:
         return heads.mean(2)
     (row, column), first = np.divmod(diagonal(grid, index), grid.width), int(diagonal(grid, index - 1)[0]) // grid.width
 
-    def said(rows: np.ndarray, there: np.ndarray, head: int) -> tuple[Tensor, Tensor]:
+    def said(rows: np.ndarray, exists: np.ndarray, head: int) -> tuple[Tensor, Tensor]:
         """What the neighbours in `rows` say [R, W, V], and where there is one [W, 1]."""
-        at = torch.as_tensor(np.where(there, rows - first, 0), device=heads.device)
-        return heads[:, at, head], torch.as_tensor(there[:, None], device=heads.device)
+        column_index = torch.as_tensor(np.where(exists, rows - first, 0), device=heads.device)
+        return heads[:, column_index, head], torch.as_tensor(exists[:, None], device=heads.device)
 
     (left, has_left), (upper, has_upper) = said(row, column > 0, 0), said(row - 1, row > 0, 1)
     return torch.where(has_left & has_upper, (left + upper) / 2, torch.where(has_left, left, upper))
