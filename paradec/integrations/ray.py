@@ -65,11 +65,11 @@ class Predictor:
         for name in (self.prompt, self.id):
             if name not in rows:
                 raise ValueError(f"the rows have no column {name!r}; they have {sorted(rows)}")
-        asked = [
+        entries = [
             {"prompt": _plain(prompt), "id": _plain(name), "seed": seed_of(self.seed, _plain(name))}
             for prompt, name in zip(rows[self.prompt], rows[self.id], strict=True)
         ]
-        outputs = list(paradec.generate_many(self.model, asked, **self.arguments))
+        outputs = list(paradec.generate_many(self.model, entries, **self.arguments))
         return dict(rows) | {
             "text": [output.text or "" for output in outputs],
             "tokens": [output.tokens[0] for output in outputs],
@@ -109,10 +109,10 @@ def answer(
     check_ids(dataset, id)
     resources = {name: arguments.pop(name) for name in ("num_gpus", "num_cpus") if name in arguments}
     Path(folder).mkdir(parents=True, exist_ok=True)
-    left = unanswered(dataset, folder, id=id)
-    if left.count() == 0:
+    remaining = unanswered(dataset, folder, id=id)
+    if remaining.count() == 0:
         return
-    left.repartition(target_num_rows_per_block=rows_per_part).map_batches(
+    remaining.repartition(target_num_rows_per_block=rows_per_part).map_batches(
         Predictor,
         batch_size=rows_per_part,
         compute=ray.data.ActorPoolStrategy(size=workers),
@@ -134,8 +134,8 @@ def check_ids(dataset: Any, id: str = "id") -> None:
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
     """The rows of a dataset whose id is in no part of the folder (an anti-join)."""
-    done = answered_ids(folder, id=id)
-    return dataset.filter(lambda row: _plain(row[id]) not in done) if done else dataset
+    finished_ids = answered_ids(folder, id=id)
+    return dataset.filter(lambda row: _plain(row[id]) not in finished_ids) if finished_ids else dataset
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:

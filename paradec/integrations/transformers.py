@@ -168,8 +168,8 @@ def hf_generate(
         "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
         "suppress_tokens": config.suppress_tokens,
     }
-    stated = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
-    mask = next((value for value in stated if value is not None), None)
+    mask_ids = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
+    mask = next((value for value in mask_ids if value is not None), None)
     if topology is None and (prediction is not None or mask is not None):
         topology = "bidirectional"
     with lock_of(model), _training_flags(model):
@@ -248,6 +248,6 @@ def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_
     if position_ids is None:
         return
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-    given = position_ids.to(input_ids.device).expand_as(input_ids)
-    if (given != keep.cumsum(1) - 1)[keep.bool()].any():
+    positions = position_ids.to(input_ids.device).expand_as(input_ids)
+    if (positions != keep.cumsum(1) - 1)[keep.bool()].any():
         raise ValueError(f"position_ids={shown(position_ids.tolist())} must count each row's tokens from 0")

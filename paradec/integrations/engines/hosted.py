@@ -55,8 +55,8 @@ def refusal(sampler: Any) -> str | None:
         return "it cuts the blocks itself, and an engine's are fixed"
     if "height" in sampler.settings():
         return "it reads the answer as a picture"
-    if own := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
-        return f"it has a `{own[0]}` of its own, and the engine calls the model"
+    if overridden := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
+        return f"it has a `{overridden[0]}` of its own, and the engine calls the model"
     return None
 
 
@@ -213,8 +213,8 @@ class Hosted:
         """Return the sampler's memory of a row beyond its blocks, by name, each [1, ...], for a row that continues it
         (`remember`). Empty for most samplers."""
         state, slot = self._place(key)
-        kept = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
-        return {name: state.memory[name][slot : slot + 1].clone() for name in kept}
+        names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
+        return {name: state.memory[name][slot : slot + 1].clone() for name in names}
 
     def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
         """Begin a row with what another one `remembered`. Before its first step. Raises ValueError: the row has been
@@ -275,26 +275,26 @@ class Hosted:
                 row changes.
         """
         self._sweep()
-        for key, given in logits.items():
-            self._check(key, given)
-        found: dict[Hashable, Stepped] = {}
+        for key, slot_logits in logits.items():
+            self._check(key, slot_logits)
+        results: dict[Hashable, Stepped] = {}
         with _plain():
             for group in self._groups:
                 keys = {self._rows[key].slot: key for key in logits if self._rows[key].group is group}
                 stepped = self._together(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
-                found |= {keys[slot]: each for slot, each in stepped.items()}
-                for slot, each in stepped.items():
-                    self._rows[keys[slot]].done = each.done
-        return {key: found[key] for key in logits}
+                results |= {keys[slot]: result for slot, result in stepped.items()}
+                for slot, result in stepped.items():
+                    self._rows[keys[slot]].done = result.done
+        return {key: results[key] for key in logits}
 
     def _check(self, key: Hashable, logits: Any) -> None:
         start, stop = self._window(*self._running(key))
-        wanted = (stop - start, self.facts.vocab_size)
+        shape = (stop - start, self.facts.vocab_size)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
-            what = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-            raise TypeError(f"logits of key={shown(key)} are {what}; give a floating-point tensor {list(wanted)}")
-        if tuple(logits.shape) != wanted:
-            raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(wanted)}")
+            kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"logits of key={shown(key)} are {kind}; give a floating-point tensor {list(shape)}")
+        if tuple(logits.shape) != shape:
+            raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(shape)}")
 
     def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
         """One step of the slots for which there are logits [W, V], in ascending order."""
@@ -306,30 +306,30 @@ class Hosted:
             np.minimum(windows[:, :1] + np.arange((windows[:, 1] - windows[:, 0]).max()), windows[:, 1:] - 1)
             + np.array(slots)[:, None] * state.canvas.shape[1]
         )
-        places = torch.as_tensor(columns, device=state.canvas.device)
-        before, errors = (
-            state.canvas.take(places),
+        positions = torch.as_tensor(columns, device=state.canvas.device)
+        old_ids, errors = (
+            state.canvas.take(positions),
             self._commit(state, logits, dict(zip(slots, windows[:, 0].tolist()))),
         )
-        after = state.canvas.take(places)
-        changed = (before != after).any(1).tolist()
-        found = {}
+        new_ids = state.canvas.take(positions)
+        changed = (old_ids != new_ids).any(1).tolist()
+        results = {}
         for index, (slot, (start, stop)) in enumerate(zip(slots, windows.tolist(), strict=True)):
-            done = slot not in errors and not state.running[slot]
-            closed = done or int(state.block_start[slot]) >= stop
-            found[slot] = Stepped(after[index, : stop - start], changed[index], closed, done, errors.get(slot))
-        return found
+            is_done = slot not in errors and not state.running[slot]
+            closed = is_done or int(state.block_start[slot]) >= stop
+            results[slot] = Stepped(new_ids[index, : stop - start], changed[index], closed, is_done, errors.get(slot))
+        return results
 
     def _commit(
         self, state: MaskedState, logits: dict[int, Tensor], starts: dict[int, int]
     ) -> dict[int, FloatingPointError]:
         """Step and commit these slots; what has no finite logits stays as it is, and is what is returned."""
         errors: dict[int, FloatingPointError] = {}
-        while left := [slot for slot in logits if slot not in errors]:
-            state.let_run(np.array(left))
-            for slot in left:
-                begin, stop = int(state.block_start[slot]), int(state.block_end[slot])
-                self._answering.logits[slot] = logits[slot][begin - starts[slot] : stop - starts[slot]]
+        while remaining := [slot for slot in logits if slot not in errors]:
+            state.let_run(np.array(remaining))
+            for slot in remaining:
+                start, stop = int(state.block_start[slot]), int(state.block_end[slot])
+                self._answering.logits[slot] = logits[slot][start - starts[slot] : stop - starts[slot]]
             try:
                 self.sampler.commit(state, self.sampler.step(self._answering, state))
                 break

@@ -70,7 +70,7 @@ def algorithms(base: type) -> dict[str, type]:
     """Make a subclass of SGLang's `DllmAlgorithm` (`base`) for every registered masked sampler of text, by name, and
     "ParadecCombination" (`combination: credit+localleap`). Samplers that engines cannot host say why when they are
     made."""
-    found = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
+    classes = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
             kind = samplers.get(name)
@@ -78,8 +78,8 @@ def algorithms(base: type) -> dict[str, type]:
             log.warning("%s", error)
             continue
         if issubclass(kind, MaskedSampler) and "text" in kind.models:
-            found[PREFIX + kind.__name__] = _algorithm(PREFIX + kind.__name__, name, base)
-    return found
+            classes[PREFIX + kind.__name__] = _algorithm(PREFIX + kind.__name__, name, base)
+    return classes
 
 
 def _algorithm(name: str, sampler: str | None, base: type) -> type:
@@ -109,26 +109,26 @@ class BlockSteps:
 
     def __init__(self, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
-        given = {} if config.algorithm_config is None else config.algorithm_config
-        if not isinstance(given, Mapping):
-            raise ValueError(f"the configuration of {type(self).__name__} must be a mapping, not {shown(given)}")
+        settings = {} if config.algorithm_config is None else config.algorithm_config
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"the configuration of {type(self).__name__} must be a mapping, not {shown(settings)}")
         if self.mask_id < 0:
             raise ValueError(
                 f"{type(self).__name__} fills masks, and mask_id={self.mask_id}: this model decodes canvases of noise"
             )
-        self.sampler = self._sampler(given)
+        self.sampler = self._sampler(settings)
         if why := refusal(self.sampler):
             raise ValueError(f"sampler {self.sampler.name!r} cannot run inside SGLang: {why}; use paradec.generate")
-        self.fields = {name: given[name] for name in REQUEST if name in given}
+        self.fields = {name: settings[name] for name in REQUEST if name in settings}
         self.fields.setdefault("seed", 0)  # the same in all processes of a tensor-parallel group
         check_int("seed", self.fields["seed"], low=0, high=2**63 - 1)
         Request(sampler=self.sampler, **self.fields)  # refuses what is out of its range
         self._check_steps()
-        self.ends = _ids(given.get("eos_token_ids", FACTS["eos_token_ids"]))
-        self.model_name = given.get("model_name", FACTS["model_name"])
+        self.ends = _ids(settings.get("eos_token_ids", FACTS["eos_token_ids"]))
+        self.model_name = settings.get("model_name", FACTS["model_name"])
         if not isinstance(self.model_name, str):
             raise ValueError(f"model_name={shown(self.model_name)} must be text")
-        self.tokenizer_size = given.get("tokenizer_size", FACTS["tokenizer_size"])
+        self.tokenizer_size = settings.get("tokenizer_size", FACTS["tokenizer_size"])
         check_int("tokenizer_size", self.tokenizer_size, low=1, none=True)
         self._hosted: Hosted | None = None
         self._opened = 0
@@ -173,8 +173,8 @@ class BlockSteps:
     def validate_request(cls, req: Any) -> str | None:
         """Return why a request cannot be served, or None. Requests' temperature, top_p and top_k are ignored: the
         configuration has them, as for SGLang's own algorithms."""
-        asked = req.sampling_params
-        ignored = [name for name, idle in IGNORED.items() if (getattr(asked, name, idle) or idle) != idle]
+        sampling = req.sampling_params
+        ignored = [name for name, idle in IGNORED.items() if (getattr(sampling, name, idle) or idle) != idle]
         ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
         return f"{cls.__name__} does not read {', '.join(ignored)}" if ignored else None
 
@@ -199,36 +199,36 @@ class BlockSteps:
         ids = forward_batch.input_ids.view(-1, size)
         logits = full_logits.view(len(states), size, -1)
         hosted = self._host(logits)
-        now = ids.tolist()
-        given = self._given(forward_batch, now)
+        tokens = ids.tolist()
+        is_given = self._given(forward_batch, tokens)
         for index, block in enumerate(states):
-            if block.tokens is not None and block.tokens != now[index]:
+            if block.tokens is not None and block.tokens != tokens[index]:
                 block.forget()  # the engine has begun it anew
             if block.tokens is None:
-                self._open(hosted, block, forward_batch, index, now[index], given[index])
+                self._open(hosted, block, forward_batch, index, tokens[index], is_given[index])
         stepping = {block.key: index for index, block in enumerate(states) if not block.final}
-        done = [block.final for block in states]
-        found = hosted.step({key: logits[index] for key, index in stepping.items()})
-        for key, each in found.items():
-            if each.error is not None:
+        is_done = [block.final for block in states]
+        results = hosted.step({key: logits[index] for key, index in stepping.items()})
+        for key, result in results.items():
+            if result.error is not None:
                 for block in states:
                     block.forget()  # nothing is written: whoever goes on begins with what is there
                 name, start = self._place(forward_batch, stepping[key])
-                raise FloatingPointError(f"{each.error}: request {name!r}, block at position {start}")
-        written = ids
-        if found:
+                raise FloatingPointError(f"{result.error}: request {name!r}, block at position {start}")
+        new_ids = ids
+        if results:
             rows = torch.tensor(list(stepping.values()), device=ids.device)
-            written = ids.index_copy(0, rows, torch.stack([each.tokens for each in found.values()]).to(ids.dtype))
+            new_ids = ids.index_copy(0, rows, torch.stack([result.tokens for result in results.values()]).to(ids.dtype))
             if forward_batch.dllm_prompt_mask is not None:  # a mask that the prompt spells out stays one
-                written = torch.where(forward_batch.dllm_prompt_mask.view(-1, size), ids, written)
-            now = written.tolist()
+                new_ids = torch.where(forward_batch.dllm_prompt_mask.view(-1, size), ids, new_ids)
+            tokens = new_ids.tolist()
         for key, index in stepping.items():
-            self._after(hosted, states[index], found[key], forward_batch, index)
-            states[index].tokens = now[index]
-            done[index] = states[index].final and not found[key].changed
+            self._after(hosted, states[index], results[key], forward_batch, index)
+            states[index].tokens = tokens[index]
+            is_done[index] = states[index].final and not results[key].changed
         # in place: CUDA graphs hold this tensor
-        forward_batch.input_ids.copy_(written.reshape(-1))
-        return done
+        forward_batch.input_ids.copy_(new_ids.reshape(-1))
+        return is_done
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
@@ -251,35 +251,37 @@ class BlockSteps:
         """What is not to be decided of each block, where one begins now."""
         mask = forward_batch.dllm_prompt_mask
         if mask is not None:
-            found: list[list[bool]] = mask.view(-1, self.block_size).tolist()
-            return [[a or b != self.mask_id for a, b in zip(*row)] for row in zip(found, ids)]
+            flags: list[list[bool]] = mask.view(-1, self.block_size).tolist()
+            return [[a or b != self.mask_id for a, b in zip(*row)] for row in zip(flags, ids)]
         return [[token != self.mask_id for token in row] for row in ids]
 
     def _open(
-        self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], given: list[bool]
+        self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], is_given: list[bool]
     ) -> None:
         """Begin a block of ids [W] of which `given` [W] stays; without anything else it is final as it is."""
         block.tokens = ids
-        if all(given):
+        if all(is_given):
             block.final = True
             return
         name, start = self._place(forward_batch, index)
         filler = hosted.facts.fill_token_id  # for masks that the prompt spells out
-        prompt = [filler if kept and token == self.mask_id else token for token, kept in zip(ids, given)]
+        prompt = [filler if is_kept and token == self.mask_id else token for token, is_kept in zip(ids, is_given)]
         text = f"{self.fields['seed']} {start} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        before = self._between.pop(name, None)
+        previous = self._between.pop(name, None)
         fields = self.fields | {"seed": seed}
         if "steps" in fields:  # the prompt may reach into the block's later parts
-            fields["steps"] = fields["steps"] // self.parts * (self.parts - sum(given) * self.parts // self.block_size)
+            fields["steps"] = (
+                fields["steps"] // self.parts * (self.parts - sum(is_given) * self.parts // self.block_size)
+            )
         self._opened += 1
         block.key = self._opened
         hosted.open(block.key, prompt, 0, **fields)
         # a request that is taken back leaves its block to the garbage collector, and nobody else hears of it
         block.release = weakref.finalize(block, hosted.discard, block.key)
         block.release.atexit = False
-        if before is not None and before[0] == start:
-            hosted.remember(block.key, before[1])
+        if previous is not None and previous[0] == start:
+            hosted.remember(block.key, previous[1])
 
     def _after(self, hosted: Hosted, block: _Block, stepped: Stepped, forward_batch: Any, index: int) -> None:
         """What a step leaves of a block."""
@@ -302,10 +304,10 @@ class BlockSteps:
 
 def _ids(value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
-    found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    for token in found:
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for token in ids:
         check_int("eos_token_ids", token, low=0)
-    return found
+    return ids
 
 
 @dataclass(eq=False)

@@ -28,26 +28,26 @@ class _BlockConfig(PretrainedConfig):
         """Read a config.json. Raises CheckpointError: a field is missing, or asks for maths that is not supported."""
         from paradec.models.loading import FAMILIES  # which imports torch
 
-        stated = dict(config_dict)
+        fields = dict(config_dict)
         family = FAMILIES[cls.model_type]
-        source = str(kwargs.get("name_or_path") or stated.get("_name_or_path") or "")
-        canvas = stated.get("canvas_length")
+        source = str(kwargs.get("name_or_path") or fields.get("_name_or_path") or "")
+        canvas = fields.get("canvas_length")
         if canvas is None:
-            canvas = family.block_length(stated, source)
-        built = family.config(stated)
+            canvas = family.block_length(fields, source)
+        built = family.config(fields)
         # other names of the same fields, by which vLLM's classes read some of them
-        own = built.to_dict() | {name: getattr(built, name) for name in built.attribute_map}
+        values = built.to_dict() | {name: getattr(built, name) for name in built.attribute_map}
         for name in ("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
-            own.pop(name, None)
-        ids = {name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")}
+            values.pop(name, None)
+        ids = {name: fields.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")}
         return super().from_dict(
             {
-                **own,
+                **values,
                 **ids,
                 "architectures": [ARCHITECTURES[cls.model_type]],
-                "dtype": stated.get("dtype", stated.get("torch_dtype")),
+                "dtype": fields.get("dtype", fields.get("torch_dtype")),
                 "canvas_length": canvas,
-                "published": stated,
+                "published": fields,
             },
             **kwargs,
         )

@@ -59,18 +59,18 @@ class BlockModelState(DefaultModelState):
     def remove_request(self, req_id: str) -> None:
         """Forget a request that has ended, was aborted or was taken out."""
         super().remove_request(req_id)
-        number = self.numbers.pop(req_id, None)
-        if number is not None:
-            self.slots.pop(number, None)
+        row_id = self.numbers.pop(req_id, None)
+        if row_id is not None:
+            self.slots.pop(row_id, None)
 
     # ---- a forward --------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """For models that predict shifted: which hidden state is left of each position."""
-        found = super().prepare_inputs(input_batch, req_states)
+        inputs = super().prepare_inputs(input_batch, req_states)
         if self.shifts:
             self._say_left(input_batch)
-        return found
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         if self.shifts:
@@ -81,18 +81,18 @@ class BlockModelState(DefaultModelState):
         count, total = input_batch.num_reqs, input_batch.num_tokens_after_padding
         begins = input_batch.query_start_loc_np[: count + 1]
         source = np.arange(-1, total - 1)
-        kept = {}
-        for index, number in enumerate(input_batch.idx_mapping_np[:count].tolist()):
-            slot = self.slots.get(number)
-            source[begins[index]] = total + number
+        columns = {}
+        for index, row_id in enumerate(input_batch.idx_mapping_np[:count].tolist()):
+            slot = self.slots.get(row_id)
+            source[begins[index]] = total + row_id
             computed = int(input_batch.num_computed_tokens_np[index])
             end = computed + int(begins[index + 1] - begins[index])
             # a prompt's tail is evaluated again with its canvas
             if slot is not None and (slot.storing or end <= slot.begin) and end % self.served.block == 0:
-                kept[number] = int(begins[index + 1]) - 1
+                columns[row_id] = int(begins[index + 1]) - 1
             elif slot is not None and computed < slot.begin < end:
-                kept[number] = int(begins[index]) + slot.begin - computed - 1
-        self.model.left.say(source, kept, total)
+                columns[row_id] = int(begins[index]) + slot.begin - computed - 1
+        self.model.left.say(source, columns, total)
 
     def prepare_attn(
         self,
@@ -122,7 +122,7 @@ class BlockModelState(DefaultModelState):
             upper = torch.as_tensor(ends, dtype=torch.int32)
             seq_lens = upper.to(self.device)
             begins_on_device = torch.as_tensor(begins, dtype=torch.int32, device=self.device)
-        found: dict[str, Any] = build_attn_metadata(
+        metadata: dict[str, Any] = build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=count,
             num_tokens=tokens,
@@ -140,9 +140,9 @@ class BlockModelState(DefaultModelState):
             causal=False,
             ubatch_idx=ubatch_idx,
         )
-        return found
+        return metadata
 
     def _all_known(self, input_batch: Any) -> bool:
         """Whether these are requests, and no batch by which vLLM measures its memory."""
-        numbers = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
-        return all(number in self.slots for number in numbers) and len(self.numbers) > 0
+        row_ids = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
+        return all(row_id in self.slots for row_id in row_ids) and len(self.numbers) > 0

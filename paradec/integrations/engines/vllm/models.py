@@ -48,18 +48,18 @@ class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
         config: Any = self.config
         width = config.head_dim
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        found: set[str] = super().load_weights(_of_glm(weights, [count * width for count in heads]))
-        return found
+        loaded: set[str] = super().load_weights(_of_glm(weights, [count * width for count in heads]))
+        return loaded
 
 
 def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
     """LLaDA2's weights under Glm4Moe's names. rows: of queries, keys and values."""
     for published, tensor in weights:
         name = published_to_own(published, KEY_MAPPING)
-        for whole, parts in FUSED.items():
-            if name.endswith(whole):
+        for fused, parts in FUSED.items():
+            if name.endswith(fused):
                 for part, piece in zip(parts, tensor.split(rows), strict=True):
-                    yield name.removesuffix(whole) + part, piece
+                    yield name.removesuffix(fused) + part, piece
                 break
         else:
             yield name, tensor

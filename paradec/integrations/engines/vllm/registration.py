@@ -29,9 +29,9 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    known = ModelRegistry.get_supported_archs()
+    supported = ModelRegistry.get_supported_archs()
     for architecture, target in MODELS.items():
-        if architecture not in known:
+        if architecture not in supported:
             ModelRegistry.register_model(architecture, target)
             MODELS_CONFIG_MAP[architecture] = EngineConfig  # type: ignore[assignment]
     for config in CONFIGS:

@@ -64,34 +64,34 @@ class BlockSampler:
         begins = np.zeros(count + 1, np.int64) if input_batch.num_draft_tokens == 0 else input_batch.cu_num_logits_np
         evaluated = np.diff(input_batch.query_start_loc_np[: count + 1])
         sampled = np.zeros((count, self.width), np.int64)
-        numbers, rejected = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        for index, number in enumerate(input_batch.idx_mapping_np[:count].tolist()):
-            if number not in self.slots:
+        num_sampled, rejected = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for index, row_id in enumerate(input_batch.idx_mapping_np[:count].tolist()):
+            if row_id not in self.slots:
                 continue  # vLLM measures its memory
-            slot = self.slots[number]
+            slot = self.slots[row_id]
             first, last = int(begins[index]), int(begins[index + 1])
             if first == last:
-                known = int(input_batch.prefill_len_np[index])
-                done = int(input_batch.num_computed_tokens_np[index] + evaluated[index])
-                if done < known:
+                num_prefill = int(input_batch.prefill_len_np[index])
+                num_computed = int(input_batch.num_computed_tokens_np[index] + evaluated[index])
+                if num_computed < num_prefill:
                     continue
                 tokens: list[int] = [self.mask] if slot is None else []
-                rejected[index] = 0 if slot is None else done - slot.begin
+                rejected[index] = 0 if slot is None else num_computed - slot.begin
             elif slot is None:
                 tokens = [self.mask]
             else:
                 tokens = slot.step(logits[first:last], self.again)
                 rejected[index] = 0 if tokens else evaluated[index]
-            sampled[index, : len(tokens)], numbers[index] = tokens, len(tokens)
+            sampled[index, : len(tokens)], num_sampled[index] = tokens, len(tokens)
             if slot is not None and not slot.failed:
                 canvas = slot.canvas()
-                self.req_states.draft_tokens[number, : len(canvas)] = canvas
+                self.req_states.draft_tokens[row_id, : len(canvas)] = canvas
         device = self.req_states.draft_tokens.device
         return self.output(
             sampled_token_ids=torch.as_tensor(sampled, device=device),
             logprobs_tensors=None,
             num_nans=None,
-            num_sampled=torch.as_tensor(numbers, device=device),
+            num_sampled=torch.as_tensor(num_sampled, device=device),
             num_rejected=torch.as_tensor(rejected, device=device),
         )
 
@@ -121,17 +121,17 @@ class Left(nn.Module):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
 
-    def say(self, source: np.ndarray, kept: Mapping[int, int], total: int) -> None:
+    def say(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
         """For the next forward: where the left neighbours are, [total] int64 of [hidden of the forward; kept], and
         which column of it each slot keeps."""
         keep = total + np.arange(self.requests)
-        for number, column in kept.items():
-            keep[number] = column
+        for row_id, column in columns.items():
+            keep[row_id] = column
         self.source[:total].copy_(torch.from_numpy(np.maximum(source, 0)))
         self.keep.copy_(torch.from_numpy(keep))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, D]."""
-        both = torch.cat((hidden, self.kept))
-        self.kept.copy_(both.index_select(0, self.keep))
-        return both.index_select(0, self.source[: len(hidden)])
+        combined = torch.cat((hidden, self.kept))
+        self.kept.copy_(combined.index_select(0, self.keep))
+        return combined.index_select(0, self.source[: len(hidden)])

@@ -35,8 +35,8 @@ class BlockScheduler(DiffusionScheduler):
         """How many tokens are evaluated, at most `num_new_tokens`: vLLM asks before it schedules any."""
         new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         end, block = num_computed_tokens + new, self.served.block
-        known = request.num_tokens + len(request.spec_token_ids)
-        if end % block == 0 or end == known or end >= self.max_model_len:
+        num_known = request.num_tokens + len(request.spec_token_ids)
+        if end % block == 0 or end == num_known or end >= self.max_model_len:
             return new
         return max(0, end - end % block - num_computed_tokens)
 
@@ -67,5 +67,5 @@ class BlockScheduler(DiffusionScheduler):
             logger.error("request %s: %s", request.request_id, request.stop_reason)
             new_token_ids.clear()
             return new_token_ids, True
-        found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
-        return found
+        output: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return output

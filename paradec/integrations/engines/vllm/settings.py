@@ -63,29 +63,29 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
             raise ValueError(f"{name}={shown(getattr(params, name))} is not served here: leave it out")
     plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
     plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    said = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
-    template = _template(said.pop("template", ()))
+    settings = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
+    template = _template(settings.pop("template", ()))
     longest = params.max_tokens
     if longest is not None and len(template) > longest:
         raise ValueError(f"template holds {len(template)} tokens, more than max_tokens={longest}")
-    sampler = said.pop("sampler", "threshold")
+    sampler = settings.pop("sampler", "threshold")
     method: Any = samplers.registry.from_dict(sampler) if isinstance(sampler, Mapping) else samplers.create(sampler)
     if params.ignore_eos:
-        said["eos_early_stop"] = bool(params.stop_token_ids)
-    fields = Request(sampler=method, **said)  # checks them
+        settings["eos_early_stop"] = bool(params.stop_token_ids)
+    fields = Request(sampler=method, **settings)  # checks them
     if fields.temperature > 0 and fields.seed is None:
-        said["seed"] = _number(request_id)
-    check_int("seed", said.get("seed"), low=0, high=LARGEST_INT64, none=True)
+        settings["seed"] = _number(request_id)
+    check_int("seed", settings.get("seed"), low=0, high=LARGEST_INT64, none=True)
     own_end = None if params.ignore_eos else params.eos_token_id
     ends = {*(params.stop_token_ids or ()), *(() if own_end is None else (own_end,))}
     new = 0 if longest is None else longest - len(template)
-    return Settings(method, template, new, said, tuple(sorted(ends)))
+    return Settings(method, template, new, settings, tuple(sorted(ends)))
 
 
 def server_defaults(hf_config: Any = None) -> dict[str, Any]:
     """What the server says for requests that do not. Raises ValueError, TypeError: no such form, or an unknown name."""
-    found = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
-    return found | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
+    defaults = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
+    return defaults | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
 
 
 def _mapping(value: Any, place: str) -> dict[str, Any]:

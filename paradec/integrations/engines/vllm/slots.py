@@ -70,15 +70,15 @@ def served_by(model: Any) -> Served:
     from paradec.models.family import facts_of, tokenizer_of
     from paradec.models.loading import FAMILIES
 
-    own, source, revision = model.hf_config, model.model, model.revision
-    family = FAMILIES[own.model_type]
-    stated = dict(own.published)
+    hf_config, source, revision = model.hf_config, model.model, model.revision
+    family = FAMILIES[hf_config.model_type]
+    fields = dict(hf_config.published)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
-    mask = getattr(own, "mask_token_id", None)
-    facts = facts_of(source, stated, generation, tokenizer, own, family, mask, own.canvas_length)
+    mask = getattr(hf_config, "mask_token_id", None)
+    facts = facts_of(source, fields, generation, tokenizer, hf_config, family, mask, hf_config.canvas_length)
     longest = min(model.max_model_len, facts.max_length or model.max_model_len)
-    return Served(dataclasses.replace(facts, max_length=longest), server_defaults(own))
+    return Served(dataclasses.replace(facts, max_length=longest), server_defaults(hf_config))
 
 
 class Slot:
@@ -105,8 +105,8 @@ class Slot:
 
     def canvas(self) -> Tensor:
         """[n] int64: the tokens of the block that are not the prompt's, as they are forwarded next."""
-        found: Tensor = self.state.canvas[0, self.known : self.stop]
-        return found
+        ids: Tensor = self.state.canvas[0, self.known : self.stop]
+        return ids
 
     def step(self, logits: Tensor, again: bool) -> list[int]:
         """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. `again`: whether tokens that a
@@ -116,15 +116,15 @@ class Slot:
         tail = self.known - self.begin
         if tail:  # the given ones are not read
             logits = torch.cat((logits.new_zeros((tail, logits.shape[1])), logits))
-        found = self.hosted.step({ROW: logits})[ROW]
-        if found.error is not None:
+        result = self.hosted.step({ROW: logits})[ROW]
+        if result.error is not None:
             self.failed = True
             return [self.served.facts.mask_id]
-        if found.done and min(int(self.state.end[0]), int(self.state.asked[0])) <= self.stop:
+        if result.done and min(int(self.state.end[0]), int(self.state.asked[0])) <= self.stop:
             return self._emitted()  # vLLM ends the request: nothing reads what would be stored
-        if found.closed:
+        if result.closed:
             self.storing = True
-            if not found.changed and not again:
+            if not result.changed and not again:
                 return self._emitted()
         return []
 
@@ -158,12 +158,12 @@ def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.
     """
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):
-        first, left = int(begins[row]), int(computed[row])
-        stop = left + int(begins[row + 1]) - first
-        at = left
-        while at < stop:
-            at = min(stop, at - at % block + block)
+        first, position = int(begins[row]), int(computed[row])
+        stop = position + int(begins[row + 1]) - first
+        start = position
+        while start < stop:
+            start = min(stop, start - start % block + block)
             rows.append(row)
-            cuts.append(first + at - left)
-            ends.append(at)
-    return tuple(np.array(found, np.int32) for found in (rows, cuts, ends))  # type: ignore[return-value]
+            cuts.append(first + start - position)
+            ends.append(start)
+    return tuple(np.array(entries, np.int32) for entries in (rows, cuts, ends))  # type: ignore[return-value]
