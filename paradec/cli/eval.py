@@ -52,36 +52,36 @@ def evaluate(
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_writable("--out", out)
-    wanted, changed = recipe_of(recipe, {name: context.params[name] for name in options.given(context)})
+    merged, changed = recipe_of(recipe, {name: context.params[name] for name in options.given(context)})
 
     from paradec.tools.evaluation import evaluate as running
 
     if dry_run:
-        plan = running.plan(wanted)
+        plan = running.plan(merged)
         typer.echo(json.dumps(plan, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(plan))
         return
-    for sentence in running.other_versions(wanted):
+    for sentence in running.other_versions(merged):
         print(f"warning: {sentence}", file=sys.stderr)
     with show.waiting("loading the harness"):
-        running.tasks_of(wanted)
+        running.tasks_of(merged)
     show.quiet_loading()
     raise_again()
     stored = None if use_cache is None else str(use_cache)
     try:
-        found = running.evaluate(wanted, device=shared["device"], use_cache=stored, log_samples=log_samples)
+        result = running.evaluate(merged, device=shared["device"], use_cache=stored, log_samples=log_samples)
     except KeyboardInterrupt:
-        kept = f"; what was answered is in {stored!r}" if stored is not None else ""
-        print(f"interrupted: no score{kept}", file=sys.stderr)
+        hint = f"; what was answered is in {stored!r}" if stored is not None else ""
+        print(f"interrupted: no score{hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
-    found["changed"] = changed
-    text = json.dumps(found, indent=1, ensure_ascii=False, default=str)
+    result["changed"] = changed
+    text = json.dumps(result, indent=1, ensure_ascii=False, default=str)
     if out is not None:
         write_bytes(out, f"{text}\n".encode("utf-8", "backslashreplace"))
     if shared["as_json"]:
         typer.echo(text)
         return
-    tables.table(("task", "metric", "value", "standard error", "prompts"), scores(found))
-    for line in summary(found, changed):
+    tables.table(("task", "metric", "value", "standard error", "prompts"), scores(result))
+    for line in summary(result, changed):
         typer.echo(line)
 
 
@@ -89,14 +89,14 @@ def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]
     """The recipe of a file and of the options that were given, and the fields of the file that these changed."""
     from paradec.tools.evaluation.recipe import Recipe
 
-    own = {entry.name for entry in dataclasses.fields(Recipe)}
-    changes = {name: value for name, value in given.items() if name in own and name != "request"}
+    field_names = {entry.name for entry in dataclasses.fields(Recipe)}
+    changes = {name: value for name, value in given.items() if name in field_names and name != "request"}
     for name in ("include", "preset"):
         if changes.get(name) is not None:
             changes[name] = str(changes[name])
     if "tasks" in changes:
         changes["tasks"] = tuple(options.names(changes["tasks"]) or ())
-    fields = {name: value for name, value in given.items() if name in FIELDS and name not in own}
+    fields = {name: value for name, value in given.items() if name in FIELDS and name not in field_names}
     fields |= options.settings(given.get("request"), "--request")
     if file is None:
         if "tasks" not in changes:
@@ -105,27 +105,29 @@ def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]
     recipe = Recipe.load(file)
     if fields:
         changes["request"] = {**recipe.request, **fields}
-    return recipe.but(**changes), sorted(changes)
+    return dataclasses.replace(recipe, **changes), sorted(changes)
 
 
-def scores(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def scores(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line for each task and metric of a result."""
     lines: list[tuple[str, ...]] = []
-    for task, of_task in {**found["results"], **(found.get("groups") or {})}.items():
+    for task, of_task in {**result["results"], **(result.get("groups") or {})}.items():
         for name, value in of_task.items():
-            metric, comma, way = name.partition(",")
+            metric, comma, filter_name = name.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            error = of_task.get(f"{metric}_stderr,{way}")
-            label = metric if way == "none" else f"{metric} ({way})"
-            asked = of_task.get("sample_len", "")
-            lines.append((task, label, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-", str(asked)))
+            error = of_task.get(f"{metric}_stderr,{filter_name}")
+            label = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            num_samples = of_task.get("sample_len", "")
+            lines.append(
+                (task, label, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-", str(num_samples))
+            )
     return lines
 
 
-def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
+def summary(result: dict[str, Any], changed: list[str]) -> list[str]:
     """The cost of decoding, how certain log-likelihoods are, and what was published."""
-    config, lines = found["config"], []
+    config, lines = result["config"], []
     if spent := config.get("spent"):
         lines.append(
             f"{spent['answers']} answers, {spent['nfe']:.1f} forwards each, {spent['tokens_per_forward']:.2f} tokens "
@@ -133,12 +135,14 @@ def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
         )
     if judged := config.get("log_likelihoods"):
         error = judged["median_standard_error"]
-        known = "unknown (one draw each)" if error is None else f"{error:.4f} nats in the median"
-        lines.append(f"{judged['judged']} log-likelihoods, {judged['forwards']} rows evaluated, standard error {known}")
-    lines.append(f"chat template {'applied' if found['met']['chat'] else 'not applied'}")
-    if published := found["recipe"]["published"]:
-        other = f"; {', '.join(changed)} changed here" if changed else ""
-        lines.append(f"published: {published['metric']} {published['value']} ({published['source']}{other})")
+        precision = "unknown (one draw each)" if error is None else f"{error:.4f} nats in the median"
+        lines.append(
+            f"{judged['judged']} log-likelihoods, {judged['forwards']} rows evaluated, standard error {precision}"
+        )
+    lines.append(f"chat template {'applied' if result['met']['chat'] else 'not applied'}")
+    if published := result["recipe"]["published"]:
+        changes = f"; {', '.join(changed)} changed here" if changed else ""
+        lines.append(f"published: {published['metric']} {published['value']} ({published['source']}{changes})")
     return lines
 
 
@@ -146,7 +150,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     """A dry run in words."""
 
     def joined(value: Any) -> Any:
-        return ", ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else value
+        return ", ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
 
     lines = dict(plan["recipe"])
     about, memory = lines.pop("about"), plan["memory"]

@@ -1,5 +1,4 @@
-"""What a harness asks of a model, answered by paradec: texts up to stop strings, and log-likelihoods. Needs no harness;
-`harness.py` is the model of lm-evaluation-harness over it."""
+"""Answers and log-likelihoods as an evaluation harness needs them. `harness.py` adapts it to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 @dataclass
 class Spent:
-    """What answers took, all of them together."""
+    """Total costs of all answers."""
 
     answers: int = 0
     row_calls: int = 0
@@ -51,12 +50,12 @@ class Spent:
         self.forwarded_tokens += output.forwarded_tokens
 
     def report(self) -> dict[str, Any]:
-        """The sums, and what follows from them."""
-        found: dict[str, Any] = asdict(self)
+        """The totals, with means and rates."""
+        sums: dict[str, Any] = asdict(self)
         if self.answers:
-            found |= {"nfe": self.row_calls / self.answers, "tokens_per_forward": self.tokens / max(1, self.row_calls)}
-            found["tokens_per_second"] = self.tokens / self.seconds if self.seconds else 0.0
-        return found
+            sums |= {"nfe": self.row_calls / self.answers, "tokens_per_forward": self.tokens / max(1, self.row_calls)}
+            sums["tokens_per_second"] = self.tokens / self.seconds if self.seconds else 0.0
+        return sums
 
 
 class Answering:
@@ -112,18 +111,18 @@ class Answering:
         check_bool("check_greedy", check_greedy)
         check_choice("choices", choices, CHOICES)
         check_int("max_length", max_length, low=2, none=True)
-        said, request = request_from_arguments(arguments, preset, seed)
+        fields, request = request_from_arguments(arguments, preset, seed)
         model = pretrained
         if pretrained is None or isinstance(pretrained, (str, Path)):
             model = paradec.load(pretrained, device=device, dtype=dtype, revision=revision)
         elif (device, dtype, revision) != (None, None, None):
             raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} are for a model by its name")
         check_model("lm-eval's model", model, MADE)
-        if "sampler" not in said:
+        if "sampler" not in fields:
             request = Request(**{**request.changes(), **model_defaults(model)})
         if reason := why_unsupported(model, request):
             raise ValueError(reason)
-        self.model, self.request, self.said = model, request, said
+        self.model, self.request, self.said = model, request, fields
         self.batch_size: int = 1 if batch_size is None else int(batch_size)
         self.tokenizer = model.tokenizer
         if self.tokenizer is None:
@@ -141,7 +140,7 @@ class Answering:
 
     @property
     def eot_token_id(self) -> int:
-        """What ends an answer."""
+        """Id of the end token."""
         return int(self.model.facts.eos_token_ids[0]) if self.model.facts.eos_token_ids else self.prefix_token_id
 
     @property
@@ -174,9 +173,9 @@ class Answering:
         """Ids of both, split where the context's end; spaces at its end go with the continuation."""
         special = self.model.facts.topology == "causal" and context not in self._rendered
         cut_at = len(context.rstrip())
-        before = self.tok_encode(context[:cut_at], add_special_tokens=special)
-        whole = self.tok_encode(context + continuation, add_special_tokens=special)
-        return before, whole[len(before) :]
+        context_ids = self.tok_encode(context[:cut_at], add_special_tokens=special)
+        ids = self.tok_encode(context + continuation, add_special_tokens=special)
+        return context_ids, ids[len(context_ids) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as text. Raises ValueError: no chat template, or one that does not take these messages."""
@@ -192,8 +191,8 @@ class Answering:
         self._rendered.add(text)
         return text
 
-    def _fitting(self, ids: list[int], room: int) -> list[int]:
-        """The end of a context, as much of it as there is room for."""
+    def _cut_left(self, ids: list[int], room: int) -> list[int]:
+        """Cut a context on the left to `room` tokens, with a warning."""
         if room < 1:
             raise ValueError(f"max_length={self.max_length} leaves no room for a prompt beside the answer")
         if len(ids) > room:
@@ -201,33 +200,33 @@ class Answering:
         return ids[-room:]
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Called with every answer as it comes, for a cache that a run can go on from."""
+        """Hook: called with every answer, to cache it."""
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers, each up to the first of the task's stop strings."""
         texts: list[str] = []
-        asked_for = [self._asked(*request.args) for request in requests]
-        begin = time.perf_counter()
-        many = generate_many(
+        entries = [self._build_entry(*request.args) for request in requests]
+        start = time.perf_counter()
+        outputs = generate_many(
             self.model,
-            [entry for entry, _ in asked_for],
+            [entry for entry, _ in entries],
             batch_size=self.batch_size,
             errors="raise",
             preset=self.request,
         )
         bar = self._bar(len(requests), disable_tqdm, "answers")
-        with many, bar:
-            for request, (_, until), output in zip(requests, asked_for, many, strict=True):
+        with outputs, bar:
+            for request, (_, until), output in zip(requests, entries, outputs, strict=True):
                 texts.append(cut_at_stops(str(output.text), until))
                 self.keep("generate_until", request.args, texts[-1])
                 self.spent.add(output)
                 bar.update()
-        self.spent.seconds += time.perf_counter() - begin
+        self.spent.seconds += time.perf_counter() - start
         return texts
 
-    def _asked(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def _build_entry(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """An entry for `generate_many`, and the stop strings that its text is cut at."""
         fields, until = generation_fields(of_task)
         fields = {name: value for name, value in fields.items() if name not in self.said}
@@ -235,13 +234,13 @@ class Answering:
             until = []
         new = self.request.max_new_tokens if "max_new_tokens" in self.said else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
-        held = fields.get("constraint", self.request.constraint)  # it says itself where an answer ends
-        if until and "stop_strings" not in self.said and held is None:
+        constraint = fields.get("constraint", self.request.constraint)  # it says itself where an answer ends
+        if until and "stop_strings" not in self.said and constraint is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
         if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
             raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: it would be filled in")
-        return {"prompt": self._fitting(ids, self.max_length - new), **fields}, until
+        return {"prompt": self._cut_left(ids, self.max_length - new), **fields}, until
 
     # ---- log-likelihoods ----------------------------------------------------------------------------------------
 
@@ -251,58 +250,60 @@ class Answering:
         pairs = []
         for _, context, continuation in requests:
             room = self.max_length - len(continuation)
-            pairs.append((self._fitting(context, room) if context else [], continuation))
-        answers = self._decoded([key for key, *_ in requests], pairs) if self.choices == "decode" else {}
-        rest = [number for number in range(len(pairs)) if number not in answers]
-        keys = [requests[number][0] for number in rest]
-        scored = self._scored(keys, [pairs[number] for number in rest], disable_tqdm)
-        answers |= dict(zip(rest, scored, strict=True))
-        return [answers[number] for number in range(len(pairs))]
+            pairs.append((self._cut_left(context, room) if context else [], continuation))
+        scores = self._decode_choices([key for key, *_ in requests], pairs) if self.choices == "decode" else {}
+        remaining = [index for index in range(len(pairs)) if index not in scores]
+        keys = [requests[index][0] for index in remaining]
+        scored = self._score(keys, [pairs[index] for index in remaining], disable_tqdm)
+        scores |= dict(zip(remaining, scored, strict=True))
+        return [scores[index] for index in range(len(pairs))]
 
-    def _decoded(self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]) -> dict[int, tuple[float, bool]]:
-        """By number: what is said of continuations that are asked for together with others of their context."""
-        groups = [[*same] for _, same in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
+    def _decode_choices(
+        self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]
+    ) -> dict[int, tuple[float, bool]]:
+        """Score the continuations that share a context, by index: the decoded one is 0, the others -inf."""
+        groups = [[*indices] for _, indices in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
         groups = [group for group in groups if len(group) > 1]
-        asked_for = [
-            (pairs[group[0]][0] or [self.prefix_token_id], [pairs[number][1] for number in group]) for group in groups
+        contexts = [
+            (pairs[group[0]][0] or [self.prefix_token_id], [pairs[index][1] for index in group]) for group in groups
         ]
-        found, begin = dict[int, tuple[float, bool]](), time.perf_counter()
+        scores, start = dict[int, tuple[float, bool]](), time.perf_counter()
         for group, (chosen, output) in zip(
-            groups, decode_choices(self.model, self.request, asked_for, self.batch_size), strict=True
+            groups, decode_choices(self.model, self.request, contexts, self.batch_size), strict=True
         ):
             self.spent.add(output)
-            for at, number in enumerate(group):
-                found[number] = (0.0, True) if at == chosen else (-math.inf, False)
-                if keys[number] is not None:
-                    self.keep("loglikelihood", keys[number], found[number])
-        self.spent.seconds += time.perf_counter() - begin
-        return found
+            for choice, index in enumerate(group):
+                scores[index] = (0.0, True) if choice == chosen else (-math.inf, False)
+                if keys[index] is not None:
+                    self.keep("loglikelihood", keys[index], scores[index])
+        self.spent.seconds += time.perf_counter() - start
+        return scores
 
-    def _scored(
+    def _score(
         self, keys: list[Any], pairs: list[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
         greedy: Callable[[int, Likelihood], bool | None] = lambda _, found: found.greedy  # noqa: E731
         scale = self.request.guidance_scale
         if self.model.facts.topology != "causal":
-            looked = [False] * len(pairs)
+            is_greedy = [False] * len(pairs)
             if self.check_greedy:
-                looked = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
-            greedy = lambda number, _: looked[number]  # noqa: E731
-        answers: list[tuple[float, bool]] = []
-        how = {**self.estimate, "guidance_scale": scale, "seed": self.request.seed, "batch_size": self.batch_size}
+                is_greedy = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
+            greedy = lambda number, _: is_greedy[number]  # noqa: E731
+        scores: list[tuple[float, bool]] = []
+        settings = {**self.estimate, "guidance_scale": scale, "seed": self.request.seed, "batch_size": self.batch_size}
         with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
-            for number, found in enumerate(log_likelihoods(self.model, pairs, **how)):
-                answers.append((found.value, bool(greedy(number, found))))
-                self.likelihoods.append(found)
-                if keys[number] is not None:
-                    self.keep("loglikelihood", keys[number], answers[-1])
+            for index, likelihood in enumerate(log_likelihoods(self.model, pairs, **settings)):
+                scores.append((likelihood.value, bool(greedy(index, likelihood))))
+                self.likelihoods.append(likelihood)
+                if keys[index] is not None:
+                    self.keep("loglikelihood", keys[index], scores[-1])
                 bar.update()
-        return answers
+        return scores
 
     # ---- what the harness reports ---------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the harness' result: what was asked, what it took, and how precise the log-likelihoods are."""
+        """The request, the costs and the precision of log-likelihoods, for the harness' result."""
         found: dict[str, Any] = {
             "paradec": paradec.__version__,
             "request": self.request.to_dict(),
@@ -316,7 +317,7 @@ class Answering:
             found["log_likelihoods"] = {
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
-                "forwards": sum(likelihood.forwards for likelihood in self.likelihoods),
+                "forwards": sum(entry.forwards for entry in self.likelihoods),
                 # NaN (one draw) is no number in JSON
                 "median_standard_error": _number(errors.nanmedian().item()),
                 "largest_standard_error": _number(
@@ -326,10 +327,10 @@ class Answering:
             }
         return found
 
-    def _bar(self, total: int, hidden: bool, what: str) -> Any:
+    def _bar(self, total: int, hidden: bool, description: str) -> Any:
         from tqdm.auto import tqdm
 
-        return tqdm(total=total, desc=what, disable=hidden)
+        return tqdm(total=total, desc=description, disable=hidden)
 
 
 def _number(value: float) -> float | None:
@@ -350,7 +351,7 @@ class Sequences(Constraint):
 
 
 def decode_choices(
-    model: Any, request: Request, asked: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
+    model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
     """Decode each context under a constraint to its continuations; yield the number of the written one, and the output.
 
@@ -371,11 +372,11 @@ def decode_choices(
             "constraint": Sequences(tuple(map(tuple, continuations))),
             "max_new_tokens": max(map(len, continuations)) + 1,
         }
-        for context, continuations in asked
+        for context, continuations in contexts
     ]
     ends = {*model.facts.eos_token_ids}
     with generate_many(model, entries, batch_size=batch_size, errors="raise", preset=request) as outputs:
-        for (_, continuations), output in zip(asked, outputs, strict=True):
+        for (_, continuations), output in zip(contexts, outputs, strict=True):
             new = output.new_tokens.flatten().tolist()
-            written = (new[: len(ids)] == ids and new[len(ids)] in ends for ids in continuations)
-            yield [*written].index(True), output
+            is_written = (new[: len(ids)] == ids and new[len(ids)] in ends for ids in continuations)
+            yield [*is_written].index(True), output

@@ -74,12 +74,12 @@ class Result:
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
         """(right answers, prompts) of some tasks, or of all."""
         counts = [self.tasks[name] for name in (self.tasks if tasks is None else tasks) if name in self.tasks]
-        return sum(right for right, _ in counts), sum(asked for _, asked in counts)
+        return sum(right for right, _ in counts), sum(num_prompts for _, num_prompts in counts)
 
     def accuracy(self, tasks: Iterable[str] | None = None) -> float:
         """Share of right answers in some tasks, or in all; in [0, 1]."""
-        right, asked = self.right(tasks)
-        return right / asked
+        right, num_prompts = self.right(tasks)
+        return right / num_prompts
 
     @property
     def nfe(self) -> float:
@@ -100,7 +100,7 @@ class Comparison:
     """What `compare` returns; `to_json` keeps it, `paradec.tools.evaluation.plot.frontier` draws it."""
 
     setup: dict[str, Any]
-    """What was compared on what: all that two runs must share to be compared with each other."""
+    """Facts that comparable runs share."""
     machine: dict[str, Any]
     """Where it ran; only times depend on it."""
     many: dict[str, bool | None]
@@ -127,14 +127,16 @@ class Comparison:
     def aup(self) -> dict[str, float]:
         """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`) of the samplers with the
         most settings, at least two: areas under different numbers of settings are not comparable."""
-        best = max((100 * result.accuracy() for result in self.results), default=0.0)
+        best_accuracy = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
             point = (result.tokens_per_forward, 100 * result.accuracy())
             points.setdefault(result.configuration.sampler, []).append(point)
         counts = Counter(map(len, points.values()))
-        most = max(counts, key=lambda count: (counts[count], count), default=0)
-        return {sampler: aup(curve, best) for sampler, curve in points.items() if len(curve) == most > 1}
+        num_settings = max(counts, key=lambda count: (counts[count], count), default=0)
+        return {
+            sampler: aup(curve, best_accuracy) for sampler, curve in points.items() if len(curve) == num_settings > 1
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON holds it: what was counted, and what follows from it for those who read the file."""
@@ -152,11 +154,11 @@ class Comparison:
 
     def lost(self, result: Result) -> list[int]:
         """Which of `prompts` the baseline answered right and this configuration did not."""
-        return _ahead(self.baseline, result)
+        return _right_only_in_first(self.baseline, result)
 
     def won(self, result: Result) -> list[int]:
         """The other way round."""
-        return _ahead(result, self.baseline)
+        return _right_only_in_first(result, self.baseline)
 
     def versus_baseline(self, result: Result) -> dict[str, float]:
         """Accuracy lost or won (difference of shares), and parallelism and speed as multiples of the baseline's."""
@@ -182,7 +184,7 @@ class Comparison:
             results = [
                 Result(
                     Configuration(row["sampler"], row["changes"]),
-                    {name: (right, asked) for name, (right, asked) in row["tasks"].items()},
+                    {name: (right, num_prompts) for name, (right, num_prompts) in row["tasks"].items()},
                     answers=_answers(row["answers"], row["tasks"]),
                     **{name: row[name] for name in READ},
                 )
@@ -220,17 +222,21 @@ class Comparison:
         return bool(self.group(False)) and bool(self.group(True))
 
 
-def _ahead(one: Result, other: Result) -> list[int]:
-    """The prompts that one of them answered right, and the other did not."""
-    pairs = zip(one.answers, other.answers, strict=True)
-    return [index for index, (mine, theirs) in enumerate(pairs) if mine["right"] and not theirs["right"]]
+def _right_only_in_first(first: Result, second: Result) -> list[int]:
+    """Indices of prompts that only the first answered right."""
+    pairs = zip(first.answers, second.answers, strict=True)
+    return [
+        index
+        for index, (first_answer, second_answer) in enumerate(pairs)
+        if first_answer["right"] and not second_answer["right"]
+    ]
 
 
-def _answers(found: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answers of a file. Raises ValueError unless they are those of so many prompts."""
-    answers = list(found)
-    right, asked = sum(bool(each["right"]) for each in answers), sum(of for _, of in tasks.values())
-    if (right, len(answers)) != (sum(count for count, _ in tasks.values()), asked):
+def _answers(rows: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a file's answers. Raises ValueError where they disagree with the counts."""
+    answers = list(rows)
+    right, num_prompts = sum(bool(answer["right"]) for answer in answers), sum(of for _, of in tasks.values())
+    if (right, len(answers)) != (sum(count for count, _ in tasks.values()), num_prompts):
         raise ValueError("answers and counts differ")
     return answers
 
@@ -296,8 +302,14 @@ def compare(
     request |= {"max_new_tokens": new, "block_length": block_length}
     request["constraint"] = one_constraint("constraint", constraint)
     if names is None:
-        asked = {name: value for name, value in request.items() if name != "seed"} | _said(request, questions[0])
-        todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
+        arguments = {name: value for name, value in request.items() if name != "seed"} | _constraint_field(
+            request, questions[0]
+        )
+        todo = [
+            configuration
+            for configuration in todo
+            if _is_supported(configuration, model, questions[0].prompt, arguments)
+        ]
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
@@ -307,21 +319,21 @@ def compare(
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
-    done = 0.0
+    done_work = 0.0
 
     try:
         for configuration, expected in zip(todo, work, strict=True):
-            before = comparison.asked
+            num_before = comparison.asked
             if configuration.name not in finished:
                 result = Result(configuration, source=_source(configuration))
-                for asked_so_far in _measure(result, model, questions, batch, request):
-                    comparison.asked = before + asked_so_far
+                for num_measured in _measure(result, model, questions, batch, request):
+                    comparison.asked = num_before + num_measured
                     if progress is not None:
-                        share = (done + expected * asked_so_far / len(questions)) / sum(work)
+                        share = (done_work + expected * num_measured / len(questions)) / sum(work)
                         progress(comparison, configuration, share)
                 finished[configuration.name] = result
-            done += expected
-            comparison.asked = before + len(questions)
+            done_work += expected
+            comparison.asked = num_before + len(questions)
             comparison.results = [finished[name] for name in order if name in finished]
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("the comparison was interrupted; what was measured is in .output")
@@ -332,30 +344,30 @@ def compare(
 
 
 def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any]) -> dict[str, Any]:
-    """What two comparisons must share to be compared with each other."""
+    """Build the facts that comparable runs share."""
     policy = choose_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
     setup: dict[str, Any] = {"model": model.facts.name}
     setup |= {name: request[name] for name in ("cache", "seed", "max_new_tokens")}
     setup |= {"blocks": repr(policy), "baseline": BASELINE, "draws": DRAWS}
     setup["tasks"] = dict(Counter(question.task for question in questions))
     setup["questions"] = hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16]
-    own = _digest(type(caches.create(request["cache"])))
-    setup |= {} if own is None else {"cache_source": own}
+    digest = _digest(type(caches.create(request["cache"])))
+    setup |= {} if digest is None else {"cache_source": digest}
     # None has no entry, as in earlier results
     if request["constraint"] is not None:
         setup["constraint"] = request["constraint"].to_dict()
     return setup | {name: plain(request[name]) for name in ("attention", "suffix") if request[name] is not None}
 
 
-def _said(request: Mapping[str, Any], question: Question) -> dict[str, Any]:
+def _constraint_field(request: Mapping[str, Any], question: Question) -> dict[str, Any]:
     """The constraint of a question."""
     return {"constraint": question.constraint or request["constraint"]}
 
 
 def _in_batches(questions: Sequence[Question], batch: int) -> Iterator[Sequence[Question]]:
     """The questions, in order: at most `batch` with one constraint."""
-    for _, same in itertools.groupby(questions, lambda question: question.constraint):
-        while rows := list(itertools.islice(same, batch)):
+    for _, group in itertools.groupby(questions, lambda question: question.constraint):
+        while rows := list(itertools.islice(group, batch)):
             yield rows
 
 
@@ -371,11 +383,11 @@ def _measure(
     for rows in _in_batches(questions, batch):
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
-        asked = request | _said(request, rows[0]) | configuration.request(new, max(counts))
-        if not seed_matters(method, asked.get("temperature", 0), request["suffix"]):
-            asked["seed"] = None
+        arguments = request | _constraint_field(request, rows[0]) | configuration.request(new, max(counts))
+        if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
+            arguments["seed"] = None
         padding = PaddingCounter()
-        output = generate(model, prompts, sampler=method, callback=padding, **asked)
+        output = generate(model, prompts, sampler=method, callback=padding, **arguments)
         for row, (question, text) in enumerate(zip(rows, output.text or (), strict=True)):
             judged = bool(question.right and question.right(text))
             right.setdefault(question.task, []).append(judged)
@@ -390,12 +402,12 @@ def _measure(
     result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 
 
-def _serves(configuration: Configuration, model: Model, prompt: str, asked: dict[str, Any]) -> bool:
-    """Whether a sampler that nobody asked for by name fits the model and the request; a warning says why not."""
+def _is_supported(configuration: Configuration, model: Model, prompt: str, arguments: dict[str, Any]) -> bool:
+    """Whether an unrequested sampler fits the model and the request; warns where it does not."""
     if configuration.sampler == BASELINE:
         return True  # what is wrong with the request itself is an error
     try:
-        configuration.make().start(model, prompt, **asked)
+        configuration.make().start(model, prompt, **arguments)
     except ValueError as error:
         if not configuration.changes:
             warnings.warn(f"{configuration.sampler} is left out: {error}", stacklevel=3)
@@ -404,7 +416,7 @@ def _serves(configuration: Configuration, model: Model, prompt: str, asked: dict
 
 
 def _expected_forwards(configuration: Configuration, new: int) -> float:
-    """A guess at the forwards per prompt, good enough to say how much time is left."""
+    """Estimate the forwards per prompt, for the progress bar."""
     steps = configuration.request(new).get("steps")
     if steps is not None:
         return steps / 2
@@ -413,22 +425,24 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
 
 def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
-        was, value = resume.setup.get(name), setup.get(name)
-        if was != value:
-            raise ValueError(f"the comparison to resume has {name}={shown(was)}, this one has {name}={shown(value)}")
+        previous, value = resume.setup.get(name), setup.get(name)
+        if previous != value:
+            raise ValueError(
+                f"the comparison to resume has {name}={shown(previous)}, this one has {name}={shown(value)}"
+            )
     results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
     return {result.configuration.name: result for result in results}
 
 
 def _source(configuration: Configuration) -> str | None:
-    """A digest of the file that a sampler of somebody else's is in; None of paradec's own, and of combinations."""
+    """Digest of a custom sampler's file; None for paradec's samplers and combinations."""
     if configuration.sampler not in samplers.registry:
         return None
     return _digest(samplers.get(configuration.sampler))
 
 
 def _digest(cls: type) -> str | None:
-    """A digest of the file that a class is in; None of paradec's own."""
+    """Digest of the file of a class; None for paradec's classes."""
     if cls.__module__.startswith("paradec."):
         return None
     try:
@@ -450,15 +464,15 @@ def _machine(model: Model, batch: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that paradec runs from; None where it was installed otherwise than from a checkout."""
+    """Git commit of a checkout; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        process = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
     except OSError:  # no git
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 UNWRITTEN = 2**62  # in the place of a position, where a step wrote nothing in a row
@@ -484,10 +498,10 @@ class PaddingCounter:
 
 def padding_lines(results: Iterable[Any]) -> list[str]:
     """A heading, and a line for each of these `Result`s that spent a tenth of its forwards on padding alone, if any."""
-    found = [
+    lines = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results
         if result.padding_forwards >= WORTH_SAYING * result.row_calls
     ]
     heading = "forwards per prompt that decided only padding after the answer (a shorter --block-length saves most):"
-    return [heading, *found] if found else []
+    return [heading, *lines] if lines else []

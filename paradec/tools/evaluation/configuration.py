@@ -44,19 +44,19 @@ class Configuration:
 
     def make(self) -> Sampler:
         """The sampler. Raises ValueError: an unknown name, a value out of its range, or a change that neither takes."""
-        own = self._own_settings()
-        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in own})
+        settings = self._own_settings()
+        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in settings})
 
     def _own_settings(self) -> Collection[str]:
         return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
 
     def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
         """Arguments for `generate`, for an answer of so many undecided positions in so many blocks."""
-        own = self._own_settings()
-        given = {name: value for name, value in self.changes.items() if name not in own}
-        if isinstance(given.get("steps"), float):
-            given["steps"] = max(1, round(given["steps"] * positions / blocks)) * blocks
-        return given
+        settings = self._own_settings()
+        fields = {name: value for name, value in self.changes.items() if name not in settings}
+        if isinstance(fields.get("steps"), float):
+            fields["steps"] = max(1, round(fields["steps"] * positions / blocks)) * blocks
+        return fields
 
 
 def configurations(
@@ -75,10 +75,10 @@ def configurations(
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
         names += COMBINATIONS
     entries = [names] if isinstance(names, str) else list(names)
-    as_they_are = [entry for entry in entries if isinstance(entry, Configuration)]
-    wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
-    found = [Configuration(BASELINE)]
-    for name in sorted(wanted, key=lambda name: name != BASELINE):
+    ready = [entry for entry in entries if isinstance(entry, Configuration)]
+    sampler_names = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
+    result = [Configuration(BASELINE)]
+    for name in sorted(sampler_names, key=lambda name: name != BASELINE):
         sweep: tuple[Mapping[str, Any], ...] = ()
         if name in samplers.registry or not is_composed(name):
             cls = samplers.get(name)
@@ -89,11 +89,11 @@ def configurations(
             configuration = Configuration(name, changes)
             configuration.make()
             Request(**configuration.request(1))
-            if configuration not in found:
-                found.append(configuration)
-    for configuration in as_they_are:
+            if configuration not in result:
+                result.append(configuration)
+    for configuration in ready:
         configuration.make()
         Request(**configuration.request(1))
-        if configuration not in found:
-            found.append(configuration)
-    return found
+        if configuration not in result:
+            result.append(configuration)
+    return result

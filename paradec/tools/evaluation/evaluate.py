@@ -61,19 +61,19 @@ def evaluate(
 
     manager = tasks_of(recipe)  # an unknown task is said before minutes of loading
     arguments = recipe.asked()
-    begin = time.time()
-    given: dict[str, Any] = (
+    start = time.time()
+    loading: dict[str, Any] = (
         {"device": device, "dtype": recipe.dtype, "revision": recipe.revision} if model is None else {}
     )
     lm = ParadecLM(
         recipe.model if model is None else model,
         batch_size=recipe.batch,
         **{name: getattr(recipe, name) for name in JUDGED},
-        **given,
+        **loading,
         **arguments,
     )
     chat = bool(getattr(lm.tokenizer, "chat_template", None)) if recipe.chat is None else recipe.chat
-    found = lm_eval.simple_evaluate(
+    scores = lm_eval.simple_evaluate(
         lm,
         tasks=[*recipe.tasks],
         num_fewshot=recipe.shots,
@@ -88,18 +88,18 @@ def evaluate(
         **{f"{of}random_seed": recipe.seed for of in ("", "numpy_", "torch_", "fewshot_")},
         confirm_run_unsafe_code=recipe.unsafe_code,
     )
-    assert found is not None  # rank 0 alone
+    assert scores is not None  # rank 0 alone
     met = {
         "versions": versions(),
         "weights": commit_of(recipe) if model is None else None,
         "device": str(lm.model.device),
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "chat": chat,
-        "seconds": round(time.time() - begin, 1),
+        "seconds": round(time.time() - start, 1),
     }
-    kept = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "config", *(["samples"] * log_samples))
+    keys = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "config", *(["samples"] * log_samples))
     result = {"schema": SCHEMA, "recipe": recipe.to_dict(), "met": met}
-    return result | {name: found[name] for name in kept if name in found}
+    return result | {name: scores[name] for name in keys if name in scores}
 
 
 def tasks_of(recipe: Recipe) -> Any:
@@ -111,11 +111,11 @@ def tasks_of(recipe: Recipe) -> Any:
         raise ValueError(f"include={shown(recipe.include)} is no folder")
     from lm_eval.tasks import TaskManager
 
-    own = [str(TASKS), *([recipe.include] if recipe.include else [])]
-    manager = TaskManager(include_path=own, include_defaults=False)
+    folders = [str(TASKS), *([recipe.include] if recipe.include else [])]
+    manager = TaskManager(include_path=folders, include_defaults=False)
     if all(manager.match_tasks([task]) for task in recipe.tasks):
         return manager  # the harness' own are thousands of files, which take seconds to look through
-    manager = TaskManager(include_path=own)
+    manager = TaskManager(include_path=folders)
     for task in recipe.tasks:
         if not manager.match_tasks([task]):
             raise ValueError(f"tasks: the harness knows no task {task!r}; `lm-eval ls tasks` lists its own")
@@ -124,22 +124,22 @@ def tasks_of(recipe: Recipe) -> Any:
 
 def versions() -> dict[str, str]:
     """Releases of paradec and of what moves scores; what is not installed is left out."""
-    found = {"paradec": paradec.__version__}
+    releases = {"paradec": paradec.__version__}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            releases[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return releases
 
 
 def other_versions(recipe: Recipe) -> list[str]:
     """Of the packages that a recipe was written for, those that are here in another release, as sentences."""
-    here = versions()
+    installed = versions()
     return [
-        f"the recipe was written for {package} {wanted}; here is {here.get(package, 'none')}"
-        for package, wanted in recipe.versions.items()
-        if here.get(package) != wanted
+        f"the recipe was written for {package} {expected}; here is {installed.get(package, 'none')}"
+        for package, expected in recipe.versions.items()
+        if installed.get(package) != expected
     ]
 
 
@@ -171,9 +171,9 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     missing: list[str] = []
     try:
         tasks_of(recipe)
-        known: bool | None = True
+        tasks_known: bool | None = True
     except ModuleNotFoundError as error:
-        known = None
+        tasks_known = None
         missing.append(f"tasks were not checked: {error}")
     if recipe.model is not None and not os.path.isdir(recipe.model) and commit_of(recipe) is None:
         missing.append(f"the weights of {recipe.model} are not on this disk: a run downloads them")
@@ -181,7 +181,7 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     return {
         "recipe": recipe.to_dict(),
         "sampler": method.to_dict(),
-        "tasks_known": known,
+        "tasks_known": tasks_known,
         "weights": commit_of(recipe),
         "versions": versions(),
         "missing": missing,

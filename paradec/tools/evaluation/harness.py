@@ -54,5 +54,5 @@ class ParadecLM(Answering, TemplateLM):
         self.keep("loglikelihood_rolling", (text,), total)
         return total
 
-    def _bar(self, total: int, hidden: bool, what: str) -> Any:
-        return super()._bar(total, hidden or self.rank != 0, what)
+    def _bar(self, total: int, hidden: bool, description: str) -> Any:
+        return super()._bar(total, hidden or self.rank != 0, description)

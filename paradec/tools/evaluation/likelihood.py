@@ -83,8 +83,8 @@ class _Span:
 def exact_maskings(context: list[int], continuation: list[int]) -> list[MaskingSpan]:
     """One row, in which causal models judge every position by what comes before it."""
     row = context + continuation
-    at = list(range(len(context), len(row)))
-    return [MaskingSpan([Masking(row, at, continuation, len(context), 1.0, 0)], 1, False)]
+    positions = list(range(len(context), len(row)))
+    return [MaskingSpan([Masking(row, positions, continuation, len(context), 1.0, 0)], 1, False)]
 
 
 def chain_maskings(
@@ -94,18 +94,25 @@ def chain_maskings(
     row, parts = context + continuation, []
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
-        drawn = order == "random" and span.end - span.begin > 1
-        if drawn:
-            orders = span.begin + _scores(keys, span, samples).argsort(axis=1, kind="stable")
+        is_random = order == "random" and span.end - span.begin > 1
+        if is_random:
+            orders = span.begin + _uniform_scores(keys, span, samples).argsort(axis=1, kind="stable")
         else:
-            one = np.arange(span.begin, span.end)
-            orders = (one[::-1] if order == "right_to_left" else one)[None]
+            positions = np.arange(span.begin, span.end)
+            orders = (positions[::-1] if order == "right_to_left" else positions)[None]
         rows = [
-            Masking(_masked(row, facts, span, places[k:]), [place], [row[place]], len(context), 1.0, number)
-            for number, places in enumerate(orders.tolist())
-            for k, place in enumerate(places)
+            Masking(
+                _mask_row(row, facts, span, positions_in_order[k:]),
+                [position],
+                [row[position]],
+                len(context),
+                1.0,
+                stratum,
+            )
+            for stratum, positions_in_order in enumerate(orders.tolist())
+            for k, position in enumerate(positions_in_order)
         ]
-        parts.append(MaskingSpan(rows, len(orders), drawn))
+        parts.append(MaskingSpan(rows, len(orders), is_random))
     return parts
 
 
@@ -118,26 +125,33 @@ def random_maskings(
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
         length = span.end - span.begin
-        few = length < samples.bit_length() + 1 and 2**length - 1 <= samples
+        is_exhaustive = length < samples.bit_length() + 1 and 2**length - 1 <= samples
         chosen: list[tuple[Sequence[int], float, int]] = []
-        if few:
+        if is_exhaustive:
             for size in range(1, length + 1):
                 # each size has the share 1 / L, which its subsets share evenly; L / size is the estimate's own weight
                 weight = 1 / (size * math.comb(length, size))
                 subsets = itertools.combinations(range(span.begin, span.end), size)
                 chosen += [(subset, weight, 0) for subset in subsets]
         else:
-            together = min(stratum, samples)
-            sizes = _sizes(keys, span.begin, length, samples, together)
-            ranks = _scores(keys, span, samples).argsort(axis=1, kind="stable")
-            for number, (size, ranked) in enumerate(zip(sizes, ranks, strict=True)):
-                at = sorted((span.begin + ranked[:size]).tolist())
-                chosen.append((at, length / (size * together), number // together))
+            per_stratum = min(stratum, samples)
+            sizes = _mask_counts(keys, span.begin, length, samples, per_stratum)
+            ranks = _uniform_scores(keys, span, samples).argsort(axis=1, kind="stable")
+            for index, (size, ranked) in enumerate(zip(sizes, ranks, strict=True)):
+                positions = sorted((span.begin + ranked[:size]).tolist())
+                chosen.append((positions, length / (size * per_stratum), index // per_stratum))
         rows = [
-            Masking(_masked(row, facts, span, at), [*at], [row[i] for i in at], len(context), weight, number)
-            for at, weight, number in chosen
+            Masking(
+                _mask_row(row, facts, span, positions),
+                [*positions],
+                [row[i] for i in positions],
+                len(context),
+                weight,
+                index,
+            )
+            for positions, weight, index in chosen
         ]
-        parts.append(MaskingSpan(rows, len(rows), not few))
+        parts.append(MaskingSpan(rows, len(rows), not is_exhaustive))
     return parts
 
 
@@ -151,7 +165,7 @@ def _spans(facts: ModelFacts, context: int, length: int) -> list[_Span]:
     return [_Span(a, b, min(first - (first - b) // block * block, longest)) for a, b in itertools.pairwise(cuts)]
 
 
-def _masked(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int]) -> list[int]:
+def _mask_row(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int]) -> list[int]:
     """A row up to the span's width, with masks at `hidden` and after the span's end."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in hidden:
@@ -163,18 +177,18 @@ def _keys(seed: int, row: list[int]) -> Tensor:
     return torch.as_tensor(row_keys([seed], [row]))
 
 
-def _scores(keys: Tensor, span: _Span, samples: int) -> np.ndarray:
+def _uniform_scores(keys: Tensor, span: _Span, samples: int) -> np.ndarray:
     """[samples, L] uniform draws: the order of a row of them is a random order of the positions."""
     positions = torch.arange(span.begin, span.end).expand(samples, -1)
-    drawn = rng.uniform(keys.expand(samples, -1), torch.arange(samples), positions, 1, rng.POSITION_STREAM)
-    return drawn.squeeze(-1).numpy()
+    uniform = rng.uniform(keys.expand(samples, -1), torch.arange(samples), positions, 1, rng.POSITION_STREAM)
+    return uniform.squeeze(-1).numpy()
 
 
-def _sizes(keys: Tensor, begin: int, length: int, samples: int, stratum: int) -> list[int]:
+def _mask_counts(keys: Tensor, start: int, length: int, samples: int, stratum: int) -> list[int]:
     """How many positions each masking hides: uniform on 1 to L, and spread evenly within a stratum."""
     strata = samples // stratum
-    place = torch.full((strata, 1), begin)
-    first = rng.uniform(keys.expand(strata, -1), torch.arange(strata), place, 1, rng.TOKEN_STREAM).view(strata)
+    position = torch.full((strata, 1), start)
+    first = rng.uniform(keys.expand(strata, -1), torch.arange(strata), position, 1, rng.TOKEN_STREAM).view(strata)
     offsets = (first * length).long().clamp(max=length - 1)
     steps = torch.arange(stratum) * length // stratum
     return ((offsets.unsqueeze(1) + steps) % length + 1).flatten().tolist()
@@ -251,8 +265,8 @@ def log_likelihoods(
     check_choice("method", method, METHODS)
     if causal != (method == "exact"):
         kind = "causal" if causal else "masked"
-        others = "exact" if causal else "monte_carlo or chain"
-        raise ValueError(f"method={method!r} is not for {facts.name}, a {kind} model: give {others}")
+        allowed = "exact" if causal else "monte_carlo or chain"
+        raise ValueError(f"method={method!r} is not for {facts.name}, a {kind} model: give {allowed}")
     check_choice("order", order, ORDERS)
     check_int("samples", samples, low=1, high=MOST_SAMPLES)
     check_int("stratum", stratum, low=1)
@@ -263,8 +277,8 @@ def log_likelihoods(
         raise ValueError(f"guidance_scale={guidance_scale} needs a mask token; {facts.name} is causal")
     check_int("seed", seed, low=0, high=2**63 - 1)
     check_int("batch_size", batch_size, low=1)
-    for number, pair in enumerate(pairs):
-        _check_pair(model, number, pair)
+    for index, pair in enumerate(pairs):
+        _check_pair(model, index, pair)
 
     def parts_of(pair: Pair) -> list[MaskingSpan]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
@@ -274,56 +288,56 @@ def log_likelihoods(
             return chain_maskings(facts, context, continuation, order, samples, seed)
         return random_maskings(facts, context, continuation, samples, stratum, seed)
 
-    return _evaluated(model, [*pairs], parts_of, guidance_scale, batch_size)
+    return _evaluate_pairs(model, [*pairs], parts_of, guidance_scale, batch_size)
 
 
-def _check_pair(model: Any, number: int, pair: Pair) -> None:
+def _check_pair(model: Any, index: int, pair: Pair) -> None:
     """Raise ValueError for a pair that cannot be judged."""
     context, continuation = pair
     facts = model.facts
     if not len(continuation):
-        raise ValueError(f"continuation {number} is empty; give at least one token")
+        raise ValueError(f"continuation {index} is empty; give at least one token")
     if not len(context) and facts.topology == "causal":
-        raise ValueError(f"context {number} is empty, and {facts.name} needs a token to begin with")
+        raise ValueError(f"context {index} is empty, and {facts.name} needs a token to begin with")
     if not len(context) and facts.shift:
-        raise ValueError(f"context {number} is empty, and {facts.name} predicts each token from the one before")
+        raise ValueError(f"context {index} is empty, and {facts.name} predicts each token from the one before")
     row = [int(token) for token in (*context, *continuation)]
     check_rows(model, [row])
     if facts.mask_token_id is not None and facts.mask_token_id in row:
-        raise ValueError(f"pair {number} holds the mask id {facts.mask_token_id} at {row.index(facts.mask_token_id)}")
+        raise ValueError(f"pair {index} holds the mask id {facts.mask_token_id} at {row.index(facts.mask_token_id)}")
     facts.check_length(len(row), len(continuation))
 
 
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluated(
+def _evaluate_pairs(
     model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
 ) -> Iterator[Likelihood]:
     """Evaluate the rows of all pairs, `batch_size` together whatever pair they are of."""
     plans: list[list[MaskingSpan]] = []
     sums: list[list[np.ndarray]] = []
     """Of each pair and part: the strata's values."""
-    greedy, left, done = [True] * len(pairs), [0] * len(pairs), 0
+    greedy, remaining, num_done = [True] * len(pairs), [0] * len(pairs), 0
 
     def rows() -> Iterator[tuple[int, int, Masking]]:
-        for number, pair in enumerate(pairs):
+        for index, pair in enumerate(pairs):
             plans.append(parts_of(pair))
             sums.append([np.zeros(part.rows[-1].stratum + 1) for part in plans[-1]])
-            left[number] = sum(len(part.rows) for part in plans[-1])
-            yield from ((number, place, row) for place, part in enumerate(plans[-1]) for row in part.rows)
+            remaining[index] = sum(len(part.rows) for part in plans[-1])
+            yield from ((index, part_index, row) for part_index, part in enumerate(plans[-1]) for row in part.rows)
 
     source = rows()
     while batch := list(itertools.islice(source, batch_size)):
-        read = _log_probs(model, [row for *_, row in batch], scale)
-        for (number, place, row), (value, best) in zip(batch, read, strict=True):
-            sums[number][place][row.stratum] += row.weight * value
-            greedy[number] &= best
-            left[number] -= 1
-        while done < len(plans) and left[done] == 0:
-            yield _likelihood(model, plans[done], sums[done], greedy[done], scale)
-            plans[done], sums[done] = [], []  # thousands of pairs have millions of rows
-            done += 1
+        log_probs = _log_probs(model, [row for *_, row in batch], scale)
+        for (index, part_index, row), (value, is_best) in zip(batch, log_probs, strict=True):
+            sums[index][part_index][row.stratum] += row.weight * value
+            greedy[index] &= is_best
+            remaining[index] -= 1
+        while num_done < len(plans) and remaining[num_done] == 0:
+            yield _likelihood(model, plans[num_done], sums[num_done], greedy[num_done], scale)
+            plans[num_done], sums[num_done] = [], []  # thousands of pairs have millions of rows
+            num_done += 1
 
 
 def _likelihood(model: Any, parts: list[MaskingSpan], sums: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
@@ -339,28 +353,34 @@ def _likelihood(model: Any, parts: list[MaskingSpan], sums: list[np.ndarray], gr
 
 def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
     """For each row: the sum of the log-probabilities of its ids, and whether each was the likeliest token."""
-    found: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
+    results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
     buckets: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         buckets.setdefault(0 if model.pads else len(row.tokens), []).append(index)
     for bucket in buckets.values():
-        for index, answer in zip(bucket, _of_bucket(model, [rows[i] for i in bucket], scale), strict=True):
-            found[index] = answer
-    return found
+        for index, result in zip(bucket, _bucket_log_probs(model, [rows[i] for i in bucket], scale), strict=True):
+            results[index] = result
+    return results
 
 
-def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
+def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
     """The same of rows that go into one call, padded on the right."""
-    facts, most = model.facts, max(len(row.at) for row in rows)
-    ids, judged = torch.zeros(len(rows), most, dtype=torch.int64), torch.zeros(len(rows), most, dtype=torch.bool)
+    facts, max_judged = model.facts, max(len(row.at) for row in rows)
+    ids, judged = (
+        torch.zeros(len(rows), max_judged, dtype=torch.int64),
+        torch.zeros(len(rows), max_judged, dtype=torch.bool),
+    )
     for index, row in enumerate(rows):
         ids[index, : len(row.at)] = torch.tensor(row.ids)
         judged[index, : len(row.at)] = True
     branches = 1 if scale == 1 else 2
-    without = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
-    every = rows * branches
+    unconditional = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
+    branch_rows = rows * branches
     query = whole_rows(
-        model, [row.tokens for row in rows] + without, [row.at for row in every], [row.context for row in every]
+        model,
+        [row.tokens for row in rows] + unconditional,
+        [row.at for row in branch_rows],
+        [row.context for row in branch_rows],
     )
     query = query.but(
         rows=np.arange(len(rows)),
@@ -371,13 +391,13 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
     with torch.inference_mode():
         logits = model(query)
         logits = logits if branches == 1 else guided(logits, scale)
-        read = StepLogProbs.of_logits(logits, ids.to(model.device), 1)
-        chosen, best = read.chosen.cpu(), (read.best_tokens.squeeze(-1).cpu() == ids)
-    wrong = (read.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
+        log_probs = StepLogProbs.of_logits(logits, ids.to(model.device), 1)
+        chosen, is_best = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == ids)
+    wrong = (log_probs.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
     if len(wrong):
         raise NotFinite(f"{facts.name} returned NaN or +inf for a row of {len(rows[wrong[0]].tokens)} tokens", wrong)
     total = torch.where(judged, chosen, 0.0).sum(1).tolist()
-    return list(zip(total, (best | ~judged).all(1).tolist(), strict=True))
+    return list(zip(total, (is_best | ~judged).all(1).tolist(), strict=True))
 
 
 def greedily_decoded(
@@ -389,27 +409,27 @@ def greedily_decoded(
     check_model("greedily_decoded", model, MADE)
     if model.facts.topology == "causal":
         raise ValueError(f"{model.facts.name} is causal: log_likelihoods says whether its tokens are the likeliest")
-    for number, pair in enumerate(pairs):
-        _check_pair(model, number, pair)
-    found = [False] * len(pairs)
+    for index, pair in enumerate(pairs):
+        _check_pair(model, index, pair)
+    is_greedy = [False] * len(pairs)
     by_length: dict[int, list[int]] = {}
-    for number, (context, continuation) in enumerate(pairs):
+    for index, (context, continuation) in enumerate(pairs):
         if not len(context):
-            raise ValueError(f"context {number} is empty; greedy decoding needs a token to begin with")
-        by_length.setdefault(len(continuation), []).append(number)
+            raise ValueError(f"context {index} is empty; greedy decoding needs a token to begin with")
+        by_length.setdefault(len(continuation), []).append(index)
     blocks = None if model.facts.topology == "block_causal" else "whole"
-    for length, numbers in by_length.items():
-        for first in range(0, len(numbers), batch_size):
-            part = numbers[first : first + batch_size]
+    for length, indices in by_length.items():
+        for first in range(0, len(indices), batch_size):
+            part = indices[first : first + batch_size]
             output = generate(
                 model,
-                input_ids=[list(map(int, pairs[number][0])) for number in part],
+                input_ids=[list(map(int, pairs[index][0])) for index in part],
                 sampler="low_confidence",
                 max_new_tokens=length,
                 blocks=blocks,
                 eos_early_stop=False,
                 guidance_scale=guidance_scale,
             )
-            for number, answer in zip(part, output.new_tokens.tolist(), strict=True):
-                found[number] = answer == list(map(int, pairs[number][1]))
-    return found
+            for index, ids in zip(part, output.new_tokens.tolist(), strict=True):
+                is_greedy[index] = ids == list(map(int, pairs[index][1]))
+    return is_greedy

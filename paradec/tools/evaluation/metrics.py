@@ -73,11 +73,11 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
     if best == 0:
         return 0.0  # nothing was ever right
     slowest = ordered[0][1]
-    kept = [(rho, accuracy) for rho, accuracy in ordered if accuracy >= slowest - LARGEST_LOSS]
-    weighted = [accuracy * min(math.exp(-DECAY * (1 - accuracy / best)), 1.0) for _, accuracy in kept]
-    area = kept[0][0] * slowest
-    for k in range(1, len(kept)):
-        area += (kept[k][0] - kept[k - 1][0]) * (weighted[k] + weighted[k - 1]) / 2
+    points_used = [(rho, accuracy) for rho, accuracy in ordered if accuracy >= slowest - LARGEST_LOSS]
+    weighted = [accuracy * min(math.exp(-DECAY * (1 - accuracy / best)), 1.0) for _, accuracy in points_used]
+    area = points_used[0][0] * slowest
+    for k in range(1, len(points_used)):
+        area += (points_used[k][0] - points_used[k - 1][0]) * (weighted[k] + weighted[k - 1]) / 2
     return area
 
 
@@ -86,10 +86,10 @@ def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed
     Raises ValueError: no values."""
     if not len(values):
         raise ValueError("values is empty; give at least one number")
-    groups = [str(place) for place in range(len(values))] if groups is None else groups
+    groups = [str(group_index) for group_index in range(len(values))] if groups is None else groups
     index = {name: k for k, name in enumerate(dict.fromkeys(groups))}
-    place = np.array([index[name] for name in groups])
-    sums, sizes = np.bincount(place, np.asarray(values, np.float64)), np.bincount(place)
-    drawn = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
-    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), (0.025, 0.975))
+    group_index = np.array([index[name] for name in groups])
+    sums, sizes = np.bincount(group_index, np.asarray(values, np.float64)), np.bincount(group_index)
+    resamples = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
+    low, high = np.quantile(sums[resamples].sum(1) / sizes[resamples].sum(1), (0.025, 0.975))
     return float(low), float(high)

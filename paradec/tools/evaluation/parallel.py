@@ -61,19 +61,19 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
         changes = ({}, *({"threshold": value} for value in dict.fromkeys(values) if value != default))
     if len(changes) < settings:
         raise ValueError(f"sampler {name!r} has {len(changes)} settings to sweep, not {settings}: ask for fewer of all")
-    found = [Configuration(name, change) for change in changes[:settings]]
-    for configuration in found:
+    result = [Configuration(name, change) for change in changes[:settings]]
+    for configuration in result:
         configuration.make()
-    return found
+    return result
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
     """Make prompts of ParallelBench's `tasks` (of `NAMES`; None: all), `limit` of each, in the packaged model's words.
     Raises ValueError: an argument out of its range."""
-    wanted = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
-    for name in wanted:
+    task_names = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
+    for name in task_names:
         check_choice("task", name, NAMES)
-    return packaged_questions(wanted, limit)
+    return packaged_questions(task_names, limit)
 
 
 def parallel(
@@ -103,16 +103,16 @@ def parallel(
         ValueError: an argument out of its range, or a sampler that the model does not serve, before any decoding.
         Interrupted: as `compare`.
     """
-    configurations = [one for name in (SWEEPS if names is None else names) for one in sweep(name, settings)]
+    configurations = [entry for name in (SWEEPS if names is None else names) for entry in sweep(name, settings)]
     questions = parallel_questions(tasks, limit)
     model = paradec.load() if model is None else model
-    asked: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
-    asked["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
+    arguments: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
+    arguments["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
     for configuration in configurations:  # not after hours
-        with configuration.make().start(model, questions[0].prompt, **asked).freed_store():
+        with configuration.make().start(model, questions[0].prompt, **arguments).freed_store():
             pass
     if all(configuration.sampler != BASELINE for configuration in configurations):
         # it is measured anyway, and gets a curve as well
         configurations = [*sweep(BASELINE, settings), *configurations]
-    asked["max_new_tokens"] = max_new_tokens
-    return compare(model, questions=questions, names=configurations, **asked, **others)
+    arguments["max_new_tokens"] = max_new_tokens
+    return compare(model, questions=questions, names=configurations, **arguments, **others)

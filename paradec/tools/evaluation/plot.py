@@ -72,14 +72,14 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
 def shown_curves(panels: Sequence[Panel]) -> list[str]:
     """The samplers whose curves get a colour, `COLOURED` at most, in the order of the panels: those whose best point
     has the fewest points of others above and to the right of it, summed over the panels."""
-    worse: dict[str, int] = {}
+    score: dict[str, int] = {}
     for panel in panels:
         points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
         for name, curve in panel.curves.items():
-            least = min(int((points > point[:2]).all(1).sum()) for point in curve)
-            worse[name] = worse.get(name, 0) + least
-    best = sorted(worse, key=worse.__getitem__)[:COLOURED]
-    return [name for name in worse if name in best]
+            num_better = min(int((points > point[:2]).all(1).sum()) for point in curve)
+            score[name] = score.get(name, 0) + num_better
+    best = sorted(score, key=score.__getitem__)[:COLOURED]
+    return [name for name in score if name in best]
 
 
 def save(figure: Figure, file: str | os.PathLike[str]) -> None:
@@ -89,10 +89,10 @@ def save(figure: Figure, file: str | os.PathLike[str]) -> None:
         return
     from matplotlib import rc_context
 
-    written = io.StringIO()
+    buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "paradec"}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    text = written.getvalue().replace("<defs>", DARK + "<defs>", 1)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue().replace("<defs>", DARK + "<defs>", 1)
     Path(file).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
 
 
@@ -113,14 +113,14 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
                     *zip(*sorted(point[:2] for point in points), strict=True), color=GREY, linewidth=0.7, zorder=1
                 )
                 continue
-            number = coloured.index(sampler)
+            style_index = coloured.index(sampler)
             xs, ys, lows, highs = (list(column) for column in zip(*sorted(points), strict=True))
             spans = [[y - low for y, low in zip(ys, lows)], [high - y for y, high in zip(ys, highs)]]
-            colour, marker = f"C{number % 10}", "osv^DPX*"[number % 8]
+            colour, marker = f"C{style_index % 10}", "osv^DPX*"[style_index % 8]
             style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1, "elinewidth": 0.5}
-            axis.errorbar(xs, ys, spans, label=sampler, linestyle=("-", "--")[number // 10], alpha=0.85, **style)
-        if others := len(panel.curves) - len(coloured):
-            axis.plot([], [], color=GREY, linewidth=0.7, label=f"{others} others")
+            axis.errorbar(xs, ys, spans, label=sampler, linestyle=("-", "--")[style_index // 10], alpha=0.85, **style)
+        if num_others := len(panel.curves) - len(coloured):
+            axis.plot([], [], color=GREY, linewidth=0.7, label=f"{num_others} others")
         axis.plot(*panel.baseline[:2], "o", markersize=12, markerfacecolor="none", color="black", label="baseline")
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

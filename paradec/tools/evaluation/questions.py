@@ -88,21 +88,21 @@ def read_questions(
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task, []).append(question)
-    wanted = list(by_task) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
-    for name in wanted:
+    task_names = list(by_task) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
+    for name in task_names:
         if name not in by_task:
             raise ValueError(unknown(f"task in {str(file)!r}", name, by_task))
     if not questions:
         raise ValueError(f"{str(file)!r} has no prompts")
-    return [question for name, group in by_task.items() if name in wanted for question in spread(group, limit)]
+    return [question for name, group in by_task.items() if name in task_names for question in spread(group, limit)]
 
 
 def _question(line: str) -> Question:
     fields = read_fields(line, FIELDS)
-    right, many = judge(fields)
+    right, has_many = judge(fields)
     constraint = one_constraint("constraint", fields.get("constraint"))
     task = fields.get("task", "prompts")
-    return Question(fields["prompt"], line.strip(), right, task=task, many=many, constraint=constraint)
+    return Question(fields["prompt"], line.strip(), right, task=task, many=has_many, constraint=constraint)
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:

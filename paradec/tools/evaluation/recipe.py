@@ -32,14 +32,14 @@ CHOICES = ("score", "decode")
 """Ways to answer a task with choices."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
-"""Fields that name files, which are beside the recipe's own."""
+"""Fields with paths relative to the recipe's folder."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""
 SAMPLING = ("temperature", "top_p", "top_k", "constraint")
-"""What a task may say of sampling, by the names of `paradec.Request`."""
+"""Sampling arguments of a task, by the names of `paradec.Request`."""
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1}
-"""What a task may say because it is what happens anyway."""
+"""Task arguments that are allowed at these values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Recipe:
             check_choice("likelihood", self.likelihood, METHODS)
         check_choice("order", self.order, ORDERS)
         check_choice("choices", self.choices, CHOICES)
-        for name, low in (("mc_num", 1), ("mc_batch", 1), ("batch", 1)):
-            check_int(name, getattr(self, name), low=low)
+        for name, minimum in (("mc_num", 1), ("mc_batch", 1), ("batch", 1)):
+            check_int(name, getattr(self, name), low=minimum)
         check_int("shots", self.shots, low=0, none=True)
         check_int("limit", self.limit, low=1, none=True)
         check_int("seed", self.seed, low=0, high=2**32 - 1)  # of numpy, too
@@ -135,19 +135,15 @@ class Recipe:
         """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset. Raises
         ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
-        read = {**self.request, **Request.from_dict(fields)}
-        request_from_arguments(read, self.preset, self.seed)
-        return read if self.preset is None else {**read, "preset": self.preset}
+        arguments = {**self.request, **Request.from_dict(fields)}
+        request_from_arguments(arguments, self.preset, self.seed)
+        return arguments if self.preset is None else {**arguments, "preset": self.preset}
 
     def method(self) -> Any:
         """The sampler that it names, or that its preset has."""
         arguments = self.asked()
         _, request = request_from_arguments(arguments, arguments.pop("preset", None), self.seed)
         return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
-
-    def but(self, **changes: Any) -> Recipe:
-        """A copy with other fields."""
-        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data."""
@@ -191,35 +187,37 @@ def request_from_arguments(
     """
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
-    said = Request.merge_arguments(fields, preset)
+    request_fields = Request.merge_arguments(fields, preset)
     if settings:
-        sampler = said.get("sampler", "threshold")
-        own = samplers.get(sampler).settings() if isinstance(sampler, str) and sampler in samplers.registry else ()
+        sampler = request_fields.get("sampler", "threshold")
+        known_settings = (
+            samplers.get(sampler).settings() if isinstance(sampler, str) and sampler in samplers.registry else ()
+        )
         for name, value in settings.items():
-            if name not in own:
-                raise TypeError(f"{name}={shown(value)}: " + unknown("argument", name, [*FIELDS, *own]))
-        said["sampler"] = samplers.create(str(sampler), **settings)
+            if name not in known_settings:
+                raise TypeError(f"{name}={shown(value)}: " + unknown("argument", name, [*FIELDS, *known_settings]))
+        request_fields["sampler"] = samplers.create(str(sampler), **settings)
     check_int("seed", seed, low=0, high=2**63 - 1)
-    said.setdefault("seed", seed)
-    return said, Request(**said)
+    request_fields.setdefault("seed", seed)
+    return request_fields, Request(**request_fields)
 
 
-def generation_fields(of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fields of a request from a task's generation_kwargs, and its stop strings. Raises ValueError: something that
     paradec does not do; the message names it."""
-    given = dict(of_task)
-    until = given.pop("until", None) or []
+    remaining = dict(task_kwargs)
+    until = remaining.pop("until", None) or []
     until = [text for text in ([until] if isinstance(until, str) else until) if text]
     fields: dict[str, Any] = {}
-    lengths = [given.pop(name) for name in LENGTHS if name in given]
+    lengths = [remaining.pop(name) for name in LENGTHS if name in remaining]
     if lengths and lengths[0] is not None:
         fields["max_new_tokens"] = int(lengths[0])
-    samples = given.pop("do_sample", None)
+    samples = remaining.pop("do_sample", None)
     for name in SAMPLING:
-        if (value := given.pop(name, None)) is not None:
+        if (value := remaining.pop(name, None)) is not None:
             fields[name] = value
     fields["temperature"] = fields.get("temperature", 1.0 if samples else 0.0) if samples is not False else 0.0
-    for name, value in given.items():
+    for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
             raise ValueError(f"the task's generation_kwargs ask for {name}={shown(value)}, which paradec does not do")
     return fields, until
@@ -227,4 +225,4 @@ def generation_fields(of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def cut_at_stops(text: str, until: Sequence[str]) -> str:
     """A text before the first of the stop strings in it."""
-    return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((index for stop in until if (index := text.find(stop)) >= 0), default=len(text))]

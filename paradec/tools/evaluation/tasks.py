@@ -102,13 +102,13 @@ class Task:
 
     def _draw(self, rng: Random, size: int) -> Example:
         *items, word = rng.sample(self.alphabet, size + 1)
-        drawn: dict[str, Any] = {
+        values: dict[str, Any] = {
             "word": word if "{word}" in self.template else None,
             "target": rng.choice(items) if "{target}" in self.template else None,
             "index": rng.randrange(size + self.slots) if "{index}" in self.template else None,
         }
-        prompt = self.template.format(items=" ".join(items), **drawn)
-        question = Example(self.name, prompt, tuple(items), **drawn)
+        prompt = self.template.format(items=" ".join(items), **values)
+        question = Example(self.name, prompt, tuple(items), **values)
         return replace(question, answer="\n".join(map(" ".join, self.solve(question, rng))))
 
     def check(self, example: Example, text: str) -> bool:
@@ -185,8 +185,8 @@ def _is_latin_square(x: Example, lines: Lines) -> bool:
     return all(sorted(column) == symbols for column in zip(*lines, strict=True))
 
 
-def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, **others: Any) -> Task:
-    return Task(name, TEMPLATES[name], solve, *checked, **others)
+def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, **fields: Any) -> Task:
+    return Task(name, TEMPLATES[name], solve, *checked, **fields)
 
 
 TASKS: dict[str, Task] = {
@@ -237,11 +237,11 @@ def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
         rng = Random(f"{task.name}-{seed}")
         count = per_size * len(LIST_LENGTHS) // len(task.sizes)
         for size in task.sizes:
-            seen: set[str] = set()
-            while len(seen) < count:
+            prompts: set[str] = set()
+            while len(prompts) < count:
                 example = task.make(rng, held_out=True, size=size)
-                if example.prompt not in seen:
-                    seen.add(example.prompt)
+                if example.prompt not in prompts:
+                    prompts.add(example.prompt)
                     yield replace(example, answer=None) if task.many_answers else example
 
 
@@ -253,14 +253,14 @@ def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = N
         limit: Prompts of each task, spread over its list lengths; by default all.
     """
     names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
-    wanted = {get_task(name).name for name in names}
+    task_names = {get_task(name).name for name in names}
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} must be at least 1, or None for all prompts")
-    by_task: dict[str, list[Example]] = {name: [] for name in TASKS if name in wanted}
+    by_task: dict[str, list[Example]] = {name: [] for name in TASKS if name in task_names}
     source = files("paradec.tools.evaluation") / "data" / "prompts.jsonl"
     for _, line in lines_of(source.read_text(encoding="utf-8")):
         fields = json.loads(line)
-        if fields["task"] in wanted:
+        if fields["task"] in task_names:
             example = Example(**{**fields, "items": tuple(fields["items"])})
             by_task[example.task].append(example)
     return [example for group in by_task.values() for example in spread(group, limit)]

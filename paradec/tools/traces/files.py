@@ -21,13 +21,13 @@ HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 """What could end the page's data, or begin something else; JSON has escapes for it."""
 
 
-def check_suffix(path: str | os.PathLike[str], what: str = "path") -> None:
+def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
     """Raise unless a trace can be written under this name; worth asking before the work. `what`: the argument. Raises
     ValueError: another suffix; ModuleNotFoundError: what draws such files is not installed."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*DATA, *PAGES, *ANIMATIONS, *PLOTS):
         raise ValueError(
-            f"{what} {str(path)!r} must end in .json (data), .html (a page), .gif (an animation), or .png, .pdf or "
+            f"{argument} {str(path)!r} must end in .json (data), .html (a page), .gif (an animation), or .png, .pdf or "
             ".svg (a plot)"
         )
     if suffix in PLOTS:
@@ -41,17 +41,17 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
     `check_suffix`; several runs in a data file."""
     check_suffix(path)
     suffix = Path(path).suffix.lower()
-    first, *beside = traces
+    first, *other_traces = traces
     if suffix in DATA:
-        if beside:
+        if other_traces:
             raise ValueError(f"path {str(path)!r}: a data file holds one run; several go into .html, .gif or a plot")
         first.to_json(path)
     elif suffix in PAGES:
-        first.to_html(path, beside=beside, names=names)
+        first.to_html(path, beside=other_traces, names=names)
     elif suffix in ANIMATIONS:
-        first.to_gif(path, beside=beside, names=names)
+        first.to_gif(path, beside=other_traces, names=names)
     else:
-        first.plot(beside=beside, names=names).savefig(path, dpi=150)
+        first.plot(beside=other_traces, names=names).savefig(path, dpi=150)
 
 
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:

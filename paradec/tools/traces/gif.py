@@ -55,13 +55,13 @@ def write(
         frames.append(library.new("RGB", (width, min(MAX_HEIGHT, 2 * MARGIN + 2 * LINE + bottom)), "white"))
         for index, (trace, name, boxes) in enumerate(zip(traces, names, layouts, strict=True)):
             _draw(frames[-1], MARGIN + index * (panel + MARGIN), trace, name, boxes, moment, letters)
-    both = library.new("RGB", (width, 2 * frames[0].height))
-    both.paste(frames[0])
-    both.paste(frames[-1], (0, frames[0].height))
-    palette = both.quantize(96)  # one for all frames: only what changes is stored
-    drawn = [frame.quantize(palette=palette, dither=library.Dither.NONE) for frame in frames]
-    times = [round(seconds * 1000)] * (len(drawn) - 1) + [2500]
-    drawn[0].save(path, format="GIF", save_all=True, append_images=drawn[1:], duration=times, loop=0)
+    sample = library.new("RGB", (width, 2 * frames[0].height))
+    sample.paste(frames[0])
+    sample.paste(frames[-1], (0, frames[0].height))
+    palette = sample.quantize(96)  # one for all frames: only what changes is stored
+    quantized = [frame.quantize(palette=palette, dither=library.Dither.NONE) for frame in frames]
+    times = [round(seconds * 1000)] * (len(quantized) - 1) + [2500]
+    quantized[0].save(path, format="GIF", save_all=True, append_images=quantized[1:], duration=times, loop=0)
 
 
 def _layout(trace: Trace, row: int, width: int, letters: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
@@ -102,7 +102,7 @@ def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: in
     pen.text((left, MARGIN), title, font=letters, fill=INK, spacing=5)
     recorded = next((step.pictures for step in reversed(steps) if step.pictures), [])
     pictures = [from_uri(uri) for uri in (trace.images if over or trace.cells is not None else None) or recorded]
-    written = {commit[:2]: (index, commit[2]) for index, step in enumerate(steps) for commit in step.commits}
+    commit_of_cell = {commit[:2]: (index, commit[2]) for index, step in enumerate(steps) for commit in step.commits}
     for (i, position), corners in boxes.items():
         box = [value + (left, MARGIN + 2 * LINE)[index % 2] for index, value in enumerate(corners)]
         picture = pictures[i] if i < len(pictures) else None
@@ -110,7 +110,7 @@ def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: in
             image.paste(picture.resize((box[2] - box[0], box[3] - box[1]), 0), box[:2])
         if position < 0:
             continue
-        step, token = written.get((i, position), (-1, trace.canvas[i][position]))
+        step, token = commit_of_cell.get((i, position), (-1, trace.canvas[i][position]))
         share, waiting = step / max(1, len(trace.steps) - 1) * (len(RAMP) - 1), token == trace.mask_id
         if waiting or step >= 0 and (picture is None or step == moment - 1 and not over):
             pen.rectangle(box, fill=WAITING if waiting else RAMP[round(share)])

@@ -95,18 +95,18 @@ def _setting(value: Any) -> str:
 
 
 def _row(trace: Trace, row: int, images: list[str | None]) -> dict[str, Any]:
-    found: dict[str, Any] = {"filled": trace.to_fill(row)}
+    data: dict[str, Any] = {"filled": trace.to_fill(row)}
     if trace.canvas:
-        found["start"] = [_token(token) for token in trace.canvas[row]]
+        data["start"] = [_token(token) for token in trace.canvas[row]]
     if trace.ends is not None:
-        found["end"] = trace.ends[row]
+        data["end"] = trace.ends[row]
     if trace.joined is not None and trace.joined[row]:
-        found["joined"] = trace.joined[row]
+        data["joined"] = trace.joined[row]
     if trace.cells is not None:
-        found["cells"] = trace.cells[row]
+        data["cells"] = trace.cells[row]
     if row < len(images) and images[row] is not None:
-        found["image"] = images[row]
-    return found
+        data["image"] = images[row]
+    return data
 
 
 def _token(token: Any) -> int | None:
@@ -121,24 +121,24 @@ def _number(value: float) -> float | None:
 
 def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[dict[str, Any]]:
     """The steps within their bounds. images: characters left for pictures."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
-    whole = (True, True, True)
+    is_complete = (True, True, True)
     for index, step in enumerate(trace.steps):
         writes += len(step.commits)
         if writes > MOST_WRITES or index >= MOST_STEPS:
-            found.append(_rest(trace, index, rows))
+            entries.append(_rest(trace, index, rows))
             left_out.append(f"steps {index + 1} to {len(trace.steps)} one by one: the last one here has all of them")
             break
         spans += sum(len(row) for row in step.evaluated or ())
         drafts += len(step.rejected or ())
         images -= sum(len(picture) for picture in step.pictures or ())
-        whole = (spans <= MOST_MARKS, drafts <= MOST_MARKS, images >= 0)
-        found.append(_step(step, rows, *whole))
-    for kept, what in zip(whole, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
-        if not kept:
-            left_out.append(f"{what}, in later steps")
-    return found
+        is_complete = (spans <= MOST_MARKS, drafts <= MOST_MARKS, images >= 0)
+        entries.append(_step(step, rows, *is_complete))
+    for is_kept, label in zip(is_complete, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
+        if not is_kept:
+            left_out.append(f"{label}, in later steps")
+    return entries
 
 
 def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool) -> dict[str, Any]:
@@ -165,13 +165,13 @@ def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool)
 
 def _rest(trace: Trace, first: int, rows: int) -> dict[str, Any]:
     """All steps from `first` on as one."""
-    written: dict[tuple[int, int], Any] = {}
+    last_commit: dict[tuple[int, int], Any] = {}
     forwarded, nfe = [0] * rows, [0] * rows
     for step in trace.steps[first:]:
         for row, position, token, score in step.commits:
             if row < rows:
-                written[row, position] = [row, position, _token(token), _number(score), -1]
+                last_commit[row, position] = [row, position, _token(token), _number(score), -1]
         for row, count in enumerate(step.forwarded[:rows]):
             forwarded[row] += count
             nfe[row] += step.nfe[row] if step.nfe is not None else int(count > 0)
-    return {"k": "rest", "f": forwarded, "n": nfe, "c": [written[place] for place in sorted(written)]}
+    return {"k": "rest", "f": forwarded, "n": nfe, "c": [last_commit[cell] for cell in sorted(last_commit)]}

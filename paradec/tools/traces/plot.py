@@ -22,38 +22,38 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
-    axes = drawn.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
+    picture = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
+    axes = picture.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
     for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
         above.set_title(f"{name}: {count(max(trace.row_nfe, default=0), 'forward')}")
-        _positions(drawn, above, trace)
+        _positions(picture, above, trace)
         _costs(below, trace)
-    return drawn
+    return picture
 
 
-def _positions(drawn: Any, axes: Any, trace: Trace) -> None:
+def _positions(figure: Any, axes: Any, trace: Trace) -> None:
     if trace.grid is not None and trace.cells:
         steps = np.full(len(trace.cells[0]), np.nan)
-        place = {position: cell for cell, position in enumerate(trace.cells[0])}
+        cell_of_position = {position: cell for cell, position in enumerate(trace.cells[0])}
         for index, step in enumerate(trace.steps, start=1):
             for row, position, token, _ in step.commits:
-                if row == 0 and position in place:
-                    steps[place[position]] = np.nan if token == trace.mask_id else index
+                if row == 0 and position in cell_of_position:
+                    steps[cell_of_position[position]] = np.nan if token == trace.mask_id else index
         image = axes.imshow(steps.reshape(trace.grid), cmap="viridis", vmin=1, vmax=max(1, len(trace.steps)))
         axes.set_xticks([])
         axes.set_yticks([])
-        drawn.colorbar(image, ax=axes, label="step")
+        figure.colorbar(image, ax=axes, label="step")
         return
     if not trace.canvas:
         kinds = [step.kind for step in trace.steps]
         for kind in dict.fromkeys(kinds):
-            at = [index for index, found in enumerate(kinds, start=1) if found == kind]
-            axes.vlines(at, 0, 1, label=kind, color=KINDS.get(kind, "tab:green"), linewidth=3)
+            step_indices = [index for index, step_kind in enumerate(kinds, start=1) if step_kind == kind]
+            axes.vlines(step_indices, 0, 1, label=kind, color=KINDS.get(kind, "tab:green"), linewidth=3)
         axes.set_yticks([])
         axes.set_xlabel("step")
         axes.legend()
         return
-    written = [
+    commits = [
         (index, position, score, token == trace.mask_id)
         for index, step in enumerate(trace.steps, start=1)
         for row, position, token, score in step.commits
@@ -62,15 +62,20 @@ def _positions(drawn: Any, axes: Any, trace: Trace) -> None:
     for index, step in enumerate(trace.steps, start=1):
         for start, stop in step.evaluated[0] if step.evaluated else ():
             axes.fill_betweenx((start - 0.5, stop - 0.5), index - 0.5, index + 0.5, color="tab:blue", alpha=0.12, lw=0)
-    kept = [entry for entry in written if not entry[3]]
-    scores = np.array([entry[2] for entry in kept], float)
+    decided = [entry for entry in commits if not entry[3]]
+    scores = np.array([entry[2] for entry in decided], float)
     scores[~np.isfinite(scores) | (np.abs(scores) > 1e30)] = np.nan
     points = axes.scatter(
-        [entry[0] for entry in kept], [entry[1] for entry in kept], c=scores, cmap="viridis", s=14, plotnonfinite=True
+        [entry[0] for entry in decided],
+        [entry[1] for entry in decided],
+        c=scores,
+        cmap="viridis",
+        s=14,
+        plotnonfinite=True,
     )
     if np.isfinite(scores).any():
-        drawn.colorbar(points, ax=axes, label=trace.score)
-    if back := [entry for entry in written if entry[3]]:
+        figure.colorbar(points, ax=axes, label=trace.score)
+    if back := [entry for entry in commits if entry[3]]:
         axes.plot([entry[0] for entry in back], [entry[1] for entry in back], "rx", label="taken back")
         axes.legend()
     spans = trace.to_fill(0)

@@ -52,8 +52,8 @@ def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
     prompts: dict[str, None] = {}
     for task in TASKS.values():
         rng = Random(f"learn2pd-{task.name}-{seed}")
-        wanted = len(prompts) + per_task
-        while len(prompts) < wanted:
+        target = len(prompts) + per_task
+        while len(prompts) < target:
             prompts[task.make(rng).prompt] = None
     return Random(seed).sample(list(prompts), len(prompts))
 
@@ -97,10 +97,10 @@ class Records:
         features = torch.zeros(0, len(FEATURES), size)
         return cls(setup, 0, features, flags, flags, flags, torch.zeros(0, dtype=torch.int64))
 
-    def joined(self, others: Sequence[Records], done: int) -> Records:
+    def joined(self, parts: Sequence[Records], done: int) -> Records:
         """These and others."""
         names = ("features", "final", "undecided", "valid", "prompt")
-        tensors = [torch.cat([getattr(part, name) for part in (self, *others)]) for name in names]
+        tensors = [torch.cat([getattr(part, name) for part in (self, *parts)]) for name in names]
         return Records(self.setup, done, *tensors)
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -193,9 +193,9 @@ def collect(
     request: dict[str, Any] = {name: setup[name] for name in ("block_length", "max_new_tokens")}
     request["eos_early_stop"] = False
     parts: list[Records] = []
-    done = records.done
+    num_done = records.done
     try:
-        for first in range(done, len(rows), batch):
+        for first in range(num_done, len(rows), batch):
             chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
 
             def tell(state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)) -> None:
@@ -203,20 +203,20 @@ def collect(
                     decided, total = state.progress
                     progress("collecting", (first + count * decided / total) / len(rows))
 
-            found: list[Records] = []
+            batch_records: list[Records] = []
             targets = generate(model, chosen, sampler="low_confidence", callback=tell, **request).new_tokens
             for cache in caches:
                 state = _Replay().start(model, chosen, cache=cache, **request)
-                found += _replay(model, state, targets, first, setup)
-            parts += found  # all of a batch or nothing
-            done = first + len(chosen.rows)
-            if checkpoint is not None and (done // batch) % 4 == 0:
-                checkpoint(records.joined(parts, done))
+                batch_records += _replay(model, state, targets, first, setup)
+            parts += batch_records  # all of a batch or nothing
+            num_done = first + len(chosen.rows)
+            if checkpoint is not None and (num_done // batch) % 4 == 0:
+                checkpoint(records.joined(parts, num_done))
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("collecting was interrupted; the records so far are in .output")
-        stopped.output = records.joined(parts, done)
+        stopped.output = records.joined(parts, num_done)
         raise stopped from interrupt
-    return records.joined(parts, done)
+    return records.joined(parts, num_done)
 
 
 def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
@@ -225,17 +225,17 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
     canvas = torch.full_like(state.canvas, -1)
     for row, start in enumerate(state.asked - state.max_new_tokens):
         canvas[row, start : state.asked[row]] = targets[row]
-    before = torch.full_like(canvas, -1)
+    last_values = torch.full_like(canvas, -1)
     with torch.inference_mode(), state.freed_store():
         while not state.done:
             proposal, window = sampler.step(model, state), state.window
             target = window.read(canvas)
             features, valid = block_features(state, proposal)
             final = (proposal.values == target) & valid
-            settled = ((proposal.values == window.read(before)) | ~valid).all(1)
+            is_stable = ((proposal.values == window.read(last_values)) | ~valid).all(1)
             # a block takes at most one step per mask
             last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
-            settled |= torch.as_tensor(last, device=settled.device)
+            is_stable |= torch.as_tensor(last, device=is_stable.device)
             block = torch.stack([features[name] for name in FEATURES], 1)
             yield Records(
                 setup,
@@ -246,8 +246,8 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
                 _fit(valid, size),
                 torch.as_tensor(window.rows + first),
             )
-            window.write(before, proposal.values.clone())
-            proposal.values = torch.where(settled.unsqueeze(1), target, proposal.values)
+            window.write(last_values, proposal.values.clone())
+            proposal.values = torch.where(is_stable.unsqueeze(1), target, proposal.values)
             proposal.quantities["agrees"] = proposal.values == target
             sampler.commit(state, proposal)
 
@@ -309,7 +309,7 @@ def train(
         torch.manual_seed(seed)
         network = facts.network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=lr)
-    best, kept = float("inf"), network.state_dict()
+    best_loss, best_state = float("inf"), network.state_dict()
     for epoch in range(1, epochs + 1):
         optimizer.zero_grad()
         _loss(network, records, fit, false_accept_weight).backward()
@@ -317,11 +317,11 @@ def train(
         if epoch % 50 == 0 or epoch == epochs:
             with torch.no_grad():
                 loss = float(_loss(network, records, choose, false_accept_weight))
-            if loss < best:
-                best, kept = loss, {name: value.clone() for name, value in network.state_dict().items()}
+            if loss < best_loss:
+                best_loss, best_state = loss, {name: value.clone() for name, value in network.state_dict().items()}
             if progress is not None:
                 progress("training", epoch / epochs)
-    network.load_state_dict(kept)
+    network.load_state_dict(best_state)
     held_out = _measure(network, records, measure, threshold)
     return dataclasses.replace(facts, held_out=held_out | {"epochs": epochs, "prompts": len(prompts)}), network
 
@@ -344,22 +344,22 @@ def _logits(network: nn.Module, records: Records, chosen: Tensor) -> Tensor:
 def _loss(network: nn.Module, records: Records, chosen: Tensor, weight: float) -> Tensor:
     final, valid = records.final[chosen].float(), records.valid[chosen].float()
     weights = valid * (1 + (weight - 1) * (1 - final))
-    each = binary_cross_entropy_with_logits(_logits(network, records, chosen), final, reduction="none")
-    return (each * weights).sum() / valid.sum()
+    losses = binary_cross_entropy_with_logits(_logits(network, records, chosen), final, reduction="none")
+    return (losses * weights).sum() / valid.sum()
 
 
 def _measure(network: nn.Module, records: Records, chosen: Tensor, threshold: float) -> dict[str, Any]:
     """Of the undecided positions: which share of the accepted is final, and which share of the final is accepted."""
     with torch.no_grad():
         accepted = _logits(network, records, chosen).sigmoid() > threshold
-    asked = records.undecided[chosen] & records.valid[chosen]
-    accepted, final = accepted & asked, records.final[chosen] & asked
+    undecided = records.undecided[chosen] & records.valid[chosen]
+    accepted, final = accepted & undecided, records.final[chosen] & undecided
     right = int((accepted & final).sum())
     counts = np.maximum([int(accepted.sum()), int(final.sum())], 1)
     return {
         "precision": right / float(counts[0]),
         "recall": right / float(counts[1]),
         "accepted": int(accepted.sum()),
-        "undecided": int(asked.sum()),
+        "undecided": int(undecided.sum()),
         "records": int(chosen.sum()),
     }

@@ -77,23 +77,23 @@ def replay(
             stacklevel=2,
         )
     states = rollout.to("cpu")
-    why = None if causal else _split(model, states)
+    why = None if causal else _why_not_one_row(model, states)
     if one_forward and why is not None:
         raise ValueError(f"one_forward=True does not work with {why}")
     together = why is None and one_forward is not False
-    rows = _left_to_right if causal else _together if together else _apart
+    rows = _left_to_right if causal else _one_row if together else _row_per_state
     scale, shape = float(rollout.settings.get("guidance_scale", 1.0)), rollout.tokens.shape
     size = len(states.writes) if writes and states.writes is not None else states.tokens.numel()
-    found = torch.full((size,), torch.nan, dtype=_wide(model), device=model.device)
+    logp = torch.full((size,), torch.nan, dtype=_logits_dtype(model), device=model.device)
     parts = [
         part
         for row in range(len(states))
-        for part in rows(model, states, row, _asked(model, states, row, shrink, writes))
+        for part in rows(model, states, row, _select_decisions(model, states, row, shrink, writes))
     ]
-    for some in _batches(parts, batch_size, model.pads):
-        into, said = _answer(model, states, some, scale, temperature)
-        found = found.index_put((into,), said.to(found.dtype))
-    return found if writes else found.view(shape)
+    for batch in _batches(parts, batch_size, model.pads):
+        into, batch_logp = _log_probs(model, states, batch, scale, temperature)
+        logp = logp.index_put((into,), batch_logp.to(logp.dtype))
+    return logp if writes else logp.view(shape)
 
 
 def check_replayed(model: Any, rollout: Any) -> None:
@@ -115,8 +115,8 @@ def check_replayed(model: Any, rollout: Any) -> None:
     strange = rollout.settings.get("topology", facts.topology) != facts.topology
     if facts.topology == "causal":
         order = rollout.step_map.where(rollout.step_map != NEVER, torch.iinfo(torch.int64).max)
-        after = torch.nn.functional.pad(order, (1, 0), value=torch.iinfo(torch.int64).max)[:, :-1] > order
-        strange |= bool((after & rollout.decided).any())  # not from left to right
+        decided_later = torch.nn.functional.pad(order, (1, 0), value=torch.iinfo(torch.int64).max)[:, :-1] > order
+        strange |= bool((decided_later & rollout.decided).any())  # not from left to right
     else:
         strange |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
     if strange or int(rollout.tokens.max()) >= facts.vocab_size:
@@ -126,64 +126,64 @@ def check_replayed(model: Any, rollout: Any) -> None:
         )
 
 
-def _wide(model: Any) -> torch.dtype:
+def _logits_dtype(model: Any) -> torch.dtype:
     return torch.promote_types(model.dtype, torch.float32)
 
 
-class _Asked(NamedTuple):
+class _Decisions(NamedTuple):
     """The decisions of a row that are asked for; `N` of them, [N] int64 each."""
 
     step: Tensor
     """The step in whose state each is asked for."""
-    place: Tensor
+    positions: Tensor
     token: Tensor
-    into: Tensor
+    targets: Tensor
     """Where its log-probability belongs."""
 
 
-def _asked(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Asked:
+def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Decisions:
     if writes and states.writes is not None and states.writes_logp is not None:
         into = ((states.writes[:, 0] == row) & ~states.writes_logp.isnan()).nonzero().squeeze(1)
-        step, place, token = states.writes[into, 1:].unbind(1)
+        step, positions, token = states.writes[into, 1:].unbind(1)
     else:
         decided = states.step_map[row] >= 0
         if states.writes is not None:  # what was moved has no probability
             decided &= ~states.logp[row].isnan()
-        place = decided.nonzero().squeeze(1)
-        step, token = states.step_map[row, place], states.tokens[row, place]
-        into = row * states.tokens.shape[1] + place
+        positions = decided.nonzero().squeeze(1)
+        step, token = states.step_map[row, positions], states.tokens[row, positions]
+        into = row * states.tokens.shape[1] + positions
     if shrink > 1:
-        step, blocks = step.clone(), _blocks(model, states, row)[place]
+        step, blocks = step.clone(), _blocks(model, states, row)[positions]
         for block in blocks.unique():
-            own, which = step[blocks == block].unique(return_inverse=True)
-            step[blocks == block] = own[which // shrink * shrink]
-    return _Asked(step, place, token, into)
+            block_steps, step_index = step[blocks == block].unique(return_inverse=True)
+            step[blocks == block] = block_steps[step_index // shrink * shrink]
+    return _Decisions(step, positions, token, into)
 
 
-def _written(states: Rollout, row: int) -> Tensor:
+def _writes_of_row(states: Rollout, row: int) -> Tensor:
     """[N, 3] int64: step, position and token of all that was written in a row, in the order of steps."""
     if states.writes is not None:
         return states.writes[states.writes[:, 0] == row, 1:]
     steps = states.step_map[row]
-    place = (steps >= 0).nonzero().squeeze(1)
-    place = place[steps[place].argsort(stable=True)]
-    return torch.stack((steps[place], place, states.tokens[row, place]), 1)
+    positions = (steps >= 0).nonzero().squeeze(1)
+    positions = positions[steps[positions].argsort(stable=True)]
+    return torch.stack((steps[positions], positions, states.tokens[row, positions]), 1)
 
 
 def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
     """The steps [S] of a row, and the tokens [S + 1, L] in the state of each, the last of all after the last."""
     length, step_map = int(states.length[row]), states.step_map[row]
-    place = (step_map <= FORCED).nonzero().squeeze(1)
+    positions = (step_map <= FORCED).nonzero().squeeze(1)
     # the state of step t holds what was forced before it, as if step t - 1 had written that
-    forced = torch.stack((FORCED - step_map[place] - 1, place, states.tokens[row, place]), 1)
-    written = torch.cat((_written(states, row), forced))
-    written = written[written[:, 0].argsort(stable=True)]
+    forced = torch.stack((FORCED - step_map[positions] - 1, positions, states.tokens[row, positions]), 1)
+    writes = torch.cat((_writes_of_row(states, row), forced))
+    writes = writes[writes[:, 0].argsort(stable=True)]
     canvas = states.tokens[row, :length].masked_fill(states.step_map[row, :length] != GIVEN, model.facts.mask_id)
-    steps, counts = written[:, 0].unique_consecutive(return_counts=True)
-    found = [canvas]
-    for _, place, token in (own.unbind(1) for own in written.split(counts.tolist())):
-        found.append(found[-1].index_put((place,), token))
-    return steps, torch.stack(found)
+    steps, counts = writes[:, 0].unique_consecutive(return_counts=True)
+    canvases = [canvas]
+    for _, positions, token in (step_writes.unbind(1) for step_writes in writes.split(counts.tolist())):
+        canvases.append(canvases[-1].index_put((positions,), token))
+    return steps, torch.stack(canvases)
 
 
 def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
@@ -191,11 +191,11 @@ def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
     positions = torch.arange(states.tokens.shape[1])
     if model.facts.topology != "block_causal":
         return torch.zeros_like(positions)
-    found: Tensor = model.facts.block_numbers(positions[None], states.prompt_length[row, None, None])[0]
-    return found
+    numbers: Tensor = model.facts.block_numbers(positions[None], states.prompt_length[row, None, None])[0]
+    return numbers
 
 
-def _split(model: Any, states: Rollout) -> str | None:
+def _why_not_one_row(model: Any, states: Rollout) -> str | None:
     """Why the states of a row cannot be one row of a call; None where they can."""
     facts = model.facts
     if facts.topology != "block_causal" or not model.supports_visibility:
@@ -203,10 +203,10 @@ def _split(model: Any, states: Rollout) -> str | None:
     if facts.whole_blocks:
         return f"{facts.name}, which chooses experts for whole blocks of a call"
     for row in range(len(states)):
-        written, latest = _written(states, row), -1
-        blocks = _blocks(model, states, row)[written[:, 1]]
+        writes, latest = _writes_of_row(states, row), -1
+        blocks = _blocks(model, states, row)[writes[:, 1]]
         for block in blocks.unique():
-            steps = written[blocks == block, 0]
+            steps = writes[blocks == block, 0]
             if steps.min() <= latest:
                 return "blocks that were open at the same time"
             latest = int(steps.max())
@@ -219,75 +219,82 @@ class _Part(NamedTuple):
     row: int
     tokens: Tensor
     """[Q] int64."""
-    given: Tensor
+    is_prompt: Tensor
     """[Q] bool."""
     positions: Tensor
     """[Q] int64."""
-    wanted: Tensor
+    columns: Tensor
     """[N] int64: the columns that say of the decisions."""
-    asked: _Asked
+    decisions: _Decisions
     visible: Tensor | None = None
     """[Q, Q] bool."""
 
     def without_prompt(self, model: Any) -> _Part:
         """What guidance leads away from."""
         if model.facts.topology != "causal":
-            return self._replace(tokens=self.tokens.masked_fill(self.given, model.facts.mask_id))
-        begin = int(self.given.sum()) - 1  # the last id of the prompt takes its place
-        tokens = self.tokens[begin:]
-        return self._replace(tokens=tokens, positions=torch.arange(len(tokens)), wanted=self.wanted - begin)
+            return self._replace(tokens=self.tokens.masked_fill(self.is_prompt, model.facts.mask_id))
+        start = int(self.is_prompt.sum()) - 1  # the last id of the prompt takes its place
+        tokens = self.tokens[start:]
+        return self._replace(tokens=tokens, positions=torch.arange(len(tokens)), columns=self.columns - start)
 
 
-def _left_to_right(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
+def _left_to_right(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
     """The final tokens, but for the last, which nothing comes after."""
-    end = int(asked.place.max()) if len(asked.place) else 0
+    end = int(decisions.positions.max()) if len(decisions.positions) else 0
     if end:
-        tokens, given = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
-        yield _Part(row, tokens, given, torch.arange(end), asked.place - 1, asked)
+        tokens, is_prompt = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
+        yield _Part(row, tokens, is_prompt, torch.arange(end), decisions.positions - 1, decisions)
 
 
-def _apart(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
+def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
     """Each state as a row: on block-causal models up to the end of the last block that it decides in."""
     (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
-        own = _Asked(*(each[asked.step == step] for each in asked))
-        if len(own.place):
-            end = int((blocks[: len(canvas)] <= blocks[own.place.max()]).sum())
-            given = states.step_map[row, :end] == GIVEN
-            yield _Part(row, canvas[:end], given, torch.arange(end), (own.place - model.facts.shift).clamp(min=0), own)
+        step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))
+        if len(step_decisions.positions):
+            end = int((blocks[: len(canvas)] <= blocks[step_decisions.positions.max()]).sum())
+            is_prompt = states.step_map[row, :end] == GIVEN
+            yield _Part(
+                row,
+                canvas[:end],
+                is_prompt,
+                torch.arange(end),
+                (step_decisions.positions - model.facts.shift).clamp(min=0),
+                step_decisions,
+            )
 
 
-def _together(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
+def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
     """All states of a row: its final tokens, then for each step of a block a copy of the block in its state."""
-    if not len(asked.place):
+    if not len(decisions.positions):
         return
     steps, canvases = _canvases(model, states, row)
     length = canvases.shape[1]
     block = _blocks(model, states, row)[:length]
     # the copies that there are, by block and step, and which of them each decision is asked in
-    made, which = torch.stack((block[asked.place], asked.step), 1).unique(dim=0, return_inverse=True)
-    places, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
-    for number, step in made.tolist():
-        begins.append(sum(map(len, places)))
-        places.append((block == number).nonzero().squeeze(1))
-        tokens.append(canvases[(steps == step).nonzero()[0, 0], places[-1]])
-    place = torch.cat(places)
-    copy = torch.arange(-1, len(made)).repeat_interleave(torch.tensor([len(each) for each in places]))
-    of_block = block[place]
-    before = of_block[:, None] > of_block
-    same = (of_block[:, None] == of_block) & (copy[:, None] == copy)
+    copies, copy_index = torch.stack((block[decisions.positions], decisions.step), 1).unique(dim=0, return_inverse=True)
+    copy_positions, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
+    for block_index, step in copies.tolist():
+        begins.append(sum(map(len, copy_positions)))
+        copy_positions.append((block == block_index).nonzero().squeeze(1))
+        tokens.append(canvases[(steps == step).nonzero()[0, 0], copy_positions[-1]])
+    positions = torch.cat(copy_positions)
+    copy = torch.arange(-1, len(copies)).repeat_interleave(torch.tensor([len(part) for part in copy_positions]))
+    of_block = block[positions]
+    is_earlier = of_block[:, None] > of_block
+    is_same_copy = (of_block[:, None] == of_block) & (copy[:, None] == copy)
     # what a shifted model says of a block's first token is left of the block
-    left = (asked.place - model.facts.shift).clamp(min=0)
-    first = torch.tensor([int(each[0]) for each in places])[which + 1]
-    in_copy = torch.tensor(begins)[which + 1] + left - first
+    source = (decisions.positions - model.facts.shift).clamp(min=0)
+    first = torch.tensor([int(part[0]) for part in copy_positions])[copy_index + 1]
+    in_copy = torch.tensor(begins)[copy_index + 1] + source - first
     yield _Part(
         row,
         torch.cat(tokens),
-        (states.step_map[row] == GIVEN)[place],
-        place,
-        torch.where(left >= first, in_copy, left),
-        asked,
-        (before & (copy < 0)) | same,
+        (states.step_map[row] == GIVEN)[positions],
+        positions,
+        torch.where(source >= first, in_copy, source),
+        decisions,
+        (is_earlier & (copy < 0)) | is_same_copy,
     )
 
 
@@ -302,48 +309,54 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
         parts = parts[end:]
 
 
-def _answer(model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float) -> tuple[Tensor, Tensor]:
+def _log_probs(
+    model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Where the log-probabilities of the parts' decisions belong [M], and these."""
     count, device, causal = len(parts), model.device, model.facts.topology == "causal"
-    every = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
+    branch_parts = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 
     def padded(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(part, name) for part in every], batch_first=True).to(device)
+        return torch.nn.utils.rnn.pad_sequence([getattr(part, name) for part in branch_parts], batch_first=True).to(
+            device
+        )
 
     tokens = padded("tokens")
-    sizes = torch.tensor([len(part.tokens) for part in every])
+    sizes = torch.tensor([len(part.tokens) for part in branch_parts])
     valid = torch.arange(tokens.shape[1]) < sizes.unsqueeze(1)
     visible = None
     if parts[0].visible is not None:
-        visible = torch.zeros((len(every), *[tokens.shape[1]] * 2), dtype=torch.bool)
-        for at, part in enumerate(every):
+        visible = torch.zeros((len(branch_parts), *[tokens.shape[1]] * 2), dtype=torch.bool)
+        for index, part in enumerate(branch_parts):
             assert part.visible is not None
-            visible[at, : len(part.tokens), : len(part.tokens)] = part.visible
-    asked: dict[str, Any] = {
+            visible[index, : len(part.tokens), : len(part.tokens)] = part.visible
+    fields: dict[str, Any] = {
         "rows": np.arange(count),
         "tokens": tokens,
         "positions": padded("positions"),
-        "wanted": padded("wanted"),
+        "wanted": padded("columns"),
         "valid": None if valid.all() else valid.to(device),
         "visible": None if visible is None else visible.to(device),
-        "branches": len(every) // count,
+        "branches": len(branch_parts) // count,
         "forwarded": sizes[:count].numpy(),
     }
     origin = None
     if model.facts.prompt_aligned:
-        origin = states.prompt_length[[part.row for part in every]].unsqueeze(1).to(device)
+        origin = states.prompt_length[[part.row for part in branch_parts]].unsqueeze(1).to(device)
     query: Any = (
-        CausalQuery(**asked) if causal else WindowQuery(**asked, window=WindowLogits(np.arange(count)), origin=origin)
+        CausalQuery(**fields) if causal else WindowQuery(**fields, window=WindowLogits(np.arange(count)), origin=origin)
     )
     logits = model.evaluate(query)
-    logits = guided(logits, scale) if scale != 1 else logits.to(_wide(model))
-    counts = torch.tensor([len(part.wanted) for part in parts])
+    logits = guided(logits, scale) if scale != 1 else logits.to(_logits_dtype(model))
+    counts = torch.tensor([len(part.columns) for part in parts])
     sources = torch.arange(count).repeat_interleave(counts)
-    columns = torch.cat([torch.arange(each) for each in counts.tolist()])
+    columns = torch.cat([torch.arange(size) for size in counts.tolist()])
     chosen = logits[sources.to(device), columns.to(device)]
     never = states.suppressed[[part.row for part in parts]][sources]
     never = torch.where(never < 0, chosen.shape[-1], never).to(device)
     out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device).scatter(1, never, True)
-    said = (chosen.masked_fill(out[:, :-1], -torch.inf) / temperature).log_softmax(-1)
-    token, into = (torch.cat([getattr(part.asked, name) for part in parts]).to(device) for name in ("token", "into"))
-    return into, said.gather(1, token.unsqueeze(1)).squeeze(1)
+    logp = (chosen.masked_fill(out[:, :-1], -torch.inf) / temperature).log_softmax(-1)
+    token, into = (
+        torch.cat([getattr(part.decisions, name) for part in parts]).to(device) for name in ("token", "targets")
+    )
+    return into, logp.gather(1, token.unsqueeze(1)).squeeze(1)

@@ -18,10 +18,10 @@ SMALLEST_RUNG = 8
 
 def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
     """How many prompts a trial has decoded at the end of each rung, the last of all of them."""
-    found = [prompts]
-    while (size := math.ceil(found[-1] / eta)) >= smallest and size < found[-1]:
-        found.append(size)
-    return found[::-1]
+    sizes = [prompts]
+    while (size := math.ceil(sizes[-1] / eta)) >= smallest and size < sizes[-1]:
+        sizes.append(size)
+    return sizes[::-1]
 
 
 def dominates(a: Point, b: Point) -> bool:
@@ -32,23 +32,23 @@ def dominates(a: Point, b: Point) -> bool:
 
 def fronts(points: Sequence[Point]) -> list[int]:
     """Which front each point is on: 0 where nothing dominates it, 1 where only those of front 0 do, and so on."""
-    left, found, level = set(range(len(points))), [0] * len(points), 0
-    while left:
-        front = {k for k in left if not any(dominates(points[j], points[k]) for j in left)}
+    remaining, front_of_point, level = set(range(len(points))), [0] * len(points), 0
+    while remaining:
+        front = {k for k in remaining if not any(dominates(points[j], points[k]) for j in remaining)}
         for k in front:
-            found[k] = level
-        left -= front
+            front_of_point[k] = level
+        remaining -= front
         level += 1
-    return found
+    return front_of_point
 
 
-def goes_on(own: Point, others: Sequence[Point], eta: int, loss: float) -> bool:
+def goes_on(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
     """Whether a trial with the result `own` at a rung goes on, given those of `others`; `loss` is the distance below
     the best score (a share) from which on a trial is dropped."""
-    best = max([own[0], *(other[0] for other in others)])
-    if own[0] < best - loss:
+    best_score = max([point[0], *(candidate[0] for candidate in other_points)])
+    if point[0] < best_score - loss:
         return False
-    points = [own, *(other for other in others if other[0] >= best - loss)]
+    points = [point, *(candidate for candidate in other_points if candidate[0] >= best_score - loss)]
     levels = fronts(points)
-    ahead = sum(level < levels[0] for level in levels)
-    return ahead < max(1, (len(others) + 1) // eta)
+    num_better = sum(level < levels[0] for level in levels)
+    return num_better < max(1, (len(other_points) + 1) // eta)

@@ -36,10 +36,10 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
         ValueError: a malformed line (the message has its number), or no prompts. OSError: no such file.
     """
     check_int("limit", limit, low=1, none=True)
-    found = read_lines(file, _of_line)
-    if not found:
+    questions = read_lines(file, _of_line)
+    if not questions:
         raise ValueError(f"{str(file)!r} has no prompts")
-    return found[:limit]
+    return questions[:limit]
 
 
 def _of_line(line: str) -> Question:
@@ -73,8 +73,8 @@ def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Quest
         raise ValueError("prompts is empty; give at least two")
     if answers is not None and (isinstance(answers, str) or len(answers) != len(prompts)):
         raise ValueError(f"answers has {len(answers)} entries for {len(prompts)} prompts; give one each, None for none")
-    given = [None] * len(prompts) if answers is None else answers
-    return [_of_entry(index, *entry) for index, entry in enumerate(zip(prompts, given, strict=True))]
+    answer_of_prompt = [None] * len(prompts) if answers is None else answers
+    return [_of_entry(index, *entry) for index, entry in enumerate(zip(prompts, answer_of_prompt, strict=True))]
 
 
 def _of_entry(index: int, prompt: Any, answer: Any) -> Question:
@@ -111,19 +111,19 @@ def _identity(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
-def fingerprint(asked: Sequence[Question]) -> str:
+def fingerprint(questions: Sequence[Question]) -> str:
     """A short text that other prompts or answers do not have."""
-    return hashlib.sha256("\n".join(entry.key for entry in asked).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(entry.key for entry in questions).encode()).hexdigest()[:16]
 
 
-def halves(asked: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
+def halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
     """Split questions into the half that chooses and the half that is reported, in decoding order.
 
     Groups are shuffled within their task and dealt whole in turns, so that both halves, and the beginning of each, are
     samples of every task. Raises ValueError: fewer than two groups.
     """
     groups: dict[str, list[Question]] = {}
-    for entry in asked:
+    for entry in questions:
         groups.setdefault(entry.group, []).append(entry)
     if len(groups) < 2:
         raise ValueError(f"prompts has {len(groups)} different prompt; tune needs two: half choose, half are reported")
@@ -145,5 +145,5 @@ def halves(asked: Sequence[Question], seed: int) -> tuple[list[Question], list[Q
 
 def _in_turns(tasks: list[list[list[Question]]]) -> list[Question]:
     longest = max(map(len, tasks))
-    found = [groups[k] for k in range(longest) for groups in tasks if k < len(groups)]
-    return [entry for members in found for entry in members]
+    ordered = [groups[k] for k in range(longest) for groups in tasks if k < len(groups)]
+    return [entry for members in ordered for entry in members]

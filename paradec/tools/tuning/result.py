@@ -99,8 +99,8 @@ class Tuning:
 
     def score(self, measured: Measured) -> list[float]:
         """What a report calls a measurement's score, by prompt: truth where all of it is known, else the score."""
-        known = [value for value in measured.truth if value is not None]
-        return known if self.by_truth and len(known) == len(measured) else measured.score
+        truths = [value for value in measured.truth if value is not None]
+        return truths if self.by_truth and len(truths) == len(measured) else measured.score
 
     @property
     def by_truth(self) -> bool:
@@ -125,9 +125,9 @@ class Tuning:
         values = {value for entry in measured for value in self.score(entry)}
         return values <= {0.0, 1.0} and len(set(self.groups)) == len(self.groups)
 
-    def difference(self, ours: Measured, other: Measured) -> tuple[float, float, float]:
+    def difference(self, first: Measured, second: Measured) -> tuple[float, float, float]:
         """Mean difference of two scores, prompt by prompt, and its 95 % interval: a paired bootstrap over groups."""
-        values = [a - b for a, b in zip(self.score(ours), self.score(other), strict=True)]
+        values = [a - b for a, b in zip(self.score(first), self.score(second), strict=True)]
         return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
@@ -140,22 +140,22 @@ class Tuning:
             _, low, high = self.difference(a, b)
             return low <= 0 <= high
 
-        others = list(enumerate(self.points, 1))
-        return [[k for k, b in others if a is not b and holds_zero(a.reported, b.reported)] for a in self.points]
+        numbered = list(enumerate(self.points, 1))
+        return [[k for k, b in numbered if a is not b and holds_zero(a.reported, b.reported)] for a in self.points]
 
     # ---- as data ------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON holds it: what was measured, prompt by prompt, and what follows from it."""
-        points, alike = [], self.alike()
+        points, alike_of_point = [], self.alike()
         for index, point in enumerate(self.points):
-            points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike[index]})
+            points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike_of_point[index]})
         names = ("complete", "setup", "tolerance", "trials", "failures", "left_out", "groups")
         data: dict[str, Any] = {"schema": SCHEMA, "costs": list(self.costs), "points": points}
         data |= {name: getattr(self, name) for name in names}
         data["reference"] = None if self.reference is None else self._summary(self.reference)
-        for name, beside in (("default", self.default), ("hand", self.hand)):
-            data[name] = None if beside is None else self._row(beside)
+        for name, point_or_none in (("default", self.default), ("hand", self.hand)):
+            data[name] = None if point_or_none is None else self._row(point_or_none)
         return data
 
     def _row(self, point: Point) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Tuning:
 
     def _head(self) -> list[str]:
         chose, reported = self.setup["prompts"]["choose"], self.setup["prompts"]["report"]
-        counted = ", ".join(f"{count} {what}" for what, count in self.trials.items() if count)
+        counted = ", ".join(f"{count} {state}" for state, count in self.trials.items() if count)
         lines = [
             f"{self.setup['model']}: {chose} prompts chose, by {self.setup['score']}; {reported} others are reported",
             f"trials: {counted or 'none'}",
@@ -196,21 +196,23 @@ class Tuning:
 
     def _table(self) -> list[str]:
         measured = all(point.reported is not None for point in self.points)
-        what = "right, %" if self.by_truth else "score, %"
+        label = "right, %" if self.by_truth else "score, %"
         costs = [cost for cost in ("forwards", "seconds") if cost == "forwards" or cost in self.costs]
-        head = f"  #  {what:>8}  {'95 %':^11}  {'- one per step (95 %)':^21}"
+        head = f"  #  {label:>8}  {'95 %':^11}  {'- one per step (95 %)':^21}"
         lines = [head + "".join(f"  {cost:>8}" for cost in costs) + ("  alike" if measured else "")]
-        alike = self.alike()
+        alike_of_point = self.alike()
         if self.reference is not None:
             lines.append(self._line("", self.reference, costs, "", versus=False))
             lines += _under("one token per step (the reference, no candidate)")
-        for beside, what in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
-            if beside is not None and beside.reported is not None:
-                lines.append(self._line("", beside.reported, costs, ""))
-                lines += _under(f"{beside.name} ({what})")
+        for extra, label in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
+            if extra is not None and extra.reported is not None:
+                lines.append(self._line("", extra.reported, costs, ""))
+                lines += _under(f"{extra.name} ({label})")
         for k, point in enumerate(self.points):
             mark = f"{'*' if k == self.chosen else ' '}{k + 1}"
-            lines.append(self._line(mark, point.reported or point.choosing, costs, ",".join(map(str, alike[k]))))
+            lines.append(
+                self._line(mark, point.reported or point.choosing, costs, ",".join(map(str, alike_of_point[k])))
+            )
             lines += _under(point.name)
         return lines
 
@@ -252,10 +254,14 @@ class Tuning:
                 "not separate."
             )
         if self.setup["score"] == "agreement":
-            known = "truth, which chose nothing" if self.by_truth and self.reference is not None else "agreement too"
-            notes.append(f"Chosen by agreement with one token per step; what is reported is {known}.")
-        if self.points and (few := self.setup["prompts"]["choose"]) < FEW:
-            notes.append(f"Only {few} prompts chose: whatever is fast and right on these by chance looks best.")
+            reported_score = (
+                "truth, which chose nothing" if self.by_truth and self.reference is not None else "agreement too"
+            )
+            notes.append(f"Chosen by agreement with one token per step; what is reported is {reported_score}.")
+        if self.points and (num_choosing := self.setup["prompts"]["choose"]) < FEW:
+            notes.append(
+                f"Only {num_choosing} prompts chose: whatever is fast and right on these by chance looks best."
+            )
         if not self.complete:
             notes.append("Incomplete: the same command with the same study goes on.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]
@@ -271,14 +277,14 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
     `loss` (a share) below the best score."""
     if not points:
         return []
-    best = max(point.choosing.mean("score") for point in points)
-    kept = [point for point in points if point.choosing.mean("score") >= best - loss]
-    places = [point.choosing.point(costs) for point in kept]
-    found: dict[tuple[float, ...], Point] = {}
-    for point, place, level in zip(kept, places, fronts(places), strict=True):
+    best_score = max(point.choosing.mean("score") for point in points)
+    good = [point for point in points if point.choosing.mean("score") >= best_score - loss]
+    objectives = [point.choosing.point(costs) for point in good]
+    by_objectives: dict[tuple[float, ...], Point] = {}
+    for point, objective, level in zip(good, objectives, fronts(objectives), strict=True):
         if level == 0:
-            found.setdefault(place, point)
-    return [found[place] for place in sorted(found, key=lambda place: place[1:])]
+            by_objectives.setdefault(objective, point)
+    return [by_objectives[objective] for objective in sorted(by_objectives, key=lambda place: place[1:])]
 
 
 def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
@@ -306,8 +312,10 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
 
     by_hand = [point for point in points if point.by_hand] or points
     # a share of right answers is no sum of tenths: 97.8 - 1 is 96.8, whatever the last bit says
-    least = max(map(score, by_hand)) - tolerance - 1e-9
-    hand = min((point for point in by_hand if score(point) >= least), key=lambda point: (cost(point), -score(point)))
+    min_score = max(map(score, by_hand)) - tolerance - 1e-9
+    hand = min(
+        (point for point in by_hand if score(point) >= min_score), key=lambda point: (cost(point), -score(point))
+    )
     for point in sorted(points, key=lambda point: (cost(point), -score(point))):
         if cost(point) >= cost(hand):
             break
@@ -316,36 +324,38 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
     return [hand, hand]
 
 
-def surely_below(ours: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
+def surely_below(measured: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
     """Whether one of the others, on the same prompts, is better by more than `loss` (a share), whatever chance did:
     the 95 % interval of the paired difference says so."""
-    own = ours.mean("score")
+    mean_score = measured.mean("score")
     # most need no bootstrap
-    return any(paired(ours, other, groups)[1] < -loss for other in others if own < other.mean("score") - loss)
+    return any(
+        paired(measured, other, groups)[1] < -loss for other in others if mean_score < other.mean("score") - loss
+    )
 
 
-def paired(ours: Measured, other: Measured, groups: Sequence[str]) -> tuple[float, float]:
+def paired(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[float, float]:
     """95 % interval of the mean difference of two scores, prompt by prompt: a bootstrap over groups."""
-    return bootstrap([a - b for a, b in zip(ours.score, other.score, strict=True)], groups)
+    return bootstrap([a - b for a, b in zip(first.score, second.score, strict=True)], groups)
 
 
 def thinned(
-    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], most: int = MOST_POINTS
+    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MOST_POINTS
 ) -> tuple[list[Point], int | None]:
     """Thin a front out, keeping the chosen, the cheapest and the best point: those closest to a neighbour's score go.
     Returns the front and the chosen point's index in it."""
-    kept = list(points)
-    if chosen is not None and all(point is not chosen for point in kept):
-        kept = sorted([*kept, chosen], key=lambda point: point.choosing.point(costs)[1:])
-    points, fixed = list(kept), {id(chosen)}
+    front = list(points)
+    if chosen is not None and all(point is not chosen for point in front):
+        front = sorted([*front, chosen], key=lambda point: point.choosing.point(costs)[1:])
+    points, fixed = list(front), {id(chosen)}
     fixed |= {id(points[0]), id(max(points, key=lambda point: point.choosing.mean("score")))} if points else set()
-    while len(kept) > max(most, len(fixed)):
-        scores = [point.choosing.mean("score") for point in kept]
+    while len(front) > max(max_points, len(fixed)):
+        scores = [point.choosing.mean("score") for point in front]
         gaps = {
-            k: min(abs(scores[k] - scores[j]) for j in (k - 1, k + 1) if 0 <= j < len(kept))
-            for k in range(len(kept))
-            if id(kept[k]) not in fixed
+            k: min(abs(scores[k] - scores[j]) for j in (k - 1, k + 1) if 0 <= j < len(front))
+            for k in range(len(front))
+            if id(front[k]) not in fixed
         }
-        kept.pop(min(gaps, key=lambda k: gaps[k]))
-    place = None if chosen is None else next(k for k, point in enumerate(kept) if point is chosen)
-    return kept, place
+        front.pop(min(gaps, key=lambda k: gaps[k]))
+    chosen_index = None if chosen is None else next(k for k, point in enumerate(front) if point is chosen)
+    return front, chosen_index

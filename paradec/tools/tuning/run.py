@@ -119,9 +119,9 @@ def tune(
     if mask is not None:
         arguments = {"max_new_tokens": 0, "holes_eos_inf": True, **arguments}
     Request(**arguments)
-    asked = prompts_of(prompts, answers)
-    scorer = Scorer.of(asked, score, checker)
-    first, second = halves(asked, seed)
+    questions = prompts_of(prompts, answers)
+    scorer = Scorer.of(questions, score, checker)
+    first, second = halves(questions, seed)
     chat = arguments.get("chat")
     work = _Work(
         model=model,
@@ -139,7 +139,7 @@ def tune(
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
     space = work.build_space(names, _cache_names(caches, objective), blocks)
     judge = None if checker is None else getattr(checker, "__qualname__", type(checker).__name__)
-    setup = work.setup(space, asked, checker=judge, objective=objective, mask=mask, loss=loss)
+    setup = work.setup(space, questions, checker=judge, objective=objective, mask=mask, loss=loss)
     directions = ["maximize", *("minimize" for _ in work.costs)]
     with Study(study, setup, directions, seed) as opened:
         return _Search(work, space, opened, setup, tolerance / 100).run(trials, minutes)
@@ -158,12 +158,12 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
 def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]:
     if names is None:
         return ["none"] if objective == "forwards" else ["none", *(n for n in cache_plans.names() if n != "none")]
-    found = [names] if isinstance(names, str) else list(dict.fromkeys(names))
-    if not found:
+    selected = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    if not selected:
         raise ValueError("caches is empty; give at least one")
-    for name in found:
+    for name in selected:
         cache_plans.create(name)
-    return found
+    return selected
 
 
 def weights_of(model: Any) -> str:
@@ -182,7 +182,7 @@ def weights_of(model: Any) -> str:
 
 @dataclass
 class _Work:
-    """What is decoded, and how it is counted: the same for every trial."""
+    """Prompts, scores and costs, equal for all trials."""
 
     model: Any
     base: dict[str, Any]
@@ -227,9 +227,9 @@ class _Work:
                 pass
         return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
 
-    def setup(self, space: Space, asked: Sequence[Question], **said: Any) -> dict[str, Any]:
-        """What two processes or sittings must share to work on one study."""
-        prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(asked)}
+    def setup(self, space: Space, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
+        """Build the facts that all processes of a study share."""
+        prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(questions)}
         return {
             "schema": SCHEMA,
             "draws": DRAWS,
@@ -237,7 +237,7 @@ class _Work:
             "weights": weights_of(self.model),
             "prompts": prompts,
             "score": self.scorer.kind,
-            **said,
+            **fields,
             "request": Request(**self.base).to_dict(),
             "space": space.to_data(),
             "eta": self.eta,
@@ -280,11 +280,11 @@ class _Search:
             refused = 0
             while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
                 refused += not self._trial()
-            found = self._front()
-            if found.points:
-                self._report(found)
-                found.complete = not self._left()
-            return found
+            result = self._front()
+            if result.points:
+                self._report(result)
+                result.complete = not self._left()
+            return result
         except KeyboardInterrupt as interrupt:
             stopped = Interrupted("tuning was interrupted; what was found so far is in .output")
             stopped.output = self._front()
@@ -293,22 +293,22 @@ class _Search:
     # ---- trials -------------------------------------------------------------------------------------------------
 
     def _left(self) -> int:
-        """How many starts there are to measure that nobody is at work on, and how many proposals."""
-        there = self.study.trials()
+        """Number of unclaimed starts and of missing proposals."""
+        trials = self.study.trials()
         started = {
             frozen.user_attrs["start"]
-            for frozen in there
+            for frozen in trials
             if "start" in frozen.user_attrs and not self.study.left_behind(frozen)
         }
         proposed = sum(
             frozen.state.name not in ("WAITING", "RUNNING") and not {"refused", "start"} & set(frozen.user_attrs)
-            for frozen in there
+            for frozen in trials
         )
         return len(self.starts) - len(started) + max(0, self.asked - proposed)
 
     def _trial(self) -> bool:
-        """One trial, from its proposal to its end; whether anything was measured."""
-        trial, others = self.study.next_trial(self.starts)
+        """Run one trial; returns whether anything was measured."""
+        trial, other_trials = self.study.next_trial(self.starts)
         try:
             candidate = self.space.suggest(trial)
             try:
@@ -318,7 +318,7 @@ class _Search:
             if spaces.is_reference(request, self.work.positions):
                 return self._refuse(trial, "it is one token per step, the reference")
             trial.set_user_attr("candidate", candidate.to_data())
-            self._climb(trial, candidate, self.work.seeded(request), others)
+            self._climb(trial, candidate, self.work.seeded(request), other_trials)
         except BaseException:
             self.study.release(trial)
             raise
@@ -329,22 +329,22 @@ class _Search:
         self.study.tell(trial, "PRUNED")
         return False
 
-    def _climb(self, trial: Any, candidate: Candidate, request: Request, others: list[Any]) -> None:
+    def _climb(self, trial: Any, candidate: Candidate, request: Request, other_trials: list[Any]) -> None:
         """Measure a trial rung by rung until it is complete, stopped, or out of time. Earlier measurements are
         reused."""
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
-        known = [trial, *(frozen for frozen in others if frozen.user_attrs.get("candidate") == data)]
+        same_candidate = [trial, *(frozen for frozen in other_trials if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
-            part = next((found for there in known if (found := rung_of(there, rung)) is not None), None)
+            part = next((entry for compared in same_candidate if (entry := rung_of(compared, rung)) is not None), None)
             if part is None:
                 if time.monotonic() > self.end:
                     self.study.release(trial)
                     return
-                begin = self.rungs[rung - 1] if rung else 0
+                start = self.rungs[rung - 1] if rung else 0
                 if self.work.scorer.kind == "agreement":  # with what one token per step gives
                     self._refer(self.work.choosing, stop)
                 try:
-                    part = self._measure(self.work.choosing, request, begin, stop)
+                    part = self._measure(self.work.choosing, request, start, stop)
                 except Failed as error:
                     trial.set_user_attr("failed", f"{candidate.name}: {error}")
                     self.study.tell(trial, "FAIL")
@@ -352,50 +352,52 @@ class _Search:
             trial.set_user_attr(f"rung {rung}", part.to_data())
             measured.add(part)
             self._tell_progress(candidate.name)
-            place = measured.point(self.work.costs)
+            objectives = measured.point(self.work.costs)
             if stop == self.rungs[-1]:
-                self.study.tell(trial, "COMPLETE", list(place))
+                self.study.tell(trial, "COMPLETE", list(objectives))
                 return
-            there = [found for frozen in others if (found := up_to(frozen, rung)) is not None]
+            compared = [entry for frozen in other_trials if (entry := up_to(frozen, rung)) is not None]
             if by_hand and measured.mean("forwards") <= SLOW * self.work.positions:
-                stays = not surely_below(measured, there, self.groups[:stop], self.work.loss)
+                continues = not surely_below(measured, compared, self.groups[:stop], self.work.loss)
             else:
-                stays = goes_on(place, [found.point(self.work.costs) for found in there], self.work.eta, self.work.loss)
-            if not stays:
+                continues = goes_on(
+                    objectives, [entry.point(self.work.costs) for entry in compared], self.work.eta, self.work.loss
+                )
+            if not continues:
                 self.study.tell(trial, "PRUNED")
                 return
 
-    def _measure(self, half: Half, request: Request, begin: int, stop: int) -> Measured:
+    def _measure(self, half: Half, request: Request, start: int, stop: int) -> Measured:
         references = self.references[half.name]
-        return half.measure(request, begin, stop, self.work.batch, self.work.scorer, references)
+        return half.measure(request, start, stop, self.work.batch, self.work.scorer, references)
 
-    def _tell_progress(self, what: str, share: float | None = None) -> None:
+    def _tell_progress(self, label: str, share: float | None = None) -> None:
         if self.work.progress is not None:
             # a tenth for the report
-            done = 1 - self._left() / max(1, len(self.starts) + self.asked)
-            self.work.progress(what, 0.9 * done if share is None else share)
+            done_share = 1 - self._left() / max(1, len(self.starts) + self.asked)
+            self.work.progress(label, 0.9 * done_share if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
 
     def _refer(self, half: Half, stop: int) -> None:
-        """See that what one token per step gives is known of the first prompts; batches are kept in the study."""
-        request, kept = self.work.seeded(self.work.reference), None
+        """Measure the reference on the first prompts; batches are stored in the study."""
+        request, stored = self.work.seeded(self.work.reference), None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]
         while len(measured) < min(stop, len(half)):
-            begin = len(measured)
-            end = min(begin + self.work.batch, len(half))
-            key = f"{half.name} one per step {begin}-{end}"
-            kept = self.study.kept() if kept is None else kept
-            if key not in kept:
+            start = len(measured)
+            end = min(start + self.work.batch, len(half))
+            key = f"{half.name} one per step {start}-{end}"
+            stored = self.study.kept() if stored is None else stored
+            if key not in stored:
                 ids: dict[int, list[int]] = {}
                 try:
-                    part = half.measure(request, begin, end, self.work.batch, self.work.scorer, ids, is_reference=True)
+                    part = half.measure(request, start, end, self.work.batch, self.work.scorer, ids, is_reference=True)
                 except Failed as error:
                     raise ValueError(f"one token per step does not work on these prompts: {error}") from error
-                self.study.keep(key, {"ids": [ids[k] for k in range(begin, end)], "measured": part.to_data()})
-                kept = self.study.kept()
-            tokens.update(zip(range(begin, end), kept[key]["ids"]))
-            measured.add(Measured.from_data(kept[key]["measured"]))
+                self.study.keep(key, {"ids": [ids[k] for k in range(start, end)], "measured": part.to_data()})
+                stored = self.study.kept()
+            tokens.update(zip(range(start, end), stored[key]["ids"]))
+            measured.add(Measured.from_data(stored[key]["measured"]))
 
     # ---- what was found -----------------------------------------------------------------------------------------
 
@@ -416,15 +418,15 @@ class _Search:
                 by_hand = "start" in frozen.user_attrs
                 new = Point(candidate, self.work.request_of(candidate), measured, by_hand=by_hand)
                 points.setdefault(candidate.name, new).by_hand |= by_hand
-        costs, known = self.work.costs, list(points.values())
-        chosen, hand = choose(known, costs, self.tolerance, self.groups) or (None, None)
-        kept, place = thinned(pareto(known, costs, self.work.loss), chosen, costs)
+        costs, candidates = self.work.costs, list(points.values())
+        chosen, hand = choose(candidates, costs, self.tolerance, self.groups) or (None, None)
+        front, chosen_index = thinned(pareto(candidates, costs, self.work.loss), chosen, costs)
         return Tuning(
             setup=self.setup,
             costs=self.work.costs,
             tolerance=100 * self.tolerance,
-            points=kept,
-            chosen=place,
+            points=front,
+            chosen=chosen_index,
             default=points.get(BASELINE),
             hand=hand,
             groups=[entry.group for entry in self.work.reporting.asked],
@@ -433,29 +435,29 @@ class _Search:
             left_out=self.space.left_out,
         )
 
-    def _report(self, found: Tuning) -> None:
+    def _report(self, result: Tuning) -> None:
         """Measure the front, its neighbours and one token per step on the other half. Settings take turns, batch by
         batch, so that their times are comparable."""
-        half, wanted = self.work.reporting, list(found.points)
-        for beside in (found.default, found.hand):
-            if beside is not None and all(point is not beside for point in wanted):
-                wanted.append(beside)
-        kept, parts = self.study.kept(), [Measured() for _ in wanted]
-        for begin in range(0, len(half), self.work.batch):
-            end = min(begin + self.work.batch, len(half))
+        half, to_report = self.work.reporting, list(result.points)
+        for extra in (result.default, result.hand):
+            if extra is not None and all(point is not extra for point in to_report):
+                to_report.append(extra)
+        stored, parts = self.study.kept(), [Measured() for _ in to_report]
+        for start in range(0, len(half), self.work.batch):
+            end = min(start + self.work.batch, len(half))
             self._refer(half, end)
-            for point, measured in zip(wanted, parts, strict=True):
-                key = f"reporting {point.name} {begin}-{end}"
-                if key not in kept:
+            for point, measured in zip(to_report, parts, strict=True):
+                key = f"reporting {point.name} {start}-{end}"
+                if key not in stored:
                     try:
-                        part = self._measure(half, self.work.seeded(point.request), begin, end)
+                        part = self._measure(half, self.work.seeded(point.request), start, end)
                     except Failed as error:
                         raise ValueError(f"{point.name} failed on the reported half: {error}") from error
                     self.study.keep(key, part.to_data())
                     measured.add(part)
                 else:
-                    measured.add(Measured.from_data(kept[key]))
+                    measured.add(Measured.from_data(stored[key]))
                 self._tell_progress("the reported half", 0.9 + 0.1 * end / len(half))
-        for point, measured in zip(wanted, parts, strict=True):
+        for point, measured in zip(to_report, parts, strict=True):
             point.reported = measured
-        found.reference = self.reference_measured[half.name]
+        result.reference = self.reference_measured[half.name]

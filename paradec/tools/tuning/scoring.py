@@ -27,13 +27,13 @@ class Scorer:
     checker: Checker | None = None
 
     @classmethod
-    def of(cls, asked: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
+    def of(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
         """The scorer that was asked for; by default a checker, else answers where all prompts have one, else agreement.
         Raises ValueError: an unknown kind, or one that lacks what it needs; TypeError: a checker that cannot be
         called."""
         if checker is not None and not callable(checker):
             raise TypeError(f"checker={shown(checker)} must be callable: checker(prompt, answer)")
-        missing = sum(not entry.judged for entry in asked)
+        missing = sum(not entry.judged for entry in questions)
         if kind is None:
             kind = "checker" if checker is not None else "agreement" if missing else "answers"
         check_choice("score", kind, SCORES)
@@ -42,10 +42,14 @@ class Scorer:
         if kind != "checker" and checker is not None:
             raise ValueError(f"score={kind!r} uses no checker: leave one of them out")
         if kind == "answers" and missing:
-            raise ValueError(f"score='answers' needs an answer to every prompt; {missing} of {len(asked)} have none")
+            raise ValueError(
+                f"score='answers' needs an answer to every prompt; {missing} of {len(questions)} have none"
+            )
         return cls(kind, checker)
 
-    def score(self, asked: Question, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None) -> float:
+    def score(
+        self, question: Question, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None
+    ) -> float:
         """Score an answer, from 0 to 1.
 
         Args:
@@ -59,29 +63,29 @@ class Scorer:
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
         if self.kind == "answers":
-            known = truth(asked, tokens, text)
-            assert known is not None  # `of` has looked
-            return known
+            true_share = truth(question, tokens, text)
+            assert true_share is not None  # `of` has looked
+            return true_share
         assert self.checker is not None
-        value = self.checker(asked.prompt, list(tokens) if text is None else text)
+        value = self.checker(question.prompt, list(tokens) if text is None else text)
         try:
-            number = float(value)
+            share = float(value)
         except (TypeError, ValueError):
-            number = -1.0
-        if not 0 <= number <= 1:
-            raise ValueError(f"checker returned {shown(value)} for {shown(asked.prompt)}; it must be from 0 to 1")
-        return number
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise ValueError(f"checker returned {shown(value)} for {shown(question.prompt)}; it must be from 0 to 1")
+        return share
 
 
-def truth(asked: Question, tokens: Sequence[int], text: str | None) -> float | None:
+def truth(question: Question, tokens: Sequence[int], text: str | None) -> float | None:
     """How much of what is known of an answer is right, from 0 to 1; None where nothing is known."""
-    if asked.truth is not None:
-        return agreement(tokens, asked.truth)
-    if asked.right is None:
+    if question.truth is not None:
+        return agreement(tokens, question.truth)
+    if question.right is None:
         return None
     if text is None:
         raise ValueError("answers that are texts need a model with a tokenizer; give answers as ids")
-    return float(asked.right(text))
+    return float(question.right(text))
 
 
 def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
@@ -123,8 +127,8 @@ class Measured:
 
     def mean(self, name: str) -> float:
         """The mean of one of the lists, of what is known of it."""
-        known = [value for value in getattr(self, name) if value is not None]
-        return sum(known) / len(known)
+        values = [value for value in getattr(self, name) if value is not None]
+        return sum(values) / len(values)
 
     def point(self, costs: Sequence[str]) -> tuple[float, ...]:
         """The mean score, then the mean costs."""
@@ -141,10 +145,12 @@ class Measured:
 class Half:
     """The prompts that choose, or those that are reported, encoded once."""
 
-    def __init__(self, name: str, model: Any, asked: Sequence[Question], chat: bool | None, mask: str | None):
-        self.name, self.model, self.asked = name, model, list(asked)
+    def __init__(self, name: str, model: Any, questions: Sequence[Question], chat: bool | None, mask: str | None):
+        self.name, self.model, self.asked = name, model, list(questions)
         # numbered among all: what a row draws does not depend on the batch that it is decoded in
-        self.prompts: Prompts = encode(model, [entry.prompt for entry in asked], chat=chat, placeholder=mask).numbered()
+        self.prompts: Prompts = encode(
+            model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
+        ).numbered()
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -160,8 +166,8 @@ class Half:
         except FAILURES as error:
             raise Failed(str(error) or type(error).__name__) from error
         filled = [
-            ids[there].tolist()[:count]
-            for ids, there, count in zip(output.sequences, output.filled, output.tokens, strict=True)
+            ids[is_filled].tolist()[:count]
+            for ids, is_filled, count in zip(output.sequences, output.filled, output.tokens, strict=True)
         ]
         text = output.text
         texts: list[str | None] = [None] * (stop - first)
@@ -187,18 +193,18 @@ class Half:
 
         Raises: as `decode`; whatever the checker raises.
         """
-        found = Measured()
-        for begin in range(first, stop, batch):
-            end = min(begin + batch, stop)
-            output, filled, texts = self.decode(request, begin, end)
+        measured = Measured()
+        for start in range(first, stop, batch):
+            end = min(start + batch, stop)
+            output, filled, texts = self.decode(request, start, end)
             for offset, (tokens, text) in enumerate(zip(filled, texts, strict=True)):
-                entry = self.asked[begin + offset]
+                entry = self.asked[start + offset]
                 if is_reference:
-                    references[begin + offset] = tokens
-                found.score.append(scorer.score(entry, tokens, text, references.get(begin + offset)))
-                found.truth.append(truth(entry, tokens, text))
-            rows = end - begin
-            found.forwards += [int(count) for count in output.row_nfe]
-            found.positions += [output.forwarded_tokens / rows] * rows
-            found.seconds += [output.seconds / rows] * rows
-        return found
+                    references[start + offset] = tokens
+                measured.score.append(scorer.score(entry, tokens, text, references.get(start + offset)))
+                measured.truth.append(truth(entry, tokens, text))
+            rows = end - start
+            measured.forwards += [int(count) for count in output.row_nfe]
+            measured.positions += [output.forwarded_tokens / rows] * rows
+            measured.seconds += [output.seconds / rows] * rows
+        return measured

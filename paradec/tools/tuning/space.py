@@ -84,9 +84,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """All of it in one line."""
-        more = [] if self.cache == "none" else [f"cache {self.cache}"]
-        more += [] if self.block_length is None else [f"blocks of {self.block_length}"]
-        return ", ".join([self.configuration.name, *more])
+        parts = [] if self.cache == "none" else [f"cache {self.cache}"]
+        parts += [] if self.block_length is None else [f"blocks of {self.block_length}"]
+        return ", ".join([self.configuration.name, *parts])
 
     def to_data(self) -> dict[str, Any]:
         changes = {name: plain(value) for name, value in self.changes.items()}
@@ -126,11 +126,11 @@ class Space:
         """The point that Optuna proposes with a trial. What has one value only is not asked for."""
         names = list(self.settings)
         sampler = names[0] if len(names) == 1 else trial.suggest_categorical("sampler", names)
-        drawn = {
+        values = {
             setting: domain.suggest(trial, f"{sampler}.{setting}") for setting, domain in self.settings[sampler].items()
         }
         default = self.defaults(sampler)
-        changes = {setting: value for setting, value in drawn.items() if value != plain(default[setting])}
+        changes = {setting: value for setting, value in values.items() if value != plain(default[setting])}
         cache, length = self.caches[sampler][0], self.block_lengths[0]
         if len(self.caches[sampler]) > 1:
             cache = trial.suggest_categorical(self._cache_name(sampler), list(self.caches[sampler]))
@@ -141,16 +141,16 @@ class Space:
     def params(self, candidate: Candidate) -> dict[str, Any]:
         """What Optuna is given so that `suggest` returns this point."""
         sampler = candidate.sampler
-        found: dict[str, Any] = {} if len(self.settings) == 1 else {"sampler": sampler}
+        values: dict[str, Any] = {} if len(self.settings) == 1 else {"sampler": sampler}
         default = self.defaults(sampler)
         for setting, domain in self.settings[sampler].items():
             value = candidate.changes.get(setting, default[setting])
-            found[f"{sampler}.{setting}"] = json.dumps(plain(value)) if isinstance(domain, Choice) else value
+            values[f"{sampler}.{setting}"] = json.dumps(plain(value)) if isinstance(domain, Choice) else value
         if len(self.caches[sampler]) > 1:
-            found[self._cache_name(sampler)] = candidate.cache
+            values[self._cache_name(sampler)] = candidate.cache
         if len(self.block_lengths) > 1:
-            found["block_length"] = candidate.block_length
-        return found
+            values["block_length"] = candidate.block_length
+        return values
 
     def _cache_name(self, sampler: str) -> str:
         """Samplers with the same caches share what is learned about them."""
@@ -159,8 +159,8 @@ class Space:
     @staticmethod
     def defaults(sampler: str) -> dict[str, Any]:
         """A sampler's settings at their defaults, and "steps": all of the positions, one by one."""
-        own = samplers.get(sampler).settings() if sampler in samplers.registry else {}
-        return {**own, "steps": 1.0}
+        settings = samplers.get(sampler).settings() if sampler in samplers.registry else {}
+        return {**settings, "steps": 1.0}
 
 
 def build_space(
@@ -182,12 +182,12 @@ def build_space(
         ValueError: an unknown name, a sampler of another family, a named one that does not work here, or none that
             does.
     """
-    every = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-    wanted = [*every, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
+    masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+    selected = [*masked_names, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
         check_int("blocks", length, low=1, none=True)
     space = Space({}, [], {}, tuple(block_lengths))
-    for name in wanted:
+    for name in selected:
         joined = name not in samplers.registry and is_composed(name)
         cls = None if joined else samplers.get(name)
         if cls is not None and cls.family != "masked":
@@ -225,8 +225,8 @@ def _allowed(
     allowed = []
     for cache_name in names:
         cache = caches.create(cache_name)
-        found = verdict(method, cache, model.facts, model.supports_store)
-        why = found.why if found.status == REFUSED else ""
+        cache_verdict = verdict(method, cache, model.facts, model.supports_store)
+        why = cache_verdict.why if cache_verdict.status == REFUSED else ""
         if not why and cache.facts.uses_store:
             try:
                 _start(model, prompts, Request(**{**base, "sampler": method, "cache": cache}))
@@ -273,18 +273,18 @@ def _domain(cls: type[Any], setting: str, values: list[Any]) -> Span | Choice:
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
         return Choice(tuple({json.dumps(plain(value), sort_keys=True): value for value in values}.values()))
-    whole = all(isinstance(value, int) for value in numbers)
+    is_integer = all(isinstance(value, int) for value in numbers)
     low, high = min(numbers), max(numbers)
     log = low > 0 and high >= LOG * low
     if setting == "steps":  # a share of the positions
         return Span(low / 2, 1.0, log=True)
     below, above = (low / 2, high * 2) if log else (low - (high - low) / 4, high + (high - low) / 4)
-    if whole:
+    if is_integer:
         below, above = min(low - 1, round(below)), max(high + 1, round(above))
     low = below if _takes(cls, setting, below) else low
     high = above if _takes(cls, setting, above) else high
-    low, high = (int(low), int(high)) if whole else (rounded(low), rounded(high))
-    return Span(low, high, whole, log and low > 0)
+    low, high = (int(low), int(high)) if is_integer else (rounded(low), rounded(high))
+    return Span(low, high, is_integer, log and low > 0)
 
 
 def _takes(cls: type[Any], setting: str, value: float) -> bool:
@@ -305,9 +305,9 @@ def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
     with blocks, their own alone."""
     if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
-    own = model.default_block_length
-    lengths = BLOCKS if own is None else (own // 2, own * 2, positions)
-    return (None, *(length for length in dict.fromkeys(lengths) if 1 < length <= positions and length != own))
+    model_length = model.default_block_length
+    lengths = BLOCKS if model_length is None else (model_length // 2, model_length * 2, positions)
+    return (None, *(length for length in dict.fromkeys(lengths) if 1 < length <= positions and length != model_length))
 
 
 def request_of(

@@ -34,16 +34,16 @@ def even_starts(total: int, budget: int) -> list[Steps]:
 def moves(steps: Steps, total: int) -> Iterator[Steps]:
     """The neighbours of a set: one step moved by up to `REACH`, or all steps from one on by 1; step 0 stays."""
     for distance in range(1, REACH + 1):
-        for at in range(1, len(steps)):
-            for way in (-distance, distance):
-                new = steps[at] + way
+        for index in range(1, len(steps)):
+            for offset in (-distance, distance):
+                new = steps[index] + offset
                 if 0 < new < total and new not in steps:
-                    yield tuple(sorted((*steps[:at], new, *steps[at + 1 :])))
-    for at in range(1, len(steps)):
-        for way in (-1, 1):
-            later = tuple(step + way for step in steps[at:])
-            if later[0] > steps[at - 1] and later[-1] < total:
-                yield steps[:at] + later
+                    yield tuple(sorted((*steps[:index], new, *steps[index + 1 :])))
+    for index in range(1, len(steps)):
+        for offset in (-1, 1):
+            shifted = tuple(step + offset for step in steps[index:])
+            if shifted[0] > steps[index - 1] and shifted[-1] < total:
+                yield steps[:index] + shifted
 
 
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
@@ -54,39 +54,39 @@ def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0
         runs: new sets beyond the starts, a third of them annealing, the others climbing.
         seed: of the proposals.
     """
-    draw, seen = random.Random(seed), set(starts)
+    rng, evaluated = random.Random(seed), set(starts)
     values = {steps: loss(steps, math.inf) for steps in starts}
     even = best = min(starts, key=values.__getitem__)
     value = scale = values[even]
 
     def ask(steps: Steps, bound: float) -> float:
         nonlocal best, value
-        seen.add(steps)
-        found = loss(steps, max(bound, value))
-        if found < value:
-            best, value = steps, found
-        return found
+        evaluated.add(steps)
+        new_loss = loss(steps, max(bound, value))
+        if new_loss < value:
+            best, value = steps, new_loss
+        return new_loss
 
     def left(share: int) -> int:
-        return len(starts) + share - len(seen)
+        return len(starts) + share - len(evaluated)
 
-    at, here, tried = even, scale, 0
+    current, current_loss, tried = even, scale, 0
     first, last = TEMPERATURES
     while scale > 0 and left(runs // 3) > 0 and tried < 5 * runs:
-        heat = scale * first * (last / first) ** min(1.0, (len(seen) - len(starts)) / max(runs // 3, 1))
-        options, tried = list(moves(at, total)), tried + 1
+        heat = scale * first * (last / first) ** min(1.0, (len(evaluated) - len(starts)) / max(runs // 3, 1))
+        options, tried = list(moves(current, total)), tried + 1
         if not options:
             break
-        proposal, bound = draw.choice(options), here - heat * math.log(1 - draw.random())
-        if (found := ask(proposal, bound)) < bound:
-            at, here = proposal, found
+        proposal, bound = rng.choice(options), current_loss - heat * math.log(1 - rng.random())
+        if (proposal_loss := ask(proposal, bound)) < bound:
+            current, current_loss = proposal, proposal_loss
     improved = scale > 0
     while improved:
-        improved, begin = False, best
-        for proposal in moves(begin, total):
-            if left(runs) <= 0 and proposal not in seen:
+        improved, start = False, best
+        for proposal in moves(start, total):
+            if left(runs) <= 0 and proposal not in evaluated:
                 break
-            if ask(proposal, value) < math.inf and best != begin:
+            if ask(proposal, value) < math.inf and best != start:
                 improved = True
                 break
     return even, best

@@ -42,11 +42,11 @@ def check_installed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Optuna's announcements: what there is to say is said by paradec."""
+    """Silence Optuna's logger and warnings."""
     import optuna  # noqa: F401 - its logger
 
     logger = logging.getLogger("optuna")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*experimental feature.*")
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 class Study:
@@ -81,10 +81,10 @@ class Study:
                 directions=directions,  # type: ignore[arg-type]
                 load_if_exists=True,
             )
-        there = self.study.user_attrs.get("setup")
-        if there is None:
+        stored = self.study.user_attrs.get("setup")
+        if stored is None:
             self.study.set_user_attr("setup", dict(setup))
-        elif (difference := differs(there, dict(setup))) is not None:
+        elif (difference := differs(stored, dict(setup))) is not None:
             raise ValueError(f"the study in {str(file)!r} was made with another {difference}; give another file")
 
     def __enter__(self) -> Study:
@@ -108,23 +108,23 @@ class Study:
         """Return an abandoned trial, else the first of the `starts` that is not begun, else Optuna's proposal; and all
         other trials."""
         with _claiming, _quiet():
-            there = self.trials()
-            for frozen in there:
+            trials = self.trials()
+            for frozen in trials:
                 if frozen.state.name == "RUNNING" and self.left_behind(frozen):
                     trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
                     trial.set_user_attr("owner", self.run)
-                    return trial, [other for other in there if other.number != frozen.number]
-            begun = {frozen.user_attrs.get("start") for frozen in there}
-            left = [k for k in range(len(starts)) if k not in begun]
-            if left:
-                self.study.enqueue_trial(dict(starts[left[0]]), user_attrs={"start": left[0]})
+                    return trial, [entry for entry in trials if entry.number != frozen.number]
+            started = {frozen.user_attrs.get("start") for frozen in trials}
+            unstarted = [k for k in range(len(starts)) if k not in started]
+            if unstarted:
+                self.study.enqueue_trial(dict(starts[unstarted[0]]), user_attrs={"start": unstarted[0]})
             # a proposal depends on what is known and on the seed: a study that was interrupted goes on as it would have
             self.study.sampler = self.optuna.samplers.TPESampler(
-                multivariate=True, group=True, seed=self.seed + len(there)
+                multivariate=True, group=True, seed=self.seed + len(trials)
             )
             trial = self.study.ask()
             trial.set_user_attr("owner", self.run)
-            return trial, there
+            return trial, trials
 
     def release(self, trial: Any) -> None:
         """Leave a trial to whoever goes on with the study."""
@@ -142,8 +142,8 @@ class Study:
             return bool(frozen.state.name == "WAITING")
         owner = frozen.user_attrs.get("owner")
         if owner is None:
-            begun = frozen.datetime_start
-            return begun is not None and (datetime.now() - begun).total_seconds() > UNOWNED
+            started = frozen.datetime_start
+            return started is not None and (datetime.now() - started).total_seconds() > UNOWNED
         if not owner:
             return True
         host, pid, _ = owner.rsplit(" ", 2)
@@ -154,47 +154,47 @@ class Study:
     # ---- what is measured outside of trials ---------------------------------------------------------------------
 
     def keep(self, key: str, value: Any) -> None:
-        """Put something into the study under a name."""
+        """Store a value in the study."""
         self.study.set_user_attr(key, value)
 
     def kept(self) -> dict[str, Any]:
-        """Everything that was put there."""
+        """All stored values."""
         return self.study.user_attrs
 
 
 def rung_of(frozen: Any, rung: int) -> Measured | None:
-    """What a trial measured on one rung alone; None where it has not got there."""
+    """Measurements of a trial on one rung; None before it."""
     data = frozen.user_attrs.get(f"rung {rung}")
     return None if data is None else Measured.from_data(data)
 
 
 def up_to(frozen: Any, rung: int) -> Measured | None:
-    """What a trial measured up to the end of a rung; None where it has not got there."""
-    found = Measured()
+    """Measurements of a trial up to the end of a rung; None before that."""
+    total = Measured()
     for k in range(rung + 1):
         part = rung_of(frozen, k)
         if part is None:
             return None
-        found.add(part)
-    return found
+        total.add(part)
+    return total
 
 
 def candidate_of(frozen: Any) -> Candidate | None:
-    """Which point a trial is; None before it is known, and for points that were refused."""
+    """Candidate of a trial; None if unknown or refused."""
     data = frozen.user_attrs.get("candidate")
     return None if data is None else Candidate.from_data(data)
 
 
-def differs(was: Any, now: Any, path: str = "") -> str | None:
-    """Where two setups differ first, in words; None where they are equal."""
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        for name in {**was, **now}:
-            inner = f"{path} of {name!r}" if path else str(name)
-            if (found := differs(was.get(name), now.get(name), inner)) is not None:
-                return found
+def differs(before: Any, after: Any, path: str = "") -> str | None:
+    """Describe the first difference between two setups; None if they are equal."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in {**before, **after}:
+            inner_path = f"{path} of {name!r}" if path else str(name)
+            if (difference := differs(before.get(name), after.get(name), inner_path)) is not None:
+                return difference
         return None
-    was, now = ([*value] if isinstance(value, (list, tuple)) else value for value in (was, now))
-    return None if was == now else f"{path}: {shown(was)} there, {shown(now)} here"
+    before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))
+    return None if before == after else f"{path}: {shown(before)} there, {shown(after)} here"
 
 
 def _storage(file: Path) -> Any:

@@ -171,10 +171,10 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     with warnings.catch_warnings():  # what is as long as the model takes is whole
         warnings.simplefilter("error")
         assert judged(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
-        entry, _ = lm._asked("goat fox pear fig", {"max_gen_toks": 2})
+        entry, _ = lm._build_entry("goat fox pear fig", {"max_gen_toks": 2})
         assert (entry["prompt"], entry["max_new_tokens"]) == (pair[0], 2)
     with pytest.warns(UserWarning, match="cut on the left to 3"):
-        assert lm._asked("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
+        assert lm._build_entry("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
     for ask in (
         lambda: lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6}))),
         lambda: judged(lm, ("kiwi", " goat fox pear fig apple kiwi")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -154,7 +155,10 @@ def choices(tmp_path: Path) -> Path:
 
 def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("choices",), include=str(choices), likelihood="monte_carlo", mc_num=4, mc_batch=2)
-    found = [running.evaluate(recipe.but(batch=batch), model=packaged64, log_samples=True) for batch in (1, 7)]
+    found = [
+        running.evaluate(dataclasses.replace(recipe, batch=batch), model=packaged64, log_samples=True)
+        for batch in (1, 7)
+    ]
     assert [f["results"]["choices"]["acc,none"] for f in found] == [1.0, 1.0]
     said = found[0]["config"]["log_likelihoods"]
     assert (said["judged"], said["method"], said["samples"]) == (5, "monte_carlo", 4)
@@ -164,7 +168,7 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
     assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
 
-    decoded = running.evaluate(recipe.but(choices="decode"), model=packaged64)
+    decoded = running.evaluate(dataclasses.replace(recipe, choices="decode"), model=packaged64)
     assert decoded["results"]["choices"]["acc,none"] == 1.0 and "log_likelihoods" not in decoded["config"]
     assert decoded["config"]["spent"]["answers"] == 2 and decoded["config"]["spent"]["row_calls"] <= 4
 

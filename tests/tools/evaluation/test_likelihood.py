@@ -113,7 +113,7 @@ def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
 def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
     # at 8 and 24 a rounding to even numbers would favour these
     keys = likelihood._keys(0, [length])
-    sizes = np.array(likelihood._sizes(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
+    sizes = np.array(likelihood._mask_counts(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
     assert {sizes.min(), sizes.max()} == {1, length}
     even = np.isin(sizes, range(2, length + 1, 2)).mean()
     assert even == pytest.approx((length // 2) / length, abs=0.03)
