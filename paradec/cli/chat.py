@@ -43,8 +43,8 @@ def chat(
     if sys.stdin is None:
         raise ValueError("standard input is closed; chat reads turns from it")
     check_text("--system", system or "")
-    given = options.given(context) - ({"cache"} if cache is None else set())
-    work = prepare("generate", None, given, cache=cache or "none", **shared)
+    given_options = options.given(context) - ({"cache"} if cache is None else set())
+    work = prepare("generate", None, given_options, cache=cache or "none", **shared)
     chosen = cache is not None or work.cache_name not in ("none", "causal")  # here or by the preset
     talk = Talk(work, system, history if history is not None else shared["model"] is not None, chosen)
     raise typer.Exit(talk.run(sys.stdin.isatty()))
@@ -85,8 +85,8 @@ class Talk:
             facts = self.work.model.facts
             name = "block" if facts.block_length is not None else "prefix"
             fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
-            wanted = (self.history or facts.prompt_aligned) and fits.status != REFUSED
-            self.work.request["cache"] = paradec.caches.create(name if wanted else "none")
+            use_cache = (self.history or facts.prompt_aligned) and fits.status != REFUSED
+            self.work.request["cache"] = paradec.caches.create(name if use_cache else "none")
 
     @property
     def keeps_turns(self) -> bool:
@@ -145,15 +145,15 @@ class Talk:
     def answer(self, text: str) -> None:
         """Answer a turn and print it; the turn counts once it is answered."""
         turns = [*self.turns, {"role": "user", "content": text}]
-        more = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
-        more["trace"] = True
+        prefix_arguments = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
+        prefix_arguments["trace"] = True
         if show.on_terminal(sys.stdout):
             from paradec.cli.watch import LiveView
 
             with LiveView(self.work.model.tokenizer) as view:
-                self.last = self.work.run(turns, view.update, **more)
+                self.last = self.work.run(turns, view.update, **prefix_arguments)
         else:
-            self.last = self.work.run(turns, lambda state, commit: None, **more)
+            self.last = self.work.run(turns, lambda state, commit: None, **prefix_arguments)
         out = self.last
         typer.echo(out.text)
         if sys.stdout.isatty():
@@ -169,14 +169,14 @@ class Talk:
         return f"{self.work.method.name}({', '.join(settings)}), cache {self.work.cache_name}"
 
     def _command(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
-        rest = rest.strip()
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
         if name == "/sampler":
-            if rest:
-                self._take_sampler(rest)
+            if argument:
+                self._take_sampler(argument)
             typer.echo(self._sampler_text())
         elif name == "/trace":
-            self._trace(rest)
+            self._trace(argument)
         elif name == "/reset":
             self.reset()
             typer.echo("(the turns are forgotten)")
@@ -207,9 +207,9 @@ class Talk:
             typer.echo(f"{show.count(len(self.last.trace.steps), 'step')} in {path}")
             return
         tokenizer, facts = self.work.model.tokenizer, self.work.model.facts
-        for number, step in enumerate(self.last.trace.steps, 1):
+        for step_index, step in enumerate(self.last.trace.steps, 1):
             tokens = [token for _, _, token, _ in step.commits]
             texts = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
             ends = len(tokens) - len(texts)
-            shown = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
-            typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(shown)}")
+            parts = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
+            typer.echo(f"{step_index:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(parts)}")

@@ -112,7 +112,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
     from paradec.tools.evaluation.plot import frontier
 
     out, plot, resume, format_, as_json = output
-    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
+    previous = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     model = options.load(request)
     saved = 0
 
@@ -123,7 +123,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
             saved = len(comparison.results)
         bar.work(configuration.name, share, comparison.asked, comparison.to_ask)
 
-    found, code = show.with_bar(lambda bar: run(model, **request, resume=earlier, progress=partial(update, bar)))
+    found, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))
     if out is not None and found.results:
         found.to_json(out)
     if plot is not None and found.results:

@@ -93,21 +93,21 @@ def design(
         raise ValueError(f"--order chain has no meaning for sampler {method.name!r}, which chooses the order itself")
     request: dict[str, Any] = {"sampler": method, "temperature": temperature}
     load: Callable[..., ProteinMPNNModel] = partial(load_protein_mpnn, weights, device=shared["device"])
-    begin, code, made = time.perf_counter(), 0, list[dict[str, Any]]()
+    start, code, rows = time.perf_counter(), 0, list[dict[str, Any]]()
     with show.Bar() as bar:
         try:
-            for number, file in enumerate(files):
+            for file_index, file in enumerate(files):
                 try:
                     structure = labelled(read_pdb(file), buried, interface, transmembrane)
                     model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
-                    wanted = None if chains is None else [chain.strip() for chain in chains.split(",")]
-                    prompt = model.prompt(fixed=places(structure, fixed, "--fixed"), chains=wanted)
+                    chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
+                    prompt = model.prompt(fixed=places(structure, fixed, "--fixed"), chains=chain_names)
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
-                        bar.among(number * designs + first - seed, len(several), designs * len(files))
+                        bar.among(file_index * designs + first - seed, len(several), designs * len(files))
                         found = designed(model, prompt, order, several, callback=bar.update, **request)
-                        made += found
+                        rows += found
                         if not shared["as_json"]:
                             bar.stop()
                             typer.echo("\n".join(FASTA.format(**entry) for entry in found))
@@ -120,8 +120,8 @@ def design(
         except KeyboardInterrupt:
             code = EXIT_CODE
     if shared["as_json"]:
-        seconds = round(time.perf_counter() - begin, 3)
-        typer.echo(json.dumps({"designs": made, "sampler": method.to_dict(), "seed": seed, "seconds": seconds}))
+        seconds = round(time.perf_counter() - start, 3)
+        typer.echo(json.dumps({"designs": rows, "sampler": method.to_dict(), "seed": seed, "seconds": seconds}))
     raise typer.Exit(code)
 
 
@@ -136,50 +136,50 @@ def designed(
     from paradec.core.orders import keyed
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
-    listed = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))
-    ranks = listed.order.tolist()
+    order_groups = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))
+    ranks = order_groups.order.tolist()
     request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
     out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
     scores = model.score(prompt, out.sequences, ranks).neg().tolist()
     structure, columns = model.structures[0], model.columns[0].of.tolist()
-    chosen = [place for place, at in enumerate(columns) if prompt[1 + at] == model.facts.mask_token_id]
-    found = []
+    chosen = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
+    entries = []
     for row, (seed, letters) in enumerate(zip(seeds, model.letters(out.sequences), strict=True)):
         entry = {"structure": structure.name, "seed": seed, "sequence": ":".join(structure.by_chain(letters).values())}
-        same = sum(letters[place] == structure.sequence[place] for place in chosen)
-        entry |= {"score": scores[row], "recovery": same / len(chosen), "designed": len(chosen)}
-        found.append(entry | {"calls": out.row_nfe[row]})
-    return found
+        num_equal = sum(letters[residue] == structure.sequence[residue] for residue in chosen)
+        entry |= {"score": scores[row], "recovery": num_equal / len(chosen), "designed": len(chosen)}
+        entries.append(entry | {"calls": out.row_nfe[row]})
+    return entries
 
 
 def places(structure: Structure, text: str | None, option: str) -> list[int]:
     """The residues, from 0, that an option names. Raises ValueError for a text that names none, or other residues."""
-    found: list[int] = []
+    positions: list[int] = []
     labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
     chains = {label for label, _ in labels}
     for part in text.split(",") if text else ():
-        named = NAMED_RESIDUES.fullmatch(part.strip())
-        if named is None:
+        match = NAMED_RESIDUES.fullmatch(part.strip())
+        if match is None:
             raise ValueError(f"{option} {part!r} is no residue: chain and number, like A12 or A20-24")
-        chain, first, last = named[1], int(named[2]), int(named[3] or named[2])
+        chain, first, last = match[1], int(match[2]), int(match[3] or match[2])
         if not chain and len(chains) > 1:
             raise ValueError(f"{option} {part!r} names no chain, and {structure.name} has {', '.join(sorted(chains))}")
         several = [i for i, (of, number) in enumerate(labels) if chain in ("", of) and first <= number <= last]
         if not several:
             raise ValueError(f"{option} {part!r}: {structure.name} has no such residue")
-        found += several
-    return found
+        positions += several
+    return positions
 
 
 def bias_of(text: str | None) -> dict[str, float]:
     """The numbers of `--bias`. Raises ValueError for a text that is none, or a letter twice."""
-    found: dict[str, float] = {}
+    biases: dict[str, float] = {}
     for part in text.split(",") if text else ():
-        named = LETTER_BIAS.fullmatch(part.strip())
-        if named is None or not math.isfinite(float(named[2])) or named[1].upper() in found:
+        match = LETTER_BIAS.fullmatch(part.strip())
+        if match is None or not math.isfinite(float(match[2])) or match[1].upper() in biases:
             raise ValueError(f"--bias {part!r} is no letter with its number, once, like A:-1.2")
-        found[named[1].upper()] = float(named[2])
-    return found
+        biases[match[1].upper()] = float(match[2])
+    return biases
 
 
 def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
@@ -193,7 +193,7 @@ def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None,
         sides = [places(structure, side, "--tie") for side in part.split("=")]
         if len(sides) < 2 or len({len(side) for side in sides}) > 1:
             raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
-        ties += [list(each) for each in zip(*sides, strict=True)]
+        ties += [list(pair) for pair in zip(*sides, strict=True)]
     return DesignRules(bias_of(bias), omit.upper(), ties)
 
 

@@ -50,11 +50,11 @@ class Line:
     constraint: Any = None
     """As data that `Request.constraint` takes; None takes what is asked of all."""
 
-    def entry(self, found: dict[str, Any]) -> dict[str, Any]:
+    def entry(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The line of answers with what was found."""
-        named = {} if self.id is None else {"id": self.id}
-        named |= {} if self.constraint is None else {"constraint": self.constraint}
-        return {"line": self.number, **named, "prompt": self.prompt, **found}
+        id_field = {} if self.id is None else {"id": self.id}
+        id_field |= {} if self.constraint is None else {"constraint": self.constraint}
+        return {"line": self.number, **id_field, "prompt": self.prompt, **answer}
 
 
 @dataclass
@@ -81,25 +81,25 @@ class FileJob:
             raise ValueError(f"--out {str(self.out)!r} holds something: --resume goes on with it, or remove it")
         self.earlier = read_answers(self.out, self.lines)
 
-    def agree(self, said: dict[str, Any]) -> int | None:
+    def agree(self, settings: dict[str, Any]) -> int | None:
         """Take the settings that `prepare` found. Returns the seed, of an earlier run where none was given. Raises
         ValueError where an earlier run had other settings."""
-        self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(said))}
+        self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(settings))}
         request = self.settings["request"]
         if request.get("temperature"):
             request["draws"] = DRAWS
         if self.earlier:
             request.setdefault("seed", self.earlier[0]["settings"]["request"].get("seed"))
         for entry in self.earlier:
-            if found := differences(entry["settings"], self.settings):
+            if changed := differences(entry["settings"], self.settings):
                 raise ValueError(
-                    f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): {'; '.join(found)}. "
-                    "Give the same ones, or another file"
+                    f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): "
+                    f"{'; '.join(changed)}. Give the same ones, or another file"
                 )
         versions = {shown(entry["settings"].get("paradec")) for entry in self.earlier}
-        for other in versions - {shown(paradec.__version__)}:
+        for version in versions - {shown(paradec.__version__)}:
             this = f"this is {paradec.__version__}: they may differ"
-            warnings.warn(f"--out {str(self.out)!r} has answers of paradec {other}, and {this}", stacklevel=2)
+            warnings.warn(f"--out {str(self.out)!r} has answers of paradec {version}, and {this}", stacklevel=2)
         seed: int | None = request.get("seed")
         return seed
 
@@ -107,28 +107,28 @@ class FileJob:
         """Answer the other prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
-        before = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
-        todo = [line for line in self.lines if line.number not in before]
+        finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
+        todo = [line for line in self.lines if line.number not in finished]
         parts = [rows[line.number] for line in todo if line.number in rows]
         fitting = work.rows_that_fit(_joined(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
         if self.out.is_file():
-            write_lines(self.out, before.values())  # nothing is written onto a line that was cut off
+            write_lines(self.out, finished.values())  # nothing is written onto a line that was cut off
         code = 0
         raise_again()
         with self.out.open("ab") as file, show.Bar() as bar:
             run = Run(work, rows, size, file, self.settings, bar, total=len(todo))
             try:
-                for _, alike in itertools.groupby(todo, lambda line: line.constraint):
-                    while some := [*itertools.islice(alike, max(1, size // work.answers))]:
-                        run.answer(some)
+                for _, group in itertools.groupby(todo, lambda line: line.constraint):
+                    while lines := [*itertools.islice(group, max(1, size // work.answers))]:
+                        run.answer(lines)
             except KeyboardInterrupt:
                 code = EXIT_CODE
         if self.out.is_file():  # a pipe keeps the answers as they came
-            write_lines(self.out, sorted([*before.values(), *run.entries], key=lambda entry: entry["line"]))
-        failed = self._tell(run, len(before), code != 0, as_json)
+            write_lines(self.out, sorted([*finished.values(), *run.entries], key=lambda entry: entry["line"]))
+        failed = self._tell(run, len(finished), code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
@@ -136,39 +136,39 @@ class FileJob:
         from paradec.core.prompts import Prompts
 
         rows: list[list[int]] = []
-        kept: list[Line] = []
+        valid: list[Line] = []
         for line in self.lines:
             if line.error is None:
                 try:
                     rows += work.encode(line.prompt).rows[:1]
-                    kept.append(line)
+                    valid.append(line)
                 except PER_PROMPT as error:
                     line.error = _one_line(error)
-        every = Prompts(rows, False, [0] * len(rows)).repeated(work.answers).numbered()
+        prompts = Prompts(rows, False, [0] * len(rows)).repeated(work.answers).numbered()
         copies = work.answers
-        return {line.number: every.part(copies * i, copies * (i + 1)) for i, line in enumerate(kept)}
+        return {line.number: prompts.part(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
-    def _tell(self, run: Run, before: int, interrupted: bool, as_json: bool) -> int:
+    def _tell(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns how many prompts failed."""
-        found, failed = run.found, sum("error" in entry for entry in run.entries)
-        answered, totals = len(run.entries) - failed, found.totals
+        report, failed = run.found, sum("error" in entry for entry in run.entries)
+        answered, totals = len(run.entries) - failed, report.totals
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
-            data |= {"there_before": before, "interrupted": interrupted, "tokens": sum(found.rows["tokens"])}
-            data |= {"forwards": totals["nfe"], "row_calls": sum(found.rows["row_nfe"])}
+            data |= {"there_before": num_before, "interrupted": interrupted, "tokens": sum(report.rows["tokens"])}
+            data |= {"forwards": totals["nfe"], "row_calls": sum(report.rows["row_nfe"])}
             data |= {"forwarded_tokens": totals["forwarded_tokens"], "seconds": totals["seconds"]}
             typer.echo(json.dumps(data, ensure_ascii=False))
             return failed
-        what = f"{show.count(answered, 'answer')} in {self.out}"
-        if before:
-            what += f" beside {before} that were there"
+        message = f"{show.count(answered, 'answer')} in {self.out}"
+        if num_before:
+            message += f" beside {num_before} that were there"
         if failed:
-            what += f", {failed} failed (their lines have an error)"
+            message += f", {failed} failed (their lines have an error)"
         if interrupted:
-            what += f", interrupted at {before + answered + failed} of {len(self.lines)}: --resume goes on"
-        typer.echo(what)
-        if len(found):
-            typer.echo(found.summary(len(found), interrupted=False))
+            message += f", interrupted at {num_before + answered + failed} of {len(self.lines)}: --resume goes on"
+        typer.echo(message)
+        if len(report):
+            typer.echo(report.summary(len(report), interrupted=False))
         return failed
 
 
@@ -184,7 +184,7 @@ class Run:
     bar: show.Bar
     total: int
     entries: list[dict[str, Any]] = field(init=False, default_factory=list)
-    found: show.Answers = field(init=False, default_factory=lambda: show.Answers(single=False))
+    found: show.Answers = field(init=False, default_factory=lambda: show.Answers(is_single=False))
 
     def answer(self, lines: list[Line]) -> None:
         """Decode lines together, or each by itself where one raises. Ctrl-C raises KeyboardInterrupt at the end."""
@@ -206,25 +206,27 @@ class Run:
         copies = self.work.answers
         prompts = _joined([self.rows[line.number] for line in lines])
         self.bar.among(len(self.entries), len(lines), self.total)
-        more = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
+        constraint = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
         answers: dict[int, dict[str, Any]] = {}
         first, interrupted = 0, False  # row of the batch
         for batch, output, interrupted in in_batches(
-            lambda batch: self.work.run(batch, self.bar.update, **more), prompts, self.size
+            lambda batch: self.work.run(batch, self.bar.update, **constraint), prompts, self.size
         ):
-            kept = completed(output) if interrupted else range(len(batch.rows))
-            self.found.add(output, kept)
+            complete_rows = completed(output) if interrupted else range(len(batch.rows))
+            self.found.add(output, complete_rows)
             columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
             columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
-            answers |= {first + row: {name: values[row] for name, values in columns.items()} for row in kept}
+            answers |= {first + row: {name: values[row] for name, values in columns.items()} for row in complete_rows}
             first += len(batch.rows)
-        done = []
-        for at, line in enumerate(lines):
-            own = [answers[row] for row in range(copies * at, copies * (at + 1)) if row in answers]
-            if len(own) == copies:
-                lists = {name: [answer[name] for answer in own] for name in own[0]}
-                done.append(line.entry(own[0] if copies == 1 else lists))
-        self._write(done)
+        finished = []
+        for line_index, line in enumerate(lines):
+            line_answers = [
+                answers[row] for row in range(copies * line_index, copies * (line_index + 1)) if row in answers
+            ]
+            if len(line_answers) == copies:
+                lists = {name: [answer[name] for answer in line_answers] for name in line_answers[0]}
+                finished.append(line.entry(line_answers[0] if copies == 1 else lists))
+        self._write(finished)
         if interrupted:
             raise KeyboardInterrupt
 
@@ -245,21 +247,21 @@ def _joined(parts: Sequence[Prompts]) -> Prompts:
     from paradec.core.prompts import Prompts
 
     rows = [row for part in parts for row in part.rows]
-    before = [number for part in parts for number in part.before or ()]
-    return Prompts(rows, False, [0] * len(rows), before)
+    copies = [copy_index for part in parts for copy_index in part.before or ()]
+    return Prompts(rows, False, [0] * len(rows), copies)
 
 
 def read_lines(path: Path) -> list[Line]:
     """Read the prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are skipped; a line that is
     not a prompt has an error. Raises ValueError for a file without text or prompts."""
     try:
-        given = lines_of(read_text(path))
+        numbered_lines = lines_of(read_text(path))
     except ValueError as error:
         raise ValueError(f"--in {error}") from None
-    if not given:
+    if not numbered_lines:
         raise ValueError(f"--in {str(path)!r} has no prompts")
     as_data = path.suffix.lower() == ".jsonl"
-    return [_line_of(number, line) if as_data else Line(number, line) for number, line in given]
+    return [_line_of(number, line) if as_data else Line(number, line) for number, line in numbered_lines]
 
 
 def _line_of(number: int, text: str) -> Line:
@@ -277,57 +279,57 @@ def _line_of(number: int, text: str) -> Line:
         return Line(number, None, name, '"prompt" must be a text, or "messages" a list of {"role", "content"}')
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
-        asked = data.get("constraint")
-        if asked is not None:
-            constraint_of("constraint", asked)
+        constraint = data.get("constraint")
+        if constraint is not None:
+            constraint_of("constraint", constraint)
     except (ValueError, TypeError) as error:
         return Line(number, prompt, name, str(error))
-    return Line(number, prompt, name, constraint=asked)
+    return Line(number, prompt, name, constraint=constraint)
 
 
 def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The whole lines of an earlier run, in the order of the file: a last one that was cut off is left out. Raises
     ValueError for other lines, answers to other prompts, and lines that do not say their settings."""
-    asked = {line.number: line.entry({}) for line in lines if line.error is None}
-    prompts = {line.number: _question(asked.get(line.number, {"prompt": line.prompt})) for line in lines}
-    found: list[dict[str, Any]] = []
+    prompts_of_file = {line.number: line.entry({}) for line in lines if line.error is None}
+    prompts = {line.number: _question(prompts_of_file.get(line.number, {"prompt": line.prompt})) for line in lines}
+    entries: list[dict[str, Any]] = []
     texts = path.read_bytes().split(b"\n")
-    for place, text in enumerate(texts, 1):
+    for line_number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             entry = parse_json(decoded(text, "the line"))
             number = entry["line"]
-            other = number not in prompts or _question(entry) != prompts[number]
+            differs = number not in prompts or _question(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):
             # a part of a line, after which there is no line end
-            if place == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
+            if line_number == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
                 continue
-            raise ValueError(f"--out {str(path)!r} holds no answers at line {place}; give another file") from None
-        if other:
+            raise ValueError(f"--out {str(path)!r} holds no answers at line {line_number}; give another file") from None
+        if differs:
             raise ValueError(f"--out {str(path)!r} answers another prompt than line {number}; give another file")
         settings = entry.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("request"), dict):
             raise ValueError(f"--out {str(path)!r} does not say the settings of line {number}; give another file")
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _question(entry: dict[str, Any]) -> bytes:
     return json_bytes([entry["prompt"], entry.get("constraint")])
 
 
-def differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -> list[str]:
+def differences(stored: dict[str, Any], current: dict[str, Any], inside: str = "") -> list[str]:
     """In which settings an earlier run differs from this one, but for the version: a clause for each."""
-    found = []
-    for name in {**there, **here}:
-        one, other = there.get(name), here.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += differences(one, other, "" if name == "request" else f"{inside}{name}.")
-        elif one != other and name != "paradec":
-            told = ["not set" if value is None else shown(value) for value in (one, other)]
-            found.append(f"{inside}{name} is {told[0]} there and {told[1]} here")
-    return found
+    lines = []
+    for name in {**stored, **current}:
+        stored_value, current_value = stored.get(name), current.get(name)
+        if isinstance(stored_value, dict) and isinstance(current_value, dict):
+            lines += differences(stored_value, current_value, "" if name == "request" else f"{inside}{name}.")
+        elif stored_value != current_value and name != "paradec":
+            texts = ["not set" if value is None else shown(value) for value in (stored_value, current_value)]
+            lines.append(f"{inside}{name} is {texts[0]} there and {texts[1]} here")
+    return lines
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:

@@ -53,8 +53,8 @@ def generate(
     view = {name: shared.pop(name) for name in ("trace", "live", "as_json")}
     job, text = None, ""
     if in_ is not None:
-        others = {"a prompt": prompt, "--live": view["live"], "--trace": view["trace"], "--lines": lines}
-        for name, value in others.items():
+        excluded = {"a prompt": prompt, "--live": view["live"], "--trace": view["trace"], "--lines": lines}
+        for name, value in excluded.items():
             if value:
                 raise ValueError(f"--in has its own prompts and answers to a file: leave out {name}")
         if out is None:
@@ -145,12 +145,12 @@ def print_answers(
                 code = EXIT_CODE if interrupted else 0
                 output.seconds -= 0.0 if view is None else view.slept
                 first, alone = len(answers), len(batch.rows) == len(prompts.rows)
-                kept = completed(output) if interrupted and not alone else range(len(batch.rows))
+                complete_rows = completed(output) if interrupted and not alone else range(len(batch.rows))
                 texts: Any = [output.text] if prompts.single else output.text
                 bar.stop()  # what is printed now would go through it
                 with held_back():
-                    answers.add(output, kept)
-                    for row in () if quiet else kept:
+                    answers.add(output, complete_rows)
+                    for row in () if quiet else complete_rows:
                         typer.echo(texts[row] if prompts.single else f"[{first + row + 1}] {texts[row]}")
                 if trace is not None and output.trace is not None:
                     output.trace.save(trace)
@@ -178,22 +178,22 @@ def infill(
     **shared: Any,
 ) -> None:
     """Fill the masks in a text and report the forwards and time."""
-    given = options.read_text(one_prompt(text, "infill"))
-    turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
+    prompt_text = options.read_text(one_prompt(text, "infill"))
+    turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": prompt_text}]
     shared |= of_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
-    decode("infill", given if prompt is None else turns, given=options.given(context), **shared)
+    decode("infill", prompt_text if prompt is None else turns, given=options.given(context), **shared)
 
 
 def of_holes(pairs: list[str] | None) -> dict[str, Any]:
     """The argument `constraints` of `paradec.infill` that `--hole` says, if it is given."""
     from paradec.constraints.values import Regex
 
-    found: dict[int, Any] = {}
+    patterns: dict[int, Any] = {}
     for pair in pairs or ():
-        number, equals, pattern = pair.partition("=")
-        if not equals or not number.strip().isdecimal() or int(number) < 1:
+        hole, equals, pattern = pair.partition("=")
+        if not equals or not hole.strip().isdecimal() or int(hole) < 1:
             raise ValueError(f"--hole takes N=PATTERN with a number from 1, got {pair!r}")
-        if int(number) - 1 in found:
-            raise ValueError(f"--hole gives {int(number)} twice")
-        found[int(number) - 1] = Regex(pattern)
-    return {"constraints": found} if found else {}
+        if int(hole) - 1 in patterns:
+            raise ValueError(f"--hole gives {int(hole)} twice")
+        patterns[int(hole) - 1] = Regex(pattern)
+    return {"constraints": patterns} if patterns else {}

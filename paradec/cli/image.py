@@ -80,7 +80,7 @@ def image(
     with show.waiting(f"loading {model}"):
         show.quiet_loading()
         index = pipeline_index(model)
-    place = {name: shared.pop(name) for name in ("dtype", "device")}
+    placement = {name: shared.pop(name) for name in ("dtype", "device")}
     preset, as_json = shared.pop("preset"), shared.pop("as_json")
     common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
@@ -100,7 +100,7 @@ def image(
         for name, value in (tokens | files | {"drafter": drafter, "preset": preset}).items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
-        work = PipelineJob(job, index, sampler, settings, compare, common, **place)
+        work = PipelineJob(job, index, sampler, settings, compare, common, **placement)
         work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
         return
     if compare:
@@ -127,9 +127,9 @@ def image(
             if name in method.unsupported and request[name] is not None:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} is not for {model!r}, which has samplers of family {method.family!r}")
-        loaded = paradec.load(model, **place, **files)
+        loaded = paradec.load(model, **placement, **files)
         if drafter is not None:
-            late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **place)}
+            late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **placement)}
             method = dataclasses.replace(method, **late)
     raise typer.Exit(make_pictures(job, loaded, method, request | {"preset": preset}, as_json))
 
@@ -155,12 +155,12 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
 
 def summary(out: Path, output: ImageOutput) -> str:
     """The cost of the pictures in one line."""
-    what = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
+    picture_count = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
     end = f" in {out}" if output.images is not None else ", interrupted"
     drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
     drafts = f", {show.forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
     took = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {per_forward(len(output.row_nfe))}"
-    return f"{what}{end}: {took}, {output.seconds:.2f} s"
+    return f"{picture_count}{end}: {took}, {output.seconds:.2f} s"
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
@@ -183,8 +183,8 @@ def image_type(source: str) -> Any:
     from paradec.models.checkpoint import read_json
     from paradec.models.images.loading import PACKAGED, file_type, packaged_image
 
-    place = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
-    return file_type(place) if os.path.isfile(place) else read_json(place, "config.json", None).get("model_type")
+    folder = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
+    return file_type(folder) if os.path.isfile(folder) else read_json(folder, "config.json", None).get("model_type")
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:

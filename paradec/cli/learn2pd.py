@@ -53,14 +53,14 @@ def train(
         paradec.caches.create(name)
     check_int("max_new_tokens", shared["max_new_tokens"], low=1, none=True)
     texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
-    earlier = training.Records.load(records) if records is not None and records.exists() else None
+    previous = training.Records.load(records) if records is not None and records.exists() else None
     model = options.load(shared)
 
     def save(collected: Any) -> None:
         if records is not None and collected.done:
             collected.save(records)
 
-    collecting = shared | {"caches": cache or ["none"], "resume": earlier, "checkpoint": save}
+    collecting = shared | {"caches": cache or ["none"], "resume": previous, "checkpoint": save}
     raise_again()
     try:
         with show.Bar() as bar:
@@ -69,8 +69,8 @@ def train(
             facts, network = training.train(collected, **fitting, progress=bar.work)
     except paradec.Interrupted as interrupt:
         save(interrupt.output)
-        kept = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
-        print(f"interrupted{kept}", file=sys.stderr)
+        hint = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
     try:
         save_filter(out, facts, network)

@@ -81,7 +81,7 @@ def caches(
     with show.waiting("reading the caches"):
         facts = None if model is None else facts_of(model)
         if sampler is not None:
-            found = verdicts(sampler, [facts] if facts else [Facts(*each) for each in MODELS])
+            found = verdicts(sampler, [facts] if facts else [Facts(*fields) for fields in MODELS])
         else:
             found = pairs = summary(paradec.samplers.registry, paradec.caches.registry)
     if sampler is None and facts is not None:
@@ -90,20 +90,20 @@ def caches(
         ]
     elif sampler is None:
         groups = {name: [pair for pair in pairs if pair["cache"] == name] for name in paradec.caches.names()}
-        listed = tables.entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
+        rows = tables.entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
         if as_json:
-            found = listed
+            found = rows
         else:
             hint = "`paradec caches NAME` says all about one, `paradec caches --sampler NAME` what goes with it"
-            tables.listing(listed, hint)
+            tables.listing(rows, hint)
             typer.echo("")
             if sys.stdout.isatty():  # the verdicts of most samplers, and who differs
                 found = []
                 for name, group in groups.items():
-                    most = next((pair for pair in group if pair["samplers"].startswith("all")), group[0])
-                    others = ", ".join(pair["samplers"] for pair in group if pair is not most)
-                    kinds = {kind.replace("_", "-"): most[kind] for kind in ("bidirectional", "block_causal")}
-                    found.append({"cache": name, **kinds, "otherwise with": others or "-"})
+                    main = next((pair for pair in group if pair["samplers"].startswith("all")), group[0])
+                    exceptions = ", ".join(pair["samplers"] for pair in group if pair is not main)
+                    kinds = {kind.replace("_", "-"): main[kind] for kind in ("bidirectional", "block_causal")}
+                    found.append({"cache": name, **kinds, "otherwise with": exceptions or "-"})
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
@@ -125,18 +125,18 @@ def facts_of(source: str) -> Facts:
 
 def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
     """What becomes of each cache with a sampler, one entry per kind of model."""
-    method, found = paradec.samplers.create(sampler), []
+    method, rows = paradec.samplers.create(sampler), []
     for cache in paradec.caches.names():
         for facts in models:
-            said = verdict(method, paradec.caches.create(cache), facts)
-            found.append({"cache": cache, "model": facts.label, "verdict": said.status, "why": said.why})
-    return found
+            result = verdict(method, paradec.caches.create(cache), facts)
+            rows.append({"cache": cache, "model": facts.label, "verdict": result.status, "why": result.why})
+    return rows
 
 
 def _of_model(pair: dict[str, str], facts: Facts) -> str:
     """The verdict for one kind of model, of "exact" or of "exact (same), refused (shifted)"."""
     for part in pair[facts.topology].split(", "):
-        status, _, where = part.partition(" (")
-        if not where or where == f"{facts.prediction})":
+        status, _, detail = part.partition(" (")
+        if not detail or detail == f"{facts.prediction})":
             return status
     return pair[facts.topology]

@@ -148,45 +148,45 @@ def import_classes(option: str, text: str, kind: str) -> str:
 
     base, registry = (Cache, paradec.caches.registry) if kind == "cache" else (Sampler, paradec.samplers.registry)
     terms = split_outside(text, "+")
-    for place, term in enumerate(terms):
-        if (found := split_file(term)) is None:
+    for index, term in enumerate(terms):
+        if (file_and_class := split_file(term)) is None:
             continue
-        cls = from_file(option, found[0])
+        cls = from_file(option, file_and_class[0])
         if not isinstance(cls, type) or not issubclass(cls, base):
             raise ValueError(f"{option} {term!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
         if cls.name not in registry or registry.get(cls.name) is not cls:
             registry.register(cls.name, cls)
-        terms[place] = cls.name + found[1]
+        terms[index] = cls.name + file_and_class[1]
     return "+".join(terms)
 
 
 def from_file(option: str, text: str) -> Any:
     """The function or class that FILE.py:NAME, or MODULE:NAME, names; modules of the working directory are found.
     Raises ValueError for another form, and for a file that is missing, fails or has no such name."""
-    place, _, name = text.rpartition(":")
-    if not name.isidentifier() or not place:
+    file_name, _, name = text.rpartition(":")
+    if not name.isidentifier() or not file_name:
         raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
-    if place.endswith(".py") and not os.path.isfile(place):
-        raise ValueError(f"{option} {text!r}: {place!r} is no file")
+    if file_name.endswith(".py") and not os.path.isfile(file_name):
+        raise ValueError(f"{option} {text!r}: {file_name!r} is no file")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(file_name) if file_name.endswith(".py") else importlib.import_module(file_name)
     except ImportError as error:
         raise ValueError(f"{option} {text!r} cannot be imported: {error}") from None
     except Exception as error:
-        raise ValueError(f"{option} {text!r}: {place!r} fails with {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"{option} {text!r}: {place!r} has no function or class {name!r}")
-    return found
+        raise ValueError(f"{option} {text!r}: {file_name!r} fails with {type(error).__name__}: {error}") from error
+    value = getattr(module, name, None)
+    if not callable(value):
+        raise ValueError(f"{option} {text!r}: {file_name!r} has no function or class {name!r}")
+    return value
 
 
-def _import_file(place: str) -> Any:
+def _import_file(path: str) -> Any:
     """Import a file as a module, once."""
-    name = f"file {os.path.realpath(place)}"
+    name = f"file {os.path.realpath(path)}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, place)
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
         try:
@@ -199,16 +199,16 @@ def _import_file(place: str) -> Any:
 
 def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:
     """Read `name=value` pairs. Raises ValueError for other pairs, and for a name that is given twice."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
             raise ValueError(f"{option} takes NAME=VALUE, got {pair!r}")
-        if name in found:
+        if name in values:
             raise ValueError(f"{option} gives {name!r} twice")
-        found[name] = _value(text.strip())
-    return found
+        values[name] = _value(text.strip())
+    return values
 
 
 def _value(text: str) -> Any:
@@ -223,14 +223,14 @@ def _value(text: str) -> Any:
 
 def attention_of(name: str | None, pairs: list[str] | None) -> Any:
     """The argument `attention`. Raises ValueError for an unknown name, and for settings that are wrong."""
-    given = settings(pairs, "--attention-set")
+    values = settings(pairs, "--attention-set")
     if name is not None:
         check_choice("attention", name, ["dense", *paradec.attention.names()])
     if name is None or name == "dense":
-        if given:
+        if values:
             raise ValueError("--attention-set is for an attention with settings: give --attention sparsed")
         return name
-    return paradec.attention.create(name, **given)
+    return paradec.attention.create(name, **values)
 
 
 def given(context: typer.Context) -> set[str]:
@@ -255,9 +255,9 @@ def constraint(shared: dict[str, Any]) -> dict[str, Any]:
     """The argument `constraint` of --choice, --regex or --json-schema, if given; they are taken out of `shared`."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say what an answer must be; give one of them")
+    names = [name for name, value in options.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} both say what an answer must be; give one of them")
     from paradec.constraints.values import Choice, JsonSchema, Regex
 
     if schema is not None:

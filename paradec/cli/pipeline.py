@@ -34,10 +34,10 @@ CALL_FIELDS = ("transformer", "step", "branch", "kind", "evaluated", "forecast",
 def pipeline_class(index: dict[str, Any]) -> Any:
     """The class that a model_index.json names. Raises CheckpointError where diffusers does not have it."""
     name = index.get("_class_name")
-    found = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
-    if not isinstance(found, type) or not issubclass(found, diffusers.DiffusionPipeline):
+    cls = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
+    if not isinstance(cls, type) or not issubclass(cls, diffusers.DiffusionPipeline):
         raise CheckpointError(f"model_index.json names {name!r}, which is no pipeline of diffusers")
-    return found
+    return cls
 
 
 def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, bars: bool = False) -> Any:
@@ -116,15 +116,15 @@ class PipelineJob:
         def paint() -> tuple[list[Any], float]:
             # one generator for each picture: it depends on its own number alone
             draw = [torch.Generator().manual_seed(base + row) for row in range(rows)]
-            begin = time.perf_counter()
+            start = time.perf_counter()
             images = pipe(**call, generator=draw).images
-            return images, time.perf_counter() - begin
+            return images, time.perf_counter() - start
 
         plain, plain_seconds = paint() if self.compare else ([], 0.0)
-        steps, seen = None, list[torch.Tensor]()
+        steps, latents = None, list[torch.Tensor]()
         if self.codes:
             session = self._set_scheduler(pipe)
-            call["callback"] = lambda step, timestep, codes: seen.append(codes.cpu())
+            call["callback"] = lambda step, timestep, codes: latents.append(codes.cpu())
         else:
             session = paradec.accelerate(pipe, self.method)
         with nullcontext() if session is None or self.codes else session:
@@ -132,16 +132,18 @@ class PipelineJob:
             report: Any = None if session is None else session.report()
         if self.codes:  # [B, h, w]: the step at which each code became final
             mask = pipe.scheduler.config.mask_token_id
-            steps = torch.stack([codes == mask for codes in seen]).sum(0).numpy()
+            steps = torch.stack([codes == mask for codes in latents]).sum(0).numpy()
         self.job.columns = rows if plain and self.job.columns is None else self.job.columns
         record = None
         if self.job.trace is not None and not self.job.sheet_of_steps:
             record = of_steps(steps, images, self.method) if self.codes else report.trace(images)
         self.job.write(plain + images, steps, record)
-        apart = [
+        distances = [
             np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in zip(images, plain, strict=False)
         ]
-        compared = {"plain_seconds": plain_seconds, "pixel_difference": float(np.mean(apart) / 255)} if plain else {}
+        compared = (
+            {"plain_seconds": plain_seconds, "pixel_difference": float(np.mean(distances) / 255)} if plain else {}
+        )
         if not as_json:
             width, height = images[0].size
             text = f"{count(len(images), 'picture')} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
@@ -160,8 +162,8 @@ class PipelineJob:
 
     def _call(self, pipe: Any) -> dict[str, Any]:
         """The pipeline's arguments, its condition first, a row for every picture."""
-        (given,) = self.job.conditions.values()
-        rows = [entry for entry in given for _ in range(self.request["num_images"])]
+        (values,) = self.job.conditions.values()
+        rows = [entry for entry in values for _ in range(self.request["num_images"])]
         if "class_labels" in self.job.conditions:
             classes = pipe.transformer.config.num_embeds_ada_norm
             call: dict[str, Any] = {"class_labels": labels_of(rows, classes)}

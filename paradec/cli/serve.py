@@ -70,8 +70,8 @@ def serve(
     limits |= {"max_work": max_work, "timeout": timeout, "cors": cors}
     try:
         built = app.build_app(engine, name=called, presets=offered, api_key=key, **limits)
-        shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"{called}: http://{shown}:{listening.getsockname()[1]}/v1")
+        displayed_host = f"[{host}]" if ":" in host else host
+        typer.echo(f"{called}: http://{displayed_host}:{listening.getsockname()[1]}/v1")
         sys.stdout.flush()
         with listening:
             app.serve(built, listening)

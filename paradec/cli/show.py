@@ -42,10 +42,10 @@ def quiet_loading() -> None:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(label: str) -> Iterator[None]:
     """Say on a terminal what is waited for, at once and until it is there: libraries take seconds to import."""
     if on_terminal(sys.stderr):
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+        print(f"{label} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
@@ -72,8 +72,8 @@ class Answers:
     """The answers of one command so far (`rows`: lists of values per answer), and their cost (`totals` of the batches).
     single: whether one answer was asked for; then there are no lists in the report."""
 
-    def __init__(self, single: bool):
-        self.single = single
+    def __init__(self, is_single: bool):
+        self.single = is_single
         self.rows: dict[str, list[Any]] = {name: [] for name in ("text", "fills", "new_tokens", *PER_ROW)}
         self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self.drafter_forwards = 0
@@ -86,12 +86,12 @@ class Answers:
         """Add a batch's answers, of which `rows` are kept; its cost counts for all of them."""
         new = output.new_tokens.tolist()
         # without the padding after the end token
-        ended = [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in range(len(new))]
-        found: dict[str, Any] = {name: getattr(output, name) for name in PER_ROW} | {"new_tokens": ended}
+        new_tokens = [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in range(len(new))]
+        fields: dict[str, Any] = {name: getattr(output, name) for name in PER_ROW} | {"new_tokens": new_tokens}
         for name in ("text", "fills"):
             value: Any = getattr(output, name)
-            found[name] = [value] if self.single and value is not None else value
-        for name, values in found.items():
+            fields[name] = [value] if self.single and value is not None else value
+        for name, values in fields.items():
             self.rows[name] += [] if values is None else [values[row] for row in rows]
         for name in TOTALS:
             self.totals[name] += getattr(output, name)
@@ -125,15 +125,15 @@ class Answers:
         return found if self.attention is None else found | {"attention": dataclasses.asdict(self.attention)}
 
 
-def _add_attention(before: AttentionCost | None, found: AttentionCost, rows: Sequence[int]) -> AttentionCost:
+def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: Sequence[int]) -> AttentionCost:
     """The costs of two batches, of the second those of `rows`; bytes are held one batch after the other."""
     changes: dict[str, Any] = {}
-    for each in dataclasses.fields(found):
-        value = getattr(found, each.name)
+    for entry in dataclasses.fields(attention):
+        value = getattr(attention, entry.name)
         if isinstance(value, list):
-            changes[each.name] = ([] if before is None else getattr(before, each.name)) + [value[row] for row in rows]
-    most = max(found.pattern_bytes, 0 if before is None else before.pattern_bytes)
-    return dataclasses.replace(found, **changes, pattern_bytes=most)
+            changes[entry.name] = ([] if total is None else getattr(total, entry.name)) + [value[row] for row in rows]
+    pattern_bytes = max(attention.pattern_bytes, 0 if total is None else total.pattern_bytes)
+    return dataclasses.replace(attention, **changes, pattern_bytes=pattern_bytes)
 
 
 def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
@@ -182,19 +182,19 @@ class Bar:
             decided, positions = state.progress
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
-    def work(self, what: str, share: float, asked: int = 0, to_ask: int = 0) -> None:
+    def work(self, label: str, share: float, asked: int = 0, to_ask: int = 0) -> None:
         """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many."""
         if self._is_due():
-            self._show(f"{what}: {asked} of {to_ask} prompts" if to_ask else what, share)
+            self._show(f"{label}: {asked} of {to_ask} prompts" if to_ask else label, share)
 
     def _is_due(self) -> bool:
-        now = time.monotonic()
-        if not self.enabled or now < self.due:
+        time_now = time.monotonic()
+        if not self.enabled or time_now < self.due:
             return False
-        self.due = now + self.interval
+        self.due = time_now + self.interval
         return True
 
-    def _show(self, what: str, share: float) -> None:
+    def _show(self, label: str, share: float) -> None:
         if self.progress is None:
             from rich.console import Console
             from rich.progress import Progress
@@ -202,6 +202,6 @@ class Bar:
             # some configurations take ten times as long as others: judge the time left by a long past
             console = Console(stderr=True)
             self.progress = Progress(console=console, transient=True, speed_estimate_period=300, redirect_stdout=False)
-            self.task = self.progress.add_task(what, total=1.0)
+            self.task = self.progress.add_task(label, total=1.0)
             self.progress.start()
-        self.progress.update(self.task, description=what, completed=share)
+        self.progress.update(self.task, description=label, completed=share)

@@ -38,14 +38,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
     from rich.text import Text
 
     console, rows = Console(), list(rows)
-    drawn = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads, padding=(0, 1), pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads, padding=(0, 1), pad_edge=False)
     names = min(LONGEST_NAME, max((len(row[0]) for row in rows), default=0))
-    for place, column in enumerate(columns):
-        drawn.add_column(column, overflow="fold", min_width=None if place else names)
+    for index, column in enumerate(columns):
+        grid.add_column(column, overflow="fold", min_width=None if index else names)
     for row in rows:
-        drawn.add_row(*map(Text, row))
-    if Measurement.get(console, console.options.update(max_width=MAX_WIDTH), drawn).minimum <= console.width:
-        console.print(drawn)
+        grid.add_row(*map(Text, row))
+    if Measurement.get(console, console.options.update(max_width=MAX_WIDTH), grid).minimum <= console.width:
+        console.print(grid)
         return
     for row in rows:
         for column, cell in zip(columns, row, strict=True):
@@ -62,23 +62,23 @@ def echo(text: str) -> None:
     Console(highlight=False, markup=False).print(text)
 
 
-def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """A registry as data. A class of another package that cannot be imported has the error as its summary."""
     from paradec.core.protocol import plain
 
-    found = []
+    rows = []
     for name in registry.names():
         try:
             cls = registry.get(name)
         except ImportError as error:
             missing = {"name": name, "family": "other packages", "summary": str(error)}
-            found.append(missing | {"paper": "", "arxiv": "", "settings": {}})
+            rows.append(missing | {"paper": "", "arxiv": "", "settings": {}})
             continue
         entry: dict[str, Any] = {"name": name}
         entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
         entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}
-        found.append(entry | (more or {}).get(name, {}))
-    return found
+        rows.append(entry | (extra or {}).get(name, {}))
+    return rows
 
 
 def listing(found: list[dict[str, Any]], hint: str) -> None:
@@ -95,7 +95,7 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
     echo(hint)
 
 
-def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -> None:
+def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
     """Print all about one sampler or cache (`kind`): effect, paper, settings with their defaults, presets, and more."""
     from paradec.core.protocol import plain
 
@@ -106,14 +106,14 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
     presets = {key: dict(value) for key, value in getattr(cls, "presets", {}).items()}
     arxiv = getattr(cls, "arxiv", "")
     data: dict[str, Any] = {"name": name, "family": cls.family, "summary": cls.summary, "about": about}
-    data |= {"paper": cls.paper, "arxiv": arxiv, "settings": settings, "presets": presets, **more}
+    data |= {"paper": cls.paper, "arxiv": arxiv, "settings": settings, "presets": presets, **extra}
     if as_json:
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
         return
-    lines = {"family": cls.family, "paper": cls.paper + (f", https://arxiv.org/abs/{arxiv}" if arxiv else "")} | more
+    lines = {"family": cls.family, "paper": cls.paper + (f", https://arxiv.org/abs/{arxiv}" if arxiv else "")} | extra
     lines |= {f"preset {key}": ", ".join(f"{k}={v}" for k, v in changes.items()) for key, changes in presets.items()}
     lines = {key: str(value) for key, value in lines.items() if value}
-    lines |= {f"{key}={each['default']}": each["about"] for key, each in settings.items()}
+    lines |= {f"{key}={setting['default']}": setting["about"] for key, setting in settings.items()}
     lines["in Python"] = f"paradec.{kind}s.create({name!r}{', ' + next(iter(settings)) + '=...' if settings else ''})"
     echo(f"{name}: {cls.summary}\n\n{about}\n")
     if sys.stdout.isatty():
@@ -128,30 +128,30 @@ def explanations(cls: type) -> tuple[str, dict[str, str]]:
     about: list[str] = []
     explained: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        text, said = _sections(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
-        explained |= said
+        text, sections = _sections(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
+        explained |= sections
         about = text if base is cls else about
     return "\n\n".join(about), explained
 
 
 def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
     paragraphs: list[str] = []
-    said: dict[str, str] = {}
+    sections: dict[str, str] = {}
     for block in re.split(r"\n\s*\n", doc):
-        first, _, rest = block.partition("\n")
+        first, _, body = block.partition("\n")
         if first.strip() != "Args:":
             if not re.match(r"(Raises|Returns|Attributes):", first):
                 paragraphs.append(" ".join(block.split()))
             continue
         names: list[str] = []
-        for line in inspect.cleandoc(rest).splitlines():
-            begun = FIRST_LINE.fullmatch(line)
-            if begun:
-                names = begun[1].split(", ")
-                said |= dict.fromkeys(names, begun[2])
+        for line in inspect.cleandoc(body).splitlines():
+            first_line = FIRST_LINE.fullmatch(line)
+            if first_line:
+                names = first_line[1].split(", ")
+                sections |= dict.fromkeys(names, first_line[2])
             else:
-                said |= {name: f"{said[name]} {line.strip()}" for name in names}
-    return [text for text in paragraphs if text], said
+                sections |= {name: f"{sections[name]} {line.strip()}" for name in names}
+    return [text for text in paragraphs if text], sections
 
 
 def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -165,24 +165,24 @@ def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    numbers = sorted(range(2, len(columns)), key=lambda c: [*BY_WORTH, columns[c]].index(columns[c]))
+    number_columns = sorted(range(2, len(columns)), key=lambda c: [*BY_WORTH, columns[c]].index(columns[c]))
     left_out: list[str] = []
     while True:
-        drawn = Table("sampler", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for column in sorted(numbers):
+        grid = Table("sampler", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for column in sorted(number_columns):
             head = columns[column].replace("/forward", "/\nforward").replace(" x ", "\nx ")
-            drawn.add_column(head.replace(" answer", "\nanswer"), justify="right", no_wrap=True)
-        before = ""
+            grid.add_column(head.replace(" answer", "\nanswer"), justify="right", no_wrap=True)
+        previous = ""
         for row in rows:
             settings = [] if row[1] == "default" else [f"  {setting}" for setting in row[1].split(", ")]
-            names = [row[0], *settings] if row[0] != before else settings
-            before = row[0]
-            drawn.add_row("\n".join(names), *(row[column] for column in sorted(numbers)))
+            names = [row[0], *settings] if row[0] != previous else settings
+            previous = row[0]
+            grid.add_row("\n".join(names), *(row[column] for column in sorted(number_columns)))
         wide = console.options.update(max_width=MAX_WIDTH)
-        if len(numbers) == 1 or Measurement.get(console, wide, drawn).maximum <= console.width:
+        if len(number_columns) == 1 or Measurement.get(console, wide, grid).maximum <= console.width:
             break
-        left_out.append(columns[numbers.pop()])
-    console.print(drawn)
+        left_out.append(columns[number_columns.pop()])
+    console.print(grid)
     if left_out:
         console.print(f"no room here for {', '.join(left_out)}: a wider terminal, a pipe and --json have them")
 
@@ -200,7 +200,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
         return f"| {' | '.join(escaped)} |"
 
-    marks = ["---" if place < 2 else "--:" for place in range(len(columns))]
+    marks = ["---" if index < 2 else "--:" for index in range(len(columns))]
     return "\n".join([line(columns), "|" + "|".join(marks) + "|", *map(line, rows)])
 
 
@@ -210,9 +210,9 @@ def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(LATEX) for cell in cells) + r" \\"
 
-    kinds = "".join("l" if place < 2 else "r" for place in range(len(columns)))
-    begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
-    return "\n".join([begin, r"\toprule", line(columns), r"\midrule", *map(line, rows), r"\bottomrule", end])
+    kinds = "".join("l" if index < 2 else "r" for index in range(len(columns)))
+    head, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
+    return "\n".join([head, r"\toprule", line(columns), r"\midrule", *map(line, rows), r"\bottomrule", end])
 
 
 def comma_separated(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

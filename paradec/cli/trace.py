@@ -43,10 +43,10 @@ def trace(
     if as_json:
         typer.echo(json.dumps({"out": None if out is None else str(out), "runs": runs}))
         return
-    for numbers in runs:
+    for row in runs:
         typer.echo(
             "{name}: {sampler}, rows {rows}, steps {steps}, forwards {forwards}, tokens final {final}, {unit} "
-            "evaluated {evaluated}".format(**numbers)
+            "evaluated {evaluated}".format(**row)
         )
     if out is not None:
         typer.echo(f"written to {out}")

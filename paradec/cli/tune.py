@@ -57,8 +57,8 @@ def tune(
     chooses, the other half is reported."""
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
-    if others := options.given(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
-        option = f"--{min(others).replace('_', '-')}"
+    if excluded := options.given(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
+        option = f"--{min(excluded).replace('_', '-')}"
         raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
     for name, file in files.items():
         options.check_writable(f"--{name}", file)
@@ -89,18 +89,18 @@ def tune(
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
     texts = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
     Scorer.of(texts, score, score_with)
-    wanted: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
-    wanted |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
-    wanted |= {"checker": score_with, "mask": mask, "study": study}
+    arguments: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
+    arguments |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
+    arguments |= {"checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
-    wanted |= {name: value for name, value in shared.items() if value is not None}
-    found, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.work, **wanted))
-    typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
+    arguments |= {name: value for name, value in shared.items() if value is not None}
+    tuning, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.work, **arguments))
+    typer.echo(json.dumps(tuning.to_dict(), ensure_ascii=False) if as_json else str(tuning))
     if report is not None:
-        found.to_json(report)
-    if out is not None and found.points:
-        found.save(out, point)
-        chosen = found.points[found.chosen if point is None else point - 1]
+        tuning.to_json(report)
+    if out is not None and tuning.points:
+        tuning.save(out, point)
+        chosen = tuning.points[tuning.chosen if point is None else point - 1]
         print(f"preset {str(out)!r}: {chosen.name}", file=sys.stderr)
     if code:
         print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
@@ -146,14 +146,14 @@ def search_steps(
 
     try:
         with show.Bar() as bar:
-            found = paradec.tune_steps(pipe, run, **search, study=files["study"], progress=bar.work)
+            result = paradec.tune_steps(pipe, run, **search, study=files["study"], progress=bar.work)
     except KeyboardInterrupt:
-        again = "" if files["study"] is None else ": the same command goes on with --study"
-        print(f"interrupted{again}", file=sys.stderr)
+        hint = "" if files["study"] is None else ": the same command goes on with --study"
+        print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_CODE
-    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+    typer.echo(json.dumps(result.to_dict()) if as_json else str(result))
     if files["report"] is not None:
-        files["report"].write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+        files["report"].write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     if files["out"] is not None:
-        found.save(files["out"])
+        result.save(files["out"])
     return 0

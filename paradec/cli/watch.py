@@ -65,15 +65,15 @@ class LiveView:
 
     def update(self, state: TextState, commit: Any) -> None:
         """Called by `paradec.generate` after every commit."""
-        begin = time.monotonic()
-        if begin < self.due and not state.done:
+        start = time.monotonic()
+        if start < self.due and not state.done:
             return
         self.screen.update(self.draw(state), refresh=True)
         self.due = time.monotonic() + self.interval
         if self.pace > 0 and self.slept < MAX_PACED:
             time.sleep(self.pace)
             self.due = 0.0
-            self.slept += time.monotonic() - begin
+            self.slept += time.monotonic() - start
 
     def draw(self, state: TextState) -> RenderableType:
         """The rows as they are, below their cost. What became final since the last drawing is highlighted."""
@@ -101,35 +101,37 @@ class LiveView:
         """Each row as styled text; how many tokens are final (of end tokens one a row), and how many there are."""
         from rich.text import Text
 
-        ids, given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()
-        before: Any = [[not flag for flag in row] for row in given] if self.undecided is None else self.undecided
+        ids, is_given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()
+        was_decided: Any = (
+            [[not flag for flag in row] for row in is_given] if self.undecided is None else self.undecided
+        )
         self.undecided = undecided
         opened: Any = getattr(state, "block_end", state.end)
         drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}
-        texts, decided, open_ = [], 0, 0
+        texts, decided, num_open = [], 0, 0
         for row in range(state.batch):
             # a prompt is left out, unless there are holes in it
             holes = state.answer_start[row] > state.prompt_length[row]
             start, end = 0 if holes else int(state.prompt_length[row]), int(state.end[row])
 
             def kind(i: int, row: int = row) -> str:
-                if given[row][i]:
+                if is_given[row][i]:
                     return "given"
                 if undecided[row][i] and i < drafted[row]:
                     return "draft"
                 if undecided[row][i]:
-                    return "taken" if not before[row][i] else "undecided" if i < opened[row] else "ahead"
+                    return "taken" if not was_decided[row][i] else "undecided" if i < opened[row] else "ahead"
                 if ids[row][i] in ends:
                     return "end"
-                return "fresh" if before[row][i] else "final"
+                return "fresh" if was_decided[row][i] else "final"
 
-            number = Text(f"[{row + 1}] " if state.batch > 1 else "", style="dim")
+            row_label = Text(f"[{row + 1}] " if state.batch > 1 else "", style="dim")
             kinds = [kind(i) for i in range(start, end)]
             decided += kinds.count("final") + kinds.count("fresh") + ("end" in kinds)
-            open_ += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
-            texts.append(Text.assemble(number, rendered(self.tokenizer, ids[row][start:end], kinds)))
-        return texts, decided, decided + open_
+            num_open += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
+            texts.append(Text.assemble(row_label, rendered(self.tokenizer, ids[row][start:end], kinds)))
+        return texts, decided, decided + num_open
 
 
 def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
@@ -142,7 +144,7 @@ def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     text = Text()
-    known: list[int] = []  # the last token that is text: it says whether a space comes before the next one
+    text_ids: list[int] = []  # the last token that is text: it says whether a space comes before the next one
     for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
         columns = list(group)
         if kind in SHOWN:
@@ -152,7 +154,7 @@ def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
                 text.append(" ")
             text.append(f"{SHOWN[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SHOWN[kind] * count, STYLES[kind])
             continue
-        run = decoded([*known, *(ids[i] for i in columns)])[len(decoded(known)) :]
+        run = decoded([*text_ids, *(ids[i] for i in columns)])[len(decoded(text_ids)) :]
         text.append(run, STYLES[kind])
-        known = [ids[columns[-1]]] if decoded([ids[columns[-1]]]).strip() else known
+        text_ids = [ids[columns[-1]]] if decoded([ids[columns[-1]]]).strip() else text_ids
     return text

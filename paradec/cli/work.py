@@ -84,10 +84,10 @@ class Work:
         with self.method.start(self.model, prompts, Request(sampler=self.method, **self.request)).freed_store():
             pass
 
-    def run(self, prompts: Any, callback: Callable[[Any, Any], None], **more: Any) -> Output:
+    def run(self, prompts: Any, callback: Callable[[Any, Any], None], **arguments: Any) -> Output:
         """Decode a batch, with a callback after every commit. more: further arguments, of this batch."""
         function = getattr(paradec, self.function)
-        return function(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **more})
+        return function(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **arguments})
 
 
 ARGUMENTS = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
@@ -149,7 +149,7 @@ def prepare(
             "max_new_tokens", request["max_new_tokens"], low=int(needs_answer), high=LARGEST_INT, none=needs_answer
         )
         check_placeholder(request.get("mask"))
-        answers = request.pop("num_return_sequences")
+        num_answers = request.pop("num_return_sequences")
         # a model may have a sampler of its own for who names none
         left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not settings
         if agree is not None:
@@ -170,14 +170,14 @@ def prepare(
         if drafter is not None:
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
             method = dataclasses.replace(method, drafter=draft_model, **late)
-    drawn = seed_matters(method, request["temperature"], request["suffix"])
-    if request["seed"] is None and drawn:  # one for all batches
+    uses_seed = seed_matters(method, request["temperature"], request["suffix"])
+    if request["seed"] is None and uses_seed:  # one for all batches
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
     if together and os.environ["RANK"] != "0":
         decode_for_rank_0(loaded, method)
-    return Work(function, loaded, method, request, request.pop("chat", None), answers)
+    return Work(function, loaded, method, request, request.pop("chat", None), num_answers)
 
 
 def decode_for_rank_0(model: Any, sampler: Any) -> NoReturn:
@@ -216,8 +216,8 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
     setting = drafter_setting(sampler)
     needed = sampler.name in DRAFTERS or getattr(sampler, "needs_drafter", False) and sampler.drafter is None
     if drafter is None and needed:
-        what = DRAFTERS.get(sampler.name, "a smaller model of the same vocabulary, or a drafter of the model")
-        raise ValueError(f"--sampler {sampler.name} needs --drafter: {what}")
+        expected = DRAFTERS.get(sampler.name, "a smaller model of the same vocabulary, or a drafter of the model")
+        raise ValueError(f"--sampler {sampler.name} needs --drafter: {expected}")
     if drafter is not None and setting is None:
         raise ValueError(f"--drafter is for speculative, lantern, lantern++, cspd, code, distilled; not {sampler.name}")
 
@@ -240,9 +240,9 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
             return load_drafter(base, kind="mtp")
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
-    single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
+    is_unsharded = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
     # EAGLE's are often pickled
-    if single or DRAFTER_WEIGHTS & stored_weights(source, None).keys():
+    if is_unsharded or DRAFTER_WEIGHTS & stored_weights(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 
@@ -263,9 +263,11 @@ def rows_that_fit(model: Any, positions: int, branches: int) -> int:
     """Estimate how many rows of so many positions, each evaluated so many times, are decoded together."""
     config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
-    numbers = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
-    read = model.facts.block_length if model.facts.topology == "canvas" else positions  # logits of the open canvas
-    row = branches * (read * LOGIT_BYTES * model.facts.vocab_size + positions * 4 * numbers)
+    numbers_per_position = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
+    logits_positions = (
+        model.facts.block_length if model.facts.topology == "canvas" else positions
+    )  # logits of the open canvas
+    row = branches * (logits_positions * LOGIT_BYTES * model.facts.vocab_size + positions * 4 * numbers_per_position)
     return max(1, min(MOST_ROWS, _free_bytes(model.device) // row))
 
 
