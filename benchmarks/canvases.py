@@ -343,10 +343,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "schedule": lambda: schedules(arguments.turns),
-        "memory": memory,
-    }
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"schedule": lambda: schedules(arguments.turns), "memory": memory}
     for name, measure in parts.items():
         if arguments.part in (name, "all"):
             report[name] = {"commit": COMMIT, **measure()}

@@ -177,8 +177,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     real = frechet_distance(
-        (classifier.train_mean, classifier.train_covariance),
-        (classifier.held_out_mean, classifier.held_out_covariance),
+        (classifier.train_mean, classifier.train_covariance), (classifier.held_out_mean, classifier.held_out_covariance)
     )
     result = {"images": args.images, "guidance_scale": args.guidance_scale, "distance_of_training_digits": real}
     write_result(args.out, result | {"settings": rows})

@@ -245,12 +245,7 @@ def draw(found: dict[str, Any]) -> None:
 def pictures(file: Path) -> None:
     """One of every digit in a row, a setting in every row: masked ones above, diffusion below."""
     model, rows = paradec.load("digits-maskgit"), []
-    for name, settings, steps in (
-        ("maskgit", {}, 8),
-        ("maskgit", {}, 4),
-        ("halton", {}, 4),
-        ("recap", {}, 8),
-    ):
+    for name, settings, steps in (("maskgit", {}, 8), ("maskgit", {}, 4), ("halton", {}, 4), ("recap", {}, 8)):
         sampler = paradec.samplers.create(name, **settings)
         rows += paradec.generate_images(model, class_labels=range(10), sampler=sampler, steps=steps, seed=3).images
     pipe = PixelDiTPipeline.digits()

@@ -57,11 +57,7 @@ class Scale:
     """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
 
     # rows, heads, key/value heads, positions, head dimension, block
-    checked: tuple[tuple[int, ...], ...] = (
-        (2, 4, 2, 1000, 128, 128),
-        (1, 4, 2, 333, 96, 32),
-        (1, 2, 2, 515, 256, 64),
-    )
+    checked: tuple[tuple[int, ...], ...] = ((2, 4, 2, 1000, 128, 128), (1, 4, 2, 333, 96, 32), (1, 2, 2, 515, 256, 64))
     lengths: tuple[int, ...] = (8192, 16384, 32768, 65536)
     heads: int = 32
     width: int = 128
@@ -245,10 +241,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
 
         def flexed(sparse: Callable[..., Tensor] = sparse) -> dict[str, float]:
             difference = float((sparse(backend="flex") - sparse()).abs().max())
-            return {
-                "flex_speed_up": dense / timed(lambda i: sparse(i, backend="flex")),
-                "flex_difference": difference,
-            }
+            return {"flex_speed_up": dense / timed(lambda i: sparse(i, backend="flex")), "flex_difference": difference}
 
         if share == FLEX_SHARE:
             row |= section.attempt(f"flex_attention at {length}", flexed) or {}

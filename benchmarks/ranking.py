@@ -129,11 +129,7 @@ def packaged_entries() -> list[Entry]:
     found += [Entry("new", BASELINE, {**blocks, "cache": "delayed"}) for blocks in pipelined[:2]]
 
     rules = [BASELINE, BOTH, *_configurations("localleap", "entropy_threshold"), *PROFILES[1:], branches[0]]
-    for place in (
-        {**fixed[16], "suffix": "16"},
-        {**pipelined[1], "suffix": "16"},
-        {**pipelined[0], "suffix": "8"},
-    ):
+    for place in ({**fixed[16], "suffix": "16"}, {**pipelined[1], "suffix": "16"}, {**pipelined[0], "suffix": "8"}):
         for rule in rules:
             found.append(Entry("new", rule, place))
             if place["suffix"] == "16":
@@ -223,11 +219,7 @@ def antibody() -> Place:
     return Place("antibody", Remembering(real), real, parts, antibody_entries(), positions, 512, shared=shared, **sizes)
 
 
-PLACES = {
-    "packaged-64": lambda: packaged(64),
-    "packaged-256": lambda: packaged(256),
-    "antibody": antibody,
-}
+PLACES = {"packaged-64": lambda: packaged(64), "packaged-256": lambda: packaged(256), "antibody": antibody}
 
 
 # Measuring -------------------------------------------------------------------------------------------------------

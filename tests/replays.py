@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("proteins",),
         {
             "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
-            "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
+            "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities"
         },
     ),
     "ligands": (("ligands",), {"models/proteins/test_relatives.py": "probabilities_are_those_of_the_public_code"}),

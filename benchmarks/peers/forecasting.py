@@ -82,10 +82,7 @@ def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
     batch, side = size["batch"], size["side"]
     if model == "DiT":
         labels = torch.arange(1, batch + 1)
-        return {
-            "hidden_states": torch.randn(batch, 4, 2 * side, 2 * side, generator=draw),
-            "class_labels": labels,
-        }
+        return {"hidden_states": torch.randn(batch, 4, 2 * side, 2 * side, generator=draw), "class_labels": labels}
     axis = torch.arange(float(side))
     return {
         "hidden_states": torch.randn(batch, side * side, 16, generator=draw),

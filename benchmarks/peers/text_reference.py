@@ -157,12 +157,7 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     def run() -> Any:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints
             return decoding.generate(
-                module,
-                None,
-                prompt,
-                **_asked(task),
-                enable_cache=True,
-                cache_reloading_step=task["refresh"],
+                module, None, prompt, **_asked(task), enable_cache=True, cache_reloading_step=task["refresh"]
             )
 
     return run

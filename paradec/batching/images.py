@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paradec.api.images import (
-    ImageOutput,
-    build_output,
-    check_output_type,
-    make_images,
-    picture_request,
-)
+from paradec.api.images import ImageOutput, build_output, check_output_type, make_images, picture_request
 from paradec.batching.batch import Batch
 from paradec.batching.outputs import copy_rows
 from paradec.batching.slots import RowState, Ticket

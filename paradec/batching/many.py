@@ -111,12 +111,7 @@ class Many(Iterator[Any]):
     """What `generate_many` returns: an iterator of `Output`s, or of `ImageOutput`s."""
 
     def __init__(
-        self,
-        make: Callable[[], Batch],
-        prompts: Iterable[Any],
-        order: str,
-        errors: str,
-        look_ahead: int | None,
+        self, make: Callable[[], Batch], prompts: Iterable[Any], order: str, errors: str, look_ahead: int | None
     ):
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(

@@ -18,13 +18,7 @@ def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1)
 
 
 def spans(
-    state: Any,
-    chosen: np.ndarray,
-    start: np.ndarray,
-    stop: np.ndarray,
-    kind: str,
-    most: int = 3,
-    multiple: int = 1,
+    state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, most: int = 3, multiple: int = 1
 ) -> list[Part]:
     """Parts for the contiguous ranges [start, stop) of the `chosen` running rows, in at most `most` buckets.
 

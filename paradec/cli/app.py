@@ -102,8 +102,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _main(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
 ) -> None:
     command, processes = context.invoked_subcommand, options.num_processes()
     if processes > 1 and command not in ("generate", "infill"):

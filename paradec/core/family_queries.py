@@ -120,11 +120,7 @@ class LatentProposal:
 
 
 def whole_rows(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    at: Sequence[Sequence[int]],
-    prompts: Sequence[int],
-    begin: int = 0,
+    model: Any, rows: Sequence[Sequence[int]], at: Sequence[Sequence[int]], prompts: Sequence[int], begin: int = 0
 ) -> WindowQuery:
     """One call that evaluates rows of ids, padded on the right, on the model's device.
 

@@ -103,12 +103,7 @@ def load_causal(
     ends, pad = generation_ids(module, tokenizer)
     try:
         model = wrap(
-            module,
-            prediction="shifted",
-            topology="causal",
-            eos_token_id=ends,
-            pad_token_id=pad,
-            tokenizer=tokenizer,
+            module, prediction="shifted", topology="causal", eos_token_id=ends, pad_token_id=pad, tokenizer=tokenizer
         )
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error

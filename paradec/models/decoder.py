@@ -133,12 +133,7 @@ class Decoder(Model):
         return store_bytes(self.text_config, rows, length, dtype)
 
     def make_store(
-        self,
-        rows: int,
-        length: int,
-        store_dtype: str | None = None,
-        max_memory: int | None = None,
-        start: int = 0,
+        self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None, start: int = 0
     ) -> Any:
         """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
 

@@ -31,15 +31,7 @@ from paradec.models.family import Family, facts_of, stated_block, tokenizer_of
 from paradec.models.lora import LoRA
 from paradec.models.rotary import with_base
 from paradec.models.saving import Published, check_weights
-from paradec.models.text import (
-    dream,
-    llada,
-    llada2,
-    llada_moe,
-    nemotron_diffusion,
-    sdar,
-    stable_diffcoder,
-)
+from paradec.models.text import dream, llada, llada2, llada_moe, nemotron_diffusion, sdar, stable_diffcoder
 from paradec.models.wrapping import default_attention, implementation
 
 FAMILIES: dict[str, Family] = {
@@ -242,12 +234,7 @@ def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, 
 
 
 def _blocks(
-    source: str,
-    config: dict[str, Any],
-    family: Family,
-    given: int | None,
-    topology: str | None,
-    adapter: LoRA | None,
+    source: str, config: dict[str, Any], family: Family, given: int | None, topology: str | None, adapter: LoRA | None
 ) -> tuple[Family, int | None]:
     """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
     from the prompt's end.
@@ -295,12 +282,7 @@ def _block_length(source: str, config: dict[str, Any], family: Family, given: in
 
 
 def _pretrained(
-    source: str,
-    hf_config: Any,
-    family: Family,
-    config: dict[str, Any],
-    revision: str | None,
-    **options: Any,
+    source: str, hf_config: Any, family: Family, config: dict[str, Any], revision: str | None, **options: Any
 ) -> nn.Module:
     """Load the weights, strictly."""
     import transformers

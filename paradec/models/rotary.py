@@ -22,7 +22,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
 """The types that are read, and the fields that each must state. (transformers takes a missing
 `original_max_position_embeddings` from `max_position_embeddings`, which is another model.)"""
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
 BY_CALL = ("dynamic", "longrope")
 """The types that choose angles by the longest position of a call."""

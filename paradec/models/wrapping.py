@@ -24,10 +24,7 @@ from paradec.models.visibility import beyond_plain
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
-NOT_CAUSAL = {
-    "cpmant": "it reads its prompt both ways",
-    "xlm": "it predicts at a mask that its own generate appends",
-}
+NOT_CAUSAL = {"cpmant": "it reads its prompt both ways", "xlm": "it predicts at a mask that its own generate appends"}
 """Classes that are called causal and are not, by `model_type`."""
 DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "use_cache")
 """What a `Decoder` calls its module with, besides a store."""

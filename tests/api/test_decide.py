@@ -96,10 +96,7 @@ def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(predic
     check_answers(paradec.decide(model_of("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
 
 
-FEW = {
-    "a": Span("What?", ["level", "Yes or No", "Yes", "only level"]),
-    "b": Span("And then?", ["No", "Answer", "x"]),
-}
+FEW = {"a": Span("What?", ["level", "Yes or No", "Yes", "only level"]), "b": Span("And then?", ["No", "Answer", "x"])}
 """Labels of several lengths, one of them the beginning of another."""
 
 

@@ -274,10 +274,7 @@ def test_a_row_of_nan_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("model", "request_"),
-    [
-        (tiny(1, **BLOCKS), {}),
-        (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0}),
-    ],
+    [(tiny(1, **BLOCKS), {}), (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0})],
     ids=["no store", "guidance"],
 )
 def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[str, Any]) -> None:

@@ -61,8 +61,7 @@ COUNT = st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,}", "{,2}", "{1,3}", 
 PATTERNS = st.recursive(
     st.tuples(PART, COUNT).map("".join),
     lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3).map("".join),
-        st.tuples(inner, inner).map("|".join).map("({})".format),
+        st.lists(inner, min_size=1, max_size=3).map("".join), st.tuples(inner, inner).map("|".join).map("({})".format)
     ),
     max_leaves=5,
 )

@@ -127,13 +127,7 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
     found = []
     for sampler in (Groups(order=given, lossless=True, verify=verify), Groups(order=given)):
         out = paradec.generate_images(
-            model,
-            class_labels=1,
-            num_images=count,
-            sampler=sampler,
-            seed=3,
-            guidance_scale=2.0,
-            output_type="latent",
+            model, class_labels=1, num_images=count, sampler=sampler, seed=3, guidance_scale=2.0, output_type="latent"
         )
         numbers = (out.tokens * torch.tensor([27, 9, 3, 1])).sum(1)
         found.append(torch.bincount(numbers, minlength=81))

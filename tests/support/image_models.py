@@ -20,11 +20,7 @@ from paradec.core.query import Query
 from paradec.models.images.base import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.models.images.distilled_llamagen import (
-    DistilledLlamaGen,
-    DistilledLlamaGenConfig,
-    DistilledLlamaGenModel,
-)
+from paradec.models.images.distilled_llamagen import DistilledLlamaGen, DistilledLlamaGenConfig, DistilledLlamaGenModel
 from paradec.models.images.distilled_var import DistilledVAR, DistilledVARModel
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.glm_image import GlmImageModel

@@ -185,11 +185,7 @@ class LPDModel(ImageModel):
     module: LPD
 
     def __init__(
-        self,
-        module: LPD,
-        vq: VQModel | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        name: str = "LPD",
+        self, module: LPD, vq: VQModel | None = None, defaults: Mapping[str, Any] | None = None, name: str = "LPD"
     ):
         if not isinstance(module, LPD):
             raise TypeError(f"module must be a paradec.models.images.lpd.LPD, not {type(module).__name__}")

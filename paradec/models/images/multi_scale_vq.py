@@ -21,10 +21,7 @@ from paradec.models.weights import read_weights
 
 CONVOLUTIONS = 4
 """Convolutions that smooth the upsampled codes; neighbouring scales share one."""
-PUBLISHED_SCALES = {
-    256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
-    512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
-}
+PUBLISHED_SCALES = {256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
 """Sides of the code maps of the published models, by the side of their pictures in pixels."""
 UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
 """Counts of the training in published files."""

@@ -372,11 +372,7 @@ class VARModel(ScalePictures, Adapter):
     module: VAR
 
     def __init__(
-        self,
-        module: VAR,
-        vq: MultiScaleVQ,
-        defaults: Mapping[str, Any] | None = None,
-        name: str | None = None,
+        self, module: VAR, vq: MultiScaleVQ, defaults: Mapping[str, Any] | None = None, name: str | None = None
     ):
         if not isinstance(module, VAR):
             raise TypeError(f"module must be a paradec.models.images.var.VAR, not {type(module).__name__}")

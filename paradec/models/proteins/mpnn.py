@@ -188,9 +188,7 @@ class ProteinMPNNModel(Opaque):
         raise ValueError(f"{self.facts.name} is read from its published file; torch.save(model, ...) keeps a model")
 
     def on(
-        self,
-        structures: Structure | Sequence[Structure],
-        rules: DesignRules | Sequence[DesignRules] | None = None,
+        self, structures: Structure | Sequence[Structure], rules: DesignRules | Sequence[DesignRules] | None = None
     ) -> ProteinMPNNModel:
         """A model of other structures, or under other rules, with the same network."""
         return type(self)(self.module, structures, self.facts.name, rules)

@@ -7,12 +7,7 @@ from __future__ import annotations
 from paradec.models.family import Family
 from paradec.models.text.qwen import qwen2_config
 
-FAMILY = Family(
-    module="Qwen2ForCausalLM",
-    config=qwen2_config,
-    prediction="shifted",
-    qwen2_tokenizer=True,
-)
+FAMILY = Family(module="Qwen2ForCausalLM", config=qwen2_config, prediction="shifted", qwen2_tokenizer=True)
 FAST_DLLM_V2 = Family(
     module="Qwen2ForCausalLM",
     config=qwen2_config,

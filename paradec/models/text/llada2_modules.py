@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Glm4MoeForCausalLM
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 

@@ -10,11 +10,7 @@ from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_un
 from paradec.models.family import shared_fields
 from paradec.models.rotary import rope_parameters
 
-ONLY = {
-    "hidden_act": ("silu",),
-    "use_sliding_window": (False, None),
-    "use_mrope": (False, None),
-}
+ONLY = {"hidden_act": ("silu",), "use_sliding_window": (False, None), "use_mrope": (False, None)}
 """Fields that change the maths, and the values that are supported."""
 
 ONLY_QWEN3 = {"attention_bias": (False, None)}

@@ -53,12 +53,7 @@ def check(sampler: Any, model: Any) -> None:
 
 
 def start(
-    sampler: Any,
-    model: Any,
-    encoded: Prompts,
-    request: Request,
-    *others: Any,
-    kind: type[OrderedState] | None = None,
+    sampler: Any, model: Any, encoded: Prompts, request: Request, *others: Any, kind: type[OrderedState] | None = None
 ) -> OrderedState:
     """Make the state of a request whose prompts hold masks.
 

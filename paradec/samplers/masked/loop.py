@@ -80,16 +80,7 @@ from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.rules.revision import Revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import (
-    LAST,
-    UNCUT,
-    Decision,
-    MaskedProposal,
-    Needs,
-    Stage,
-    View,
-    checked_select,
-)
+from paradec.samplers.masked.view import LAST, UNCUT, Decision, MaskedProposal, Needs, Stage, View, checked_select
 from paradec.samplers.statistics import top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]

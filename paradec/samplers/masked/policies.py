@@ -15,12 +15,7 @@ from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks, WholeCanvas
 
-POLICIES = {
-    "fixed": FixedBlocks,
-    "whole": WholeCanvas,
-    "adaptive": AdaptiveBlocks,
-    "pipelined": PipelinedBlocks,
-}
+POLICIES = {"fixed": FixedBlocks, "whole": WholeCanvas, "adaptive": AdaptiveBlocks, "pipelined": PipelinedBlocks}
 
 
 def policy_of(name: str, value: Any) -> Any:

@@ -12,14 +12,7 @@ from paradec.samplers.masked.rules.combination import Combination
 from paradec.samplers.masked.rules.origin import Origin
 from paradec.samplers.masked.rules.random import Random
 
-STAGES = (
-    "query",
-    "propose",
-    "commit",
-    "ranked",
-    "read",
-    "draw_tokens",
-)
+STAGES = ("query", "propose", "commit", "ranked", "read", "draw_tokens")
 """What runs around `select` in the masked family, and not here."""
 
 

@@ -210,11 +210,7 @@ class Answering:
         entries = [self._build_entry(*request.args) for request in requests]
         start = time.perf_counter()
         outputs = generate_many(
-            self.model,
-            [entry for entry, _ in entries],
-            batch_size=self.batch_size,
-            errors="raise",
-            preset=self.request,
+            self.model, [entry for entry, _ in entries], batch_size=self.batch_size, errors="raise", preset=self.request
         )
         bar = self._bar(len(requests), disable_tqdm, "answers")
         with outputs, bar:

@@ -52,10 +52,7 @@ def check_plot(file: str | os.PathLike[str]) -> None:
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
     """Draw a comparison: right answers over tokens per forward, by whether prompts have one right answer or many.
     Raises ModuleNotFoundError, ValueError: as `check_plot`."""
-    groups = {
-        "one right answer": comparison.group(many=False),
-        "many right answers": comparison.group(many=True),
-    }
+    groups = {"one right answer": comparison.group(many=False), "many right answers": comparison.group(many=True)}
     if not all(groups.values()):
         groups = {"all prompts": list(comparison.many)}
     panels = []
@@ -129,10 +126,5 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
         axis.set(title=panel.title, xlabel=x_label)
         axis.grid(alpha=0.25, linewidth=0.5)
     axes[0].set_ylabel(y_label)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside right upper",
-        fontsize="small",
-        frameon=False,
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small", frameon=False)
     save(figure, file)

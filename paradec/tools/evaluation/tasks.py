@@ -211,12 +211,7 @@ TASKS: dict[str, Task] = {
         _task("remove_random", *_any_of(_removals)),
         _task("replace_random", *_any_of(_replacements)),
         _task(
-            "latin_square",
-            _latin_square,
-            _is_latin_square,
-            alphabet=SYMBOLS,
-            sizes=SQUARE_SIZES,
-            max_answer_tokens=19,
+            "latin_square", _latin_square, _is_latin_square, alphabet=SYMBOLS, sizes=SQUARE_SIZES, max_answer_tokens=19
         ),
     )
 }

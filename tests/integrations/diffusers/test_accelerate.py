@@ -809,11 +809,7 @@ def test_half_precision_keeps_its_type() -> None:
 def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]) -> None:
     before = attributes(dit.transformer), attributes(flux.transformer)
     for pipe, target, message in (
-        (
-            dit,
-            "blocks.*attn",
-            r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1",
-        ),
+        (dit, "blocks.*attn", r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1"),
         (dit, "proj_out", "matches no module of DiTTransformer2DModel"),
         (dit, Modules("proj_out_2", "layers.*"), "skip: pattern 'layers"),
         # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast

@@ -87,8 +87,7 @@ ROWS = 2000
 
 
 @pytest.mark.parametrize(
-    "chain",
-    [pytest.param(name, marks=() if name in ("sjd", "drafter") else pytest.mark.full) for name in CHAINS],
+    "chain", [pytest.param(name, marks=() if name in ("sjd", "drafter") else pytest.mark.full) for name in CHAINS]
 )
 def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
     case = CASES[next(name for name in named("law") if CASES[name]["ends"])]

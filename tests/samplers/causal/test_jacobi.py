@@ -26,14 +26,7 @@ from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
-from paradec.samplers.causal.window import (
-    INITS,
-    ONE_HOT,
-    REFRESHES,
-    DraftDistributions,
-    DraftWindow,
-    read_drafts,
-)
+from paradec.samplers.causal.window import INITS, ONE_HOT, REFRESHES, DraftDistributions, DraftWindow, read_drafts
 
 
 def cases(*families: str) -> list[Any]:

@@ -531,11 +531,7 @@ def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
     assert Forecast(how="newton", order=2).forecaster == Forecast(how=Newton(2)).forecaster
     assert Forecast("seacache").forecaster == Taylor() and Forecast("dbcache").forecaster == Reuse()
     for sampler in (
-        *(
-            TaylorSeer(),
-            TaylorSeer(interval=3, order=2),
-            Forecast(Every(5, 3, "diffusers"), "dmd(window=4)", "block"),
-        ),
+        *(TaylorSeer(), TaylorSeer(interval=3, order=2), Forecast(Every(5, 3, "diffusers"), "dmd(window=4)", "block")),
         *(Forecast([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(where=["a"], max_memory="1KB")),
         *(Forecast(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
     ):

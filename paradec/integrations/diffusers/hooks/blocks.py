@@ -232,10 +232,7 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
     listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, listed)]
     chosen: dict[str, Kind] = {}
-    settings: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
-        ("modules", modules, "forecast"),
-        ("skip", skip, "skip"),
-    )
+    settings: tuple[tuple[str, tuple[str, ...], Kind], ...] = (("modules", modules, "forecast"), ("skip", skip, "skip"))
     for setting, patterns, kind in settings:
         for pattern in patterns:
             hits = [name for name in names if re.fullmatch(pattern, name)]

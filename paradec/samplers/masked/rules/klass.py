@@ -70,10 +70,7 @@ class KLASS(LowConfidence):
         check_int("history", self.history, low=1)
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        return {
-            "previous": MemorySpec(("window", "vocab")),
-            "stable": MemorySpec(("window",), torch.int64),
-        }
+        return {"previous": MemorySpec(("window", "vocab")), "stable": MemorySpec(("window",), torch.int64)}
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over

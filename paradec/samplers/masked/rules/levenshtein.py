@@ -193,14 +193,7 @@ def _best_without(tokens: Tensor, p: Tensor, barred: tuple[int, ...]) -> tuple[T
 
 
 def _moved(
-    text: Tensor,
-    current: Tensor,
-    original: Tensor,
-    free: Tensor,
-    writes: Tensor,
-    delete: int,
-    split: int,
-    mask_id: int,
+    text: Tensor, current: Tensor, original: Tensor, free: Tensor, writes: Tensor, delete: int, split: int, mask_id: int
 ) -> tuple[Tensor, Tensor]:
     """[R, W] both: the text after what was written has moved it, and which of its masks are the block's own.
 

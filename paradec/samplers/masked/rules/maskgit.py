@@ -21,14 +21,7 @@ from paradec.kernels.token_stats import draw
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.drawing import token_draws
-from paradec.samplers.masked.loop import (
-    LAST,
-    MaskedProposal,
-    MaskedSampler,
-    MaskedState,
-    Needs,
-    View,
-)
+from paradec.samplers.masked.loop import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""

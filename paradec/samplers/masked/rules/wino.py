@@ -18,15 +18,7 @@ from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import token_statistics
-from paradec.samplers.masked.loop import (
-    MaskedProposal,
-    MaskedSampler,
-    MaskedState,
-    Needs,
-    Revision,
-    Stage,
-    View,
-)
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, Stage, View
 
 
 @dataclass(frozen=True)
