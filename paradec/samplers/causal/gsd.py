@@ -61,16 +61,15 @@ class GSD(SJD):
     arxiv = "2508.07747"
     summary = "SJD that verifies groups of tokens that the model finds alike; more drafts are accepted, not lossless"
     lossless = False
+    compared_by = property(  # type: ignore[assignment]
+        lambda self: "" if self.d_threshold is None else "token_embeddings"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("group_half_width", self.group_half_width, low=1, high=256)
         check_number("p_threshold", self.p_threshold, low=0, high=1, open_low=True)
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
-
-    @property
-    def compared_by(self) -> str:
-        return "" if self.d_threshold is None else "token_embeddings"
 
     def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""

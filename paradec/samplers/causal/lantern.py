@@ -4,7 +4,7 @@ picture, so the probability of a draft may count its neighbours' in the codebook
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -76,25 +76,42 @@ class Lantern(DraftingSampler, SJD):
     arxiv = "2410.03355"
     summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
     lossless = False
+    compared_by = "codebook"
     hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self, self.k, self.delta)
+        check_int("k", self.k, low=1)
+        check_number("delta", self.delta, low=0, high=1)
+        defaults = self.settings()
+        for name in ("init", "refresh", "guess_distribution") if self.drafter is not None else ():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f"{name}={value!r} has no meaning where a model drafts; leave it out")
 
     @property
-    def compared_by(self) -> str:
-        return "codebook"
+    def limit(self) -> tuple[bool, float]:
+        """What the neighbours may add: `additive` and `bound` of `relaxed_probability`."""
+        return True, self.delta
 
     def accept(self, window: DraftWindow) -> Tensor:
-        return accept_near(window, self.k, True, self.delta)
+        """min(1, m(x) / q(x))."""
+        assert window.embeddings is not None  # `compared_embeddings` has seen to it
+        x = window.drafts.tokens
+        # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
+        neighbour_ids = neighbours(window.embeddings, x, self.k)
+        neighbour_ids.masked_fill_((window.p.amax(-1) == 1).unsqueeze(-1), -1)
+        mass, _ = relaxed_probability(window.p, x, neighbour_ids, *self.limit)
+        return (mass / window.drafts.draft_probability()).clamp(max=1)
 
     def node_rule(self, state: CausalState) -> NodeRule:
-        return make_node_rule(state, self.tree, self.k, True, self.delta)
+        assert state.embeddings is not None  # likewise
+        # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
+        k = self.k if state.request.temperature else 0
+        return NodeRule(state.embeddings, k, *self.limit, not isinstance(self.tree, DynamicTree), state.allowed)
 
 
 @dataclass(frozen=True)
-class LanternPlusPlus(DraftingSampler, SJD):
+class LanternPlusPlus(Lantern):
     """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x). Not
     lossless; lam=1 is SJD.
 
@@ -105,60 +122,21 @@ class LanternPlusPlus(DraftingSampler, SJD):
         drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `SJD`.
     """
 
-    guess_distribution: str = "one_hot"
     k: int = 10
-    delta: float = 0.1
     lam: float = 5.0
 
     name = "lantern++"
     paper = "LANTERN++"
     arxiv = "2502.06352"
     summary = "LANTERN whose neighbours count in proportion to the draft's own probability; not lossless"
-    lossless = False
-    hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self, self.k, self.delta)
         check_number("lam", self.lam, low=1)
 
     @property
-    def compared_by(self) -> str:
-        return "codebook"
-
-    def accept(self, window: DraftWindow) -> Tensor:
-        return accept_near(window, self.k, False, self.lam)
-
-    def node_rule(self, state: CausalState) -> NodeRule:
-        return make_node_rule(state, self.tree, self.k, False, self.lam)
-
-
-def check_settings(sampler: DraftingSampler, k: int, delta: float) -> None:
-    """Raise ValueError for a number out of its range, or a setting that has no meaning where a model drafts."""
-    check_int("k", k, low=1)
-    check_number("delta", delta, low=0, high=1)
-    defaults = sampler.settings()
-    for name in ("init", "refresh", "guess_distribution") if sampler.drafter is not None else ():
-        if (value := getattr(sampler, name)) != defaults[name]:
-            raise ValueError(f"{name}={value!r} has no meaning where a model drafts; leave it out")
-
-
-def accept_near(window: DraftWindow, k: int, additive: bool, bound: float) -> Tensor:
-    """min(1, m(x) / q(x)) of the drafts x, [R, W]; see `relaxed_probability`."""
-    assert window.embeddings is not None  # `compared_embeddings` has seen to it
-    x = window.drafts.tokens
-    # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
-    neighbour_ids = neighbours(window.embeddings, x, k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
-    mass, _ = relaxed_probability(window.p, x, neighbour_ids, additive, bound)
-    return (mass / window.drafts.draft_probability()).clamp(max=1)  # min(1, m(x) / q(x))
-
-
-def make_node_rule(state: CausalState, tree: Any, k: int, additive: bool, bound: float) -> NodeRule:
-    """How the nodes of a tree are drawn and verified."""
-    assert state.embeddings is not None  # likewise
-    # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
-    k = k if state.request.temperature else 0
-    return NodeRule(state.embeddings, k, additive, bound, not isinstance(tree, DynamicTree), state.allowed)
+    def limit(self) -> tuple[bool, float]:
+        return False, self.lam
 
 
 class NodeRule(Sequential):

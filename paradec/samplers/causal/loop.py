@@ -67,6 +67,8 @@ class CausalSampler(Sampler):
     """Whether the method decodes models of any order too (`paradec.samplers.causal.any_order`)."""
     guesses: ClassVar[bool] = False
     """Whether slots that are new to the window hold guesses."""
+    compared_by: ClassVar[str] = ""
+    """Vectors that `accept` compares tokens by: "token_embeddings", "codebook" or ""."""
     state_type: ClassVar[type[CausalState]] = CausalState
 
     def __post_init__(self) -> None:
@@ -94,11 +96,6 @@ class CausalSampler(Sampler):
     def branches(self) -> Branches | None:
         """Further drafts, verified in the same forward."""
         return None
-
-    @property
-    def compared_by(self) -> str:
-        """Vectors that `accept` compares tokens by: "token_embeddings", "codebook" or ""."""
-        return ""
 
     def num_slots(self, model: Any, num_new: int) -> int:
         """Slots of a row's window, for an answer of `num_new` tokens."""
@@ -290,7 +287,13 @@ class CausalSampler(Sampler):
         selected = torch.arange(verified.tokens.shape[1], device=count.device) < count
         state.write(proposal.positions, rows, torch.where(selected, verified.tokens, -1))
         state.committed[rows] += num_final
-        logprobs = self._record_logprobs(state, proposal, verified.tokens, selected)
+        if state.rollout is not None:
+            state.rollout.record_causal(state, proposal, verified.tokens, selected)
+        logprobs = None
+        if state.logprobs is not None:
+            log_p = proposal.quantities["log_p"]
+            logprobs = StepLogProbs.of_log(log_p, verified.tokens.clamp(min=0), state.logprobs.count)
+            state.logprobs.write(rows, proposal.positions, selected, logprobs, state.row_step[rows])
         state.count(proposal.cost)
         state.row_step[rows] += 1
         state.commits += 1
@@ -299,18 +302,6 @@ class CausalSampler(Sampler):
         p = proposal.quantities.get("p")
         scores = proposal.scores if p is None else probability(p, verified.tokens)
         return Commit(rows, verified.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
-
-    def _record_logprobs(
-        self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor
-    ) -> StepLogProbs | None:
-        """Record log-probabilities and the rollout of the `selected` [R, W] tokens [R, W], if requested."""
-        if state.rollout is not None:
-            state.rollout.record_causal(state, proposal, tokens, selected)
-        if state.logprobs is None:
-            return None
-        step_logprobs = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
-        state.logprobs.write(proposal.rows, proposal.positions, selected, step_logprobs, state.row_step[proposal.rows])
-        return step_logprobs
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         """Add the evaluated drafts, of windows and trees."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradec.samplers.causal.siblings import Siblings
-from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.scd import SCD
 
 
 @dataclass(frozen=True)
-class SJDPAC(SJD):
+class SJDPAC(SCD):
     """SCD with siblings in the first slots of each window.
 
     Lossless; the public code is not (docs/fidelity.md). The default is a wide, shallow tree, which evaluates fewer
@@ -24,17 +23,8 @@ class SJDPAC(SJD):
 
     refresh: str = "maximal"
     siblings: int = 8
-    branching: int = 1
 
     name = "sjd_pac"
     paper = "SJD-PAC"
     arxiv = "2603.18599"
     summary = "SCD whose next drafts have siblings, all verified in one forward; lossless"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Siblings(self.siblings, self.branching, self.refresh)  # checks them
-
-    @property
-    def branches(self) -> Siblings | None:
-        return Siblings(self.siblings, self.branching, self.refresh) if self.siblings > 1 else None

@@ -49,7 +49,6 @@ class Rule(Protocol):
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further token."""
-        ...
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if there is none.
@@ -57,7 +56,6 @@ class Rule(Protocol):
         Args:
             p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K].
         """
-        ...
 
 
 def normalized(weights: Tensor) -> Tensor:

@@ -331,27 +331,21 @@ class Branches(Protocol):
 
     def memory(self) -> dict[str, MemorySpec]:
         """Memory between steps."""
-        ...
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model whose queries cannot hold them."""
-        ...
 
     def layout(self, state: CausalState) -> TreeLayout | None:
         """The window's chain and the branches; None where there are none."""
-        ...
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         """[R, N] int64: the running rows' drafts, -1 where a node has none and at the root."""
-        ...
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """Choose the path through nodes [R, N], with p [R, N, V] at positions [R, N]."""
-        ...
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
         """Renew the branches of rows whose windows are drafted. quantities: the proposal's; empty at the start."""
-        ...
 
 
 def check_branches(name: str, value: int, model: Any) -> None:
