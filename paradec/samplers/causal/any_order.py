@@ -170,13 +170,8 @@ class OrderedState(CausalState):
         return int(self.new.max())
 
     @property
-    def decided(self) -> np.ndarray:
-        return self.committed - self.known
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        total = self.length - self.known
-        return int(np.where(self.running, self.decided, total).sum()), int(total.sum())
+    def num_given(self) -> np.ndarray:
+        return self.known
 
     @property
     def given(self) -> Tensor:

@@ -167,7 +167,7 @@ class DraftingSampler(CausalSampler):
     def num_slots(self, model: Any, num_new: int) -> int:
         if self.tree is None:
             return super().num_slots(model, num_new) if self.drafter_slots is None else min(self.drafter_slots, num_new)
-        return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
+        return self.tree.nodes if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
     def memory(self) -> dict[str, MemorySpec]:
         specs = super().memory()

@@ -22,7 +22,7 @@ from paradec.core.protocol import Proposal
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState
 from paradec.samplers.causal.trees import TreeLayout
-from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_tokens, guess_drafts
+from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_tokens
 
 EARLY_EXITS = ("prefix", "published")
 
@@ -71,6 +71,7 @@ class Jacobi(SJD):
     summary = "a draft is accepted when it equals the token that this step draws at its slot; lossless"
     presets = {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}}
     resamples = False
+    guesses_text = property(lambda self: self.group is not None)  # type: ignore[assignment]
     lossless = property(  # type: ignore[assignment]
         lambda self: self.early_exit == "prefix" or self.iteration_limit >= (self.group or 0)
     )
@@ -152,12 +153,6 @@ class Jacobi(SJD):
             state.memory.write("iteration", rows, torch.where(count.squeeze(1) > 0, 0, iteration + 1))
             state.drafted[rows] = ALL_SLOTS
         super().draft_window(state, proposal, verified, count)
-
-    def guess(
-        self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        settings, from_text = (self.init, self.guess_distribution), self.group is not None
-        return guess_drafts(state, rows, num_known, tokens, uniform, *settings, from_text=from_text)
 
 
 @dataclass(frozen=True)

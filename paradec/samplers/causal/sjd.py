@@ -39,7 +39,6 @@ from paradec.samplers.causal.window import (
     move_window,
     put_noise,
     read_window,
-    window_memory,
 )
 from paradec.samplers.distributions import at_slots, residual
 
@@ -115,6 +114,8 @@ class SJD(CausalSampler):
     guesses = True
     resamples: ClassVar[bool] = True
     """Whether a rejected draft is resampled from norm(max(0, p - q)); else the sampled token takes its place."""
+    guesses_text: ClassVar[bool] = False
+    """Whether random guesses are tokens of the row's own text."""
 
     def accept(self, window: DraftWindow) -> Tensor:
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
@@ -142,12 +143,6 @@ class SJD(CausalSampler):
         if self.branches is not None:
             self.branches.draft(state, state.rows, {})
 
-    def guess(
-        self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Guesses for slots that are new to the window: see `guess_drafts`."""
-        return guess_drafts(state, rows, num_known, tokens, uniform, self.init, self.guess_distribution)
-
     def _write_drafts(
         self,
         state: CausalState,
@@ -158,7 +153,8 @@ class SJD(CausalSampler):
         guesses: Tensor | None = None,
     ) -> None:
         """Write the next window: tokens [R, W] and their `source` [R, W] where `is_drafted` [R, W], else guesses."""
-        guess, guess_source = self.guess(state, rows, is_drafted.sum(1, keepdim=True), tokens, guesses)
+        num_known, settings = is_drafted.sum(1, keepdim=True), (self.init, self.guess_distribution, self.guesses_text)
+        guess, guess_source = guess_drafts(state, rows, num_known, tokens, guesses, *settings)
         state.memory.write("drafts", rows, torch.where(is_drafted, tokens, guess))
         state.memory.write("draft_source", rows, torch.where(is_drafted, source, guess_source))
         if state.constraint is not None:
@@ -186,8 +182,12 @@ class SJD(CausalSampler):
             raise ValueError(f"init={self.init!r} needs a grid; text has no rows: use 'random' or a horizontal init")
 
     def memory(self) -> dict[str, MemorySpec]:
-        more = {} if self.branches is None else self.branches.memory()
-        return super().memory() | window_memory(self.init, self.refresh) | more
+        specs = super().memory()
+        if self.refresh == "gumbel":
+            specs["noise"] = MemorySpec(("slot", "vocab"), None, reset="sequence")
+        if str(self.init).startswith("sample"):
+            specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
+        return specs if self.branches is None else specs | self.branches.memory()
 
 
 def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,9 +175,14 @@ class CausalState(State):
         return np.isin(np.arange(self.batch), self.rows)
 
     @property
+    def num_given(self) -> np.ndarray:
+        """[B] int64: tokens that no step makes final."""
+        return self.prompt_length
+
+    @property
     def decided(self) -> np.ndarray:
         """[B] int64: tokens that are final."""
-        return self.committed - self.prompt_length
+        return self.committed - self.num_given
 
     @property
     def given(self) -> Tensor:
@@ -196,7 +201,7 @@ class CausalState(State):
 
     @property
     def progress(self) -> tuple[int, int]:
-        total = self.length - self.prompt_length
+        total = self.length - self.num_given
         return int(np.where(self.running, self.decided, total).sum()), int(total.sum())
 
     @property

@@ -65,13 +65,10 @@ def normalized(weights: Tensor) -> Tensor:
 
 def without(distribution: Tensor, tokens: Tensor) -> Tensor:
     """distribution [R, V] with tokens [R, N] set to 0 (-1 sets none), not normalised."""
-    return distribution.masked_fill(_token_mask(tokens, distribution.shape[-1]), 0)
-
-
-def _token_mask(tokens: Tensor, size: int) -> Tensor:
-    """[R, V] bool: whether a token is one of tokens [R, N]."""
+    size = distribution.shape[-1]
     mask = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
-    return mask.scatter_(1, torch.where(tokens < 0, size, tokens), True)[:, :size]
+    mask.scatter_(1, torch.where(tokens < 0, size, tokens), True)
+    return distribution.masked_fill(mask[:, :size], 0)
 
 
 class Sequential:
@@ -360,11 +357,6 @@ class DynamicTree:
                 f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name "
                 f"({max_candidates}) and the root"
             )
-
-    @property
-    def size(self) -> int:
-        """Nodes, the root included."""
-        return self.nodes
 
     def to_dict(self) -> dict[str, int]:
         return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}

@@ -174,16 +174,6 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 # ---- the next window ----------------------------------------------------------------------------------------------
 
 
-def window_memory(init: str | None, refresh: str) -> dict[str, MemorySpec]:
-    """Memory of guesses and noise."""
-    specs = {}
-    if refresh == "gumbel":
-        specs["noise"] = MemorySpec(("slot", "vocab"), None, reset="sequence")
-    if str(init).startswith("sample"):
-        specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
-    return specs
-
-
 def move_window(
     state: CausalState, proposal: Proposal, verified: Verified, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,7 +207,7 @@ def guess_drafts(
     uniform: Tensor | None,
     init: str | None,
     distribution: str,
-    from_text: bool = False,
+    from_text: bool,
 ) -> tuple[Tensor, Tensor]:
     """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 

@@ -33,7 +33,7 @@ from paradec.samplers.distributions import filter_logits
 from paradec.samplers.masked.view import View, checked_select
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.start import start_state
-from paradec.samplers.renoising.state import DenoisingState
+from paradec.samplers.renoising.state import NOISE_STREAM, DenoisingState
 from paradec.samplers.statistics import top_by_rank
 
 PIECE = 2**22
@@ -235,10 +235,11 @@ class CanvasSampler(Sampler):
             broken = rows[~np.isfinite(entropy)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
 
-        generator = _copy_generator(state.generator)
+        # the step may fail: it draws from a copy
+        generator = None if state.generator is None else state.generator.clone_state()
         selected = self._select(state, proposal)
         sampled = self._draw_tokens(state, proposal, selected, generator)
-        noise = state.renewed(rows, proposal.positions, generator)
+        noise = state.draw_noise(rows, proposal.positions, generator, NOISE_STREAM)
         noisy = torch.where(selected, sampled, torch.where(undecided, noise, proposal.values))
 
         is_first = state.canvas_step[rows] == 0
@@ -365,12 +366,3 @@ def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
         kind="encode",
         images=torch.cat(embeddings) if embeddings else None,
     )
-
-
-def _copy_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """A generator that draws the same, for a step that may fail."""
-    if generator is None:
-        return None
-    copied = torch.Generator(generator.device)
-    copied.set_state(generator.get_state())
-    return copied

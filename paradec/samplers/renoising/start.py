@@ -11,7 +11,7 @@ import torch
 
 from paradec.caches.kept import KeptPrefix
 from paradec.core.checks import check_int, shown
-from paradec.core.facts import HOLE, ModelFacts
+from paradec.core.facts import HOLE
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
@@ -55,10 +55,16 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     rows = prompts.rows
     holes = any(HOLE in row for row in rows)
     num_new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
-    _check_begins(facts, rows)
+    for index, row in enumerate(rows):
+        if row[0] == HOLE:
+            raise ValueError(
+                f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
+            )
     defaults = model.denoising
     rule = rules.checked(sampler.rule_for(defaults), sampler.name)
-    suppressed = _suppressed(request, facts)
+    suppressed = suppressed_ids(request, facts)  # noise may hold them
+    if len({*suppressed, *(facts.eos_token_ids if request.holes_eos_inf else ())}) >= facts.vocab_size:
+        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
     stop_rules = _stop_rules(sampler, request)
@@ -130,15 +136,6 @@ def _check_unsupported(sampler: Any, request: Request) -> None:
             raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
 
 
-def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
-    """Raise ValueError for a row without a token before its first canvas."""
-    for index, row in enumerate(rows):
-        if row[0] == HOLE:
-            raise ValueError(
-                f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
-            )
-
-
 def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
     """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
     rules, early = split_stop_rules(request.stop)
@@ -158,14 +155,6 @@ def _starts(row: list[int], end: int, width: int) -> np.ndarray:
         if not starts or position >= starts[-1] + width:
             starts.append(position)
     return np.array(starts, np.int64)
-
-
-def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
-    """Ids that are never proposed, ascending. (Noise may hold them.)"""
-    suppressed = suppressed_ids(request, facts)
-    if len({*suppressed, *(facts.eos_token_ids if request.holes_eos_inf else ())}) >= facts.vocab_size:
-        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
-    return suppressed
 
 
 def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:

@@ -211,14 +211,12 @@ class DenoisingState(State):
 
     # ---- what commits change --------------------------------------------------------------------------------------
 
-    def renewed(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None) -> Tensor:
-        """[R, C] int64: random tokens for what a step does not keep."""
-        return self._noise(rows, positions, generator, NOISE_STREAM)
-
-    def _noise(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None, stream: int) -> Tensor:
+    def draw_noise(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None, stream: int) -> Tensor:
+        """[R, C] int64: random tokens, from the generator where there is one."""
         vocab = self.facts.vocab_size
         if generator is not None:
-            return _draw_integers(generator, vocab, (len(rows), self.width)).to(positions.device)
+            shape = (len(rows), self.width)
+            return torch.randint(vocab, shape, generator=generator, device=generator.device).to(positions.device)
         index = self.index(rows)
         return noise(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
 
@@ -227,7 +225,7 @@ class DenoisingState(State):
         if not len(rows):
             return
         positions = self.positions(rows)
-        noise = self._noise(rows, positions, self.generator, FIRST_STREAM)
+        noise = self.draw_noise(rows, positions, self.generator, FIRST_STREAM)
         is_given = self.read(self.given, rows, positions)
         self.memory.write("noisy", rows, torch.where(is_given, self.read(self.canvas, rows, positions), noise))
 
@@ -279,11 +277,6 @@ class DenoisingState(State):
             index = self.index(rows)
             self.canvas[index] = self.canvas[index].masked_fill(tail, self.facts.fill_token_id)
             self._final[rows] = True
-
-
-def _draw_integers(generator: torch.Generator, high: int, shape: tuple[int, ...]) -> Tensor:
-    """Uniform integers below `high`, where the generator draws them."""
-    return torch.randint(high, shape, generator=generator, device=generator.device)
 
 
 def _window(canvas: Tensor, rows: np.ndarray, host_positions: np.ndarray) -> Window:

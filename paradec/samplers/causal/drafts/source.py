@@ -28,7 +28,6 @@ class DraftSource(Protocol):
             features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the
                 first that the drafter has not read; None for drafters that read none.
         """
-        ...
 
 
 def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:

@@ -223,13 +223,13 @@ class GrownTree:
             drafting.fed[rows], begin = state.committed[rows], end
         tokens, score, candidate = (torch.cat(level_values, 1) for level_values in zip(*candidates, strict=True))
         # a parent is as likely as its child or likelier, and named before it: it is kept too
-        selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.size - 1].sort(1).values
+        selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - 1].sort(1).values
         drafts = tokens.gather(1, selected).masked_fill(score.gather(1, selected).isinf(), -1)
         parent_nodes = torch.searchsorted(
             torch.cat((torch.zeros_like(root), selected + 1), 1), candidate.gather(1, selected)
         )
         count = 1 + selected.shape[1]
-        nodes = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
+        nodes = torch.full((len(rows), tree.nodes), -1, dtype=torch.int64, device=device)
         nodes[:, 1:count] = drafts
         state.memory.write("drafts", rows, nodes)
         index = torch.as_tensor(rows, device=device)
