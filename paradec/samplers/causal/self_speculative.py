@@ -141,23 +141,11 @@ class SelfSpeculative(CausalSampler):
         rows = proposal.rows[state.end[proposal.rows] - state.committed[proposal.rows] > 1]
         state.drafted[proposal.rows] = 0
         if len(rows) and state.width > 1:
-            OwnBlock(self.threshold, self.adapter is not False).fill(state, rows, None)
+            self._fill(state, rows)
 
-
-@dataclass(frozen=True)
-class OwnBlock:
-    """Fill a window of masks after the last final token, over the model's store, without writing to it. Each mask's
-    logits are its q: drafts are drawn independently.
-
-    Args:
-        threshold: None fills it in one call; else in each call the masks whose token has at least this probability, and
-            the surest. adapter: whether the model's adapter for drafts acts in these calls.
-    """
-
-    threshold: float | None
-    adapter: bool
-
-    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+    def _fill(self, state: CausalState, rows: np.ndarray) -> None:
+        """Fill a window of masks after the last final token, over the model's store, without writing to it. Each mask's
+        logits are its q: drafts are drawn independently."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:
@@ -199,7 +187,7 @@ class OwnBlock:
         own_drafts = getattr(model, "own_drafts", None)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.adapter and own_drafts is not None and own_drafts.adapter is not None:
+            if self.adapter is not False and own_drafts is not None and own_drafts.adapter is not None:
                 stack.enter_context(own_drafts.adapter.on(model.module))
             logits = model(query, state.store)
         drafting.nfe += Cost([query], state.batch).nfe

@@ -21,7 +21,7 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.request import Request, request_for
-from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import row_keys
 
 DEFAULT_STEPS = 64
@@ -280,10 +280,9 @@ class MAR(ContinuousSampler):
 
     def guidance(self, state: MARState) -> float:
         """The guidance scale of this step."""
-        if self.guidance_schedule == "constant":
-            return state.guidance_scale
         size = int(state.left[0])
-        return 1 + (state.guidance_scale - 1) * (size - int(state.left[state.index + 1])) / size
+        num_decided = size - int(state.left[state.index + 1])
+        return float(guidance_at(self.guidance_schedule, state.guidance_scale, num_decided, size))
 
     def _noise(self, state: MARState, positions: Tensor, local: bool) -> Tensor:
         """[B, W, steps + 1, channels] standard normal numbers for the head at `positions` [B, W]."""

@@ -19,6 +19,7 @@ from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
 from paradec.samplers.pictures.continuous import ContinuousSampler, ContinuousState, normal
+from paradec.samplers.pictures.start import guidance_at
 
 ACCEPT_STREAM, REDRAW_STREAM = 2, 3
 """Draws that accept drafts, and those that take the place of rejected ones; the heads' noise is TOKEN_STREAM's."""
@@ -306,10 +307,9 @@ class CSpD(ContinuousSampler):
         """The guidance scale of a step; None where it is off."""
         if state.guidance_scale == 1.0:
             return None
-        if self.guidance_schedule == "constant":
-            return state.guidance_scale
         size = int(state.left[0])
-        return 1 + (state.guidance_scale - 1) * (size - max(int(state.schedule[step + 1]), 1)) / size
+        num_decided = size - max(int(state.schedule[step + 1]), 1)
+        return float(guidance_at(self.guidance_schedule, state.guidance_scale, num_decided, size))
 
     def _evaluation(self, state: CSpDState, tokens: Tensor, steps: range) -> ContinuousQuery:
         """Draw the positions of some steps together, from the tokens [B, S, channels] that were there before them."""

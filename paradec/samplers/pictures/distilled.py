@@ -23,8 +23,7 @@ from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Sta
 from paradec.models.images.var import ScaleQuery
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import filtered_distribution, guided
-from paradec.samplers.pictures.scales import guidance_at
-from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import keys_of
 
 
@@ -113,7 +112,7 @@ class ScaleTeaching(CellTeaching):
         )
 
     def _weight(self, scale_index: int) -> float:
-        return guidance_at("linear", self.scale, scale_index, len(self.scales))
+        return guidance_at("linear", self.scale, scale_index, max(len(self.scales) - 1, 1))
 
     def answer(self, query: Any) -> Tensor:
         return self.model(query).logits

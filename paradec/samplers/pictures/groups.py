@@ -40,7 +40,7 @@ from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import Spans
 from paradec.samplers.distributions import filtered_distribution, guided, probability
-from paradec.samplers.pictures.start import unsupported_for_pictures
+from paradec.samplers.pictures.start import guidance_at, unsupported_for_pictures
 from paradec.samplers.start import keys_of, make_trace, padded
 
 if TYPE_CHECKING:
@@ -123,10 +123,6 @@ class GroupState(WrittenState):
         first = 0 if group < 0 else self.end(group - 1)
         return torch.arange(first, self.end(group), device=self.cells.device)
 
-    def both(self, rows: Tensor) -> Tensor:
-        """[B, ...] -> [branches * B, ...]."""
-        return rows.repeat(self.branches, *[1] * (rows.ndim - 1))
-
 
 @dataclass(frozen=True)
 class GroupWriter(Sampler):
@@ -140,6 +136,41 @@ class GroupWriter(Sampler):
         kept, then the nucleus of these."""
         request = state.request
         return filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
+
+    def _state(self, model: Any, prompt: Any, request: Request, grid: Grid, negative_prompt: Any) -> Any:
+        """Make the state of a request; arguments as for `start`."""
+        raise NotImplementedError
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        prompt: Any,
+        request: Request | None = None,
+        *,
+        grid: Grid | None = None,
+        negative_prompt: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """Make the state of one request.
+
+        Args:
+            model: an image model that is fed groups; for `nar` a `paradec.models.images.nar.NARModel`, or the copy of
+                it that its `request` gives for captions.
+            prompt: rows of ids as `model.request` lays them out; for `groups` all of one length.
+            request: a `paradec.Request`; or its fields by name. `steps` is the number of groups, for orders that say
+                none; temperature is 1 by default.
+            grid: the raster; the model's own by default.
+            negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range, or an order whose groups
+                cannot be so many; the message names it.
+        """
+        self.check_model(model)
+        request = request_for(self, request, arguments)
+        return self._state(model, prompt, request, model.grid() if grid is None else grid, negative_prompt)
 
     def commit(self, state: WrittenState, proposal: Proposal) -> Commit:
         """Write the group. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
@@ -284,36 +315,9 @@ class Groups(GroupWriter):
         """The method that verifies drafts."""
         return METHODS[self.verify](window=self.window)
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(
-        self,
-        model: Any,
-        prompt: Any,
-        request: Request | None = None,
-        *,
-        grid: Grid | None = None,
-        negative_prompt: Any = None,
-        **arguments: Any,
-    ) -> Any:
-        """Make the state of one request: a `GroupState`; with `lossless` a `RankedState`.
-
-        Args:
-            model: an image model that is fed groups.
-            prompt: rows of ids, all of one length, as `model.request` lays them out.
-            request: a `paradec.Request`; or its fields by name. `steps` is the number of groups, for orders that say
-                none; temperature is 1 by default.
-            grid: the raster; the model's own by default.
-            negative_prompt: the unconditional branch's prompts under guidance.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range, or an order whose groups
-                cannot be so many; the message names it.
-        """
-        self.check_model(model)
-        request = request_for(self, request, arguments)
+    def _state(self, model: Any, prompt: Any, request: Request, grid: Grid, negative_prompt: Any) -> Any:
+        """A `GroupState`; with `lossless` a `RankedState`."""
         facts, device = model.facts, model.device
-        grid = model.grid() if grid is None else grid
         rows, negative = checked_rows(model, prompt, request, negative_prompt)
         branches, contexts = 1 + bool(negative), [*rows, *negative]
         keys, _ = keys_of(request, rows, torch.device("cpu"))
@@ -356,7 +360,7 @@ class Groups(GroupWriter):
             return self.exact.query(state)
         previous, group = state.index - 1, state.index
         previous_positions, group_positions = state.positions(previous), state.positions(group)
-        positions = state.both(torch.cat((previous_positions, group_positions), 1))
+        positions = torch.cat((previous_positions, group_positions), 1).repeat(state.branches, 1)
         tokens = state.context.gather(1, positions)  # blank where nothing is decided
         ranks = torch.cat((state.ranks(previous), state.ranks(group)))
         ends = torch.tensor([state.end(previous), state.end(group)], device=ranks.device)
@@ -388,7 +392,8 @@ class Groups(GroupWriter):
             logits = guided(logits, self.guidance(state))
         p = self.distribution(state, logits)
         positions = state.positions(state.index)
-        tokens = self.draw(state, p, positions)
+        step = torch.full((state.batch,), state.index, device=positions.device)
+        tokens = draw(p, rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
         return Proposal(
             rows=query.rows,
             values=tokens,
@@ -401,12 +406,6 @@ class Groups(GroupWriter):
             kind=query.kind,
         )
 
-    def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
-        step = torch.full((state.batch,), state.index, device=positions.device)
-        uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
-        return draw(p, uniform.squeeze(-1))
-
     def commit(self, state: Any, proposal: Proposal) -> Commit:
         return self.exact.commit(state, proposal) if isinstance(state, RankedState) else super().commit(state, proposal)
 
@@ -415,11 +414,8 @@ class Groups(GroupWriter):
             return self.exact.observe(state, proposal)
         return super().observe(state, proposal)
 
-    def guidance(self, state: GroupState) -> float | Tensor:
+    def guidance(self, state: GroupState) -> Any:
         """The guidance scale of this step's group, for requests with guidance: a number, or [1, n, 1]."""
-        scale = state.request.guidance_scale
-        if self.guidance_schedule == "constant":
-            return scale
-        rank = state.ranks(state.index) - state.prompt
-        dtype = torch.promote_types(state.dtype, torch.float32)
-        return (1 + (scale - 1) * rank.to(dtype) / state.groups.order.shape[1]).view(1, -1, 1)
+        rank = (state.ranks(state.index) - state.prompt).to(torch.promote_types(state.dtype, torch.float32))
+        scale, size = state.request.guidance_scale, state.groups.order.shape[1]
+        return guidance_at(self.guidance_schedule, scale, rank.view(1, -1, 1), size)

@@ -20,7 +20,7 @@ from paradec.core.protocol import Proposal
 from paradec.core.query import Cost, Query, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.request import Request, request_for
+from paradec.request import Request
 from paradec.samplers.distributions import guided, probability
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
 from paradec.samplers.pictures.start import unsupported_for_pictures
@@ -86,33 +86,7 @@ class NAR(GroupWriter):
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(
-        self,
-        model: Any,
-        prompt: Any,
-        request: Request | None = None,
-        *,
-        grid: Grid | None = None,
-        negative_prompt: Any = None,
-        **arguments: Any,
-    ) -> NARState:
-        """Make the state of one request.
-
-        Args:
-            model: a `paradec.models.images.nar.NARModel`, or the copy of it that its `request` gives for captions.
-            prompt: rows of ids, as `NARModel.request` lays them out.
-            request: a `paradec.Request`; or its fields by name.
-            grid: of the picture; by default the model's own.
-            negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance above 1.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
-        """
-        self.check_model(model)
-        request = request_for(self, request, arguments)
-        grid = model.grid() if grid is None else grid
+    def _state(self, model: Any, prompt: Any, request: Request, grid: Grid, negative_prompt: Any) -> NARState:
         encoded = encode(model, prompt, None, request.chat)
         prompts = encoded.rows
         contexts, lengths = prompts, np.array([len(row) for row in prompts], np.int64)

@@ -23,7 +23,7 @@ from paradec.models.images.base import check_alike
 from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import filter_logits, tempered
-from paradec.samplers.pictures.start import labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import keys_of
 
 SMOOTH_STREAM = 2
@@ -88,6 +88,17 @@ class ScaleState(State):
 
     def stores(self) -> tuple[ScaleStore | None, ...]:
         return self.store, self.after
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, n] int64: of the next scale's tokens."""
+        device = self.tokens.device
+        return torch.arange(self.begin(self.index), self.ends[self.index], device=device).expand(self.batch, -1)
+
+    def uniform(self, count: int, stream: int) -> Tensor:
+        """[B, n, count] float64 draws for the next scale's tokens."""
+        step = torch.zeros(self.batch, dtype=torch.int64, device=self.keys.device)
+        return rng.uniform(self.keys, step, self.positions, count, stream)
 
     @property
     def branches(self) -> int:
@@ -232,15 +243,16 @@ class VAR(Sampler):
 
     def guidance(self, state: ScaleState) -> float:
         """The guidance scale of the next scale."""
-        return guidance_at(self.guidance_schedule, state.request.guidance_scale, state.index, len(state.scales))
+        last = max(len(state.scales) - 1, 1)
+        return guidance_at(self.guidance_schedule, state.request.guidance_scale, state.index, last)
 
     def propose(self, state: ScaleState, outputs: list[ScaleAnswer], queries: list[ScaleQuery]) -> ScaleProposal:
         answer, query = outputs[-1], queries[-1]
         guided = self.guided(state, answer.logits)
         filtered = self.filtered(state, guided)
         logits = self.cooled(state, filtered)  # None at temperature 0
-        tokens = argmax(filtered) if logits is None else self.draw(state, logits)
         p = (guided if logits is None else logits).softmax(-1)
+        tokens = argmax(filtered) if logits is None else draw(p, state.uniform(1, rng.TOKEN_STREAM).squeeze(-1))
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
         features, following = answer.place(state.feature_map, codes, state.index)
@@ -248,9 +260,7 @@ class VAR(Sampler):
             rows=query.rows,
             values=tokens,
             cost=Cost(queries, state.batch),
-            positions=torch.arange(state.begin(state.index), state.ends[state.index], device=tokens.device).expand(
-                state.batch, -1
-            ),
+            positions=state.positions,
             scores=scores,
             available=torch.ones_like(tokens, dtype=torch.bool),
             made_at=state.commits,
@@ -284,27 +294,15 @@ class VAR(Sampler):
         """The temperature of the next scale."""
         return state.request.temperature * (1.0 if self.temperatures is None else self.temperatures[state.index])
 
-    def draw(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Tokens [B, n] of the distributions softmax(logits) [B, n, V]."""
-        count = logits.shape[1]
-        at = state.begin(state.index) + torch.arange(count, device=logits.device).expand(len(logits), -1)
-        step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return draw(logits.softmax(-1), rng.uniform(state.keys, step, at, 1, rng.TOKEN_STREAM).squeeze(-1))
-
     def blended(self, state: ScaleState, logits: Tensor, codes: Tensor) -> Tensor:
         """Codes [B, n, C], blended by filtered logits [B, n, V] (`smooth`)."""
         ratio = state.index / max(len(state.scales) - 1, 1)
         tau = max(0.27 * (1 - 0.95 * ratio), 0.005)
         noisy = logits * (1 + ratio)
         if self.temperature(state) > 0:
-            noisy = noisy + self.noise(state, logits)
+            # each token of the vocabulary has a number
+            noisy = noisy + rng.gumbel(state.uniform(logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
         return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
-
-    def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Gumbel noise of the blended codes, as the logits [B, n, V]: each token has a number."""
-        at = state.begin(state.index) + torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
-        step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
 
     def commit(self, state: ScaleState, proposal: ScaleProposal) -> Commit:
         """Write the scale. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
@@ -333,13 +331,6 @@ class VAR(Sampler):
     def count(self, state: ScaleState, cost: Cost) -> None:
         """Add what a step spent to the state's counts."""
         state.count(cost)
-
-
-def guidance_at(schedule: str, scale: float, index: int, scales: int) -> float:
-    """The guidance scale at scale `index` of `scales`."""
-    if schedule == "constant":
-        return scale
-    return 1 + (scale - 1) * index / max(scales - 1, 1)
 
 
 WARM, WARM_SHARE = 1.1, 0.7

@@ -38,3 +38,9 @@ def trace_of_labels(sampler: Sampler, request: Request, labels: list[int], size:
         return None
     recorded = sampler.to_dict() | {"labels": labels} | settings
     return Trace([[None] * size for _ in labels], recorded, family=sampler.family)
+
+
+def guidance_at(schedule: str, scale: float, count: Any, total: int) -> Any:
+    """The guidance scale after `count`, a number or a tensor, of `total`: "linear" grows from 1 to `scale`; or
+    "constant"."""
+    return scale if schedule == "constant" else 1 + (scale - 1) * count / total
