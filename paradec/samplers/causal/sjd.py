@@ -143,6 +143,13 @@ class SJD(CausalSampler):
         if self.branches is not None:
             self.branches.draft(state, state.rows, {})
 
+    def guess(
+        self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Guesses for slots that are new to the window: see `guess_drafts`."""
+        settings = self.init, self.guess_distribution, self.guesses_text
+        return guess_drafts(state, rows, num_known, tokens, uniform, *settings)
+
     def _write_drafts(
         self,
         state: CausalState,
@@ -153,8 +160,7 @@ class SJD(CausalSampler):
         guesses: Tensor | None = None,
     ) -> None:
         """Write the next window: tokens [R, W] and their `source` [R, W] where `is_drafted` [R, W], else guesses."""
-        num_known, settings = is_drafted.sum(1, keepdim=True), (self.init, self.guess_distribution, self.guesses_text)
-        guess, guess_source = guess_drafts(state, rows, num_known, tokens, guesses, *settings)
+        guess, guess_source = self.guess(state, rows, is_drafted.sum(1, keepdim=True), tokens, guesses)
         state.memory.write("drafts", rows, torch.where(is_drafted, tokens, guess))
         state.memory.write("draft_source", rows, torch.where(is_drafted, source, guess_source))
         if state.constraint is not None:
