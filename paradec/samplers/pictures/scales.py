@@ -170,13 +170,6 @@ class VAR(Sampler):
                 else:
                     check_number(name, entry, low=0, high=1e6)
 
-    def check_lists(self, scales: int) -> None:
-        """Raise ValueError where a list has not one entry for each of `scales`."""
-        for name in ("top_ks", "temperatures"):
-            given = getattr(self, name)
-            if given is not None and len(given) != scales:
-                raise ValueError(f"{name} has {len(given)} entries; the model has {scales} scales")
-
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
     def start(
@@ -195,7 +188,10 @@ class VAR(Sampler):
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
-        self.check_lists(len(facts.scales))
+        for name in ("top_ks", "temperatures"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != len(facts.scales):
+                raise ValueError(f"{name} has {len(entries)} entries; the model has {len(facts.scales)} scales")
         labels = labels_of(prompt, facts.classes)
         keys, seeds = keys_of(request, [[label] for label in labels], model.device)
         device, length, side = model.device, facts.ends[-1], facts.scales[-1]

@@ -256,7 +256,16 @@ class DenoisingState(State):
         """Ask the stop rules of rows that run [R] and have closed canvases at `positions` [R, C]."""
         if not len(rows) or not self.stop_rules:
             return
-        self.window = _window(self.canvas, rows, positions)
+        device, flat = self.canvas.device, positions + rows[:, None] * self.canvas.shape[1]
+        self.window = Window(  # the closed canvases as stop rules read them
+            rows=rows,
+            host_positions=positions,
+            host_valid=None,
+            positions=torch.as_tensor(positions, device=device),
+            flat=torch.as_tensor(flat, device=device),
+            valid=None,
+            whole=len(rows) == len(self.canvas),
+        )
         ends: Any = find_ends(self.stop_rules, self, tokens)  # type: ignore[arg-type]
         if ends is None:
             return
@@ -277,21 +286,6 @@ class DenoisingState(State):
             index = self.index(rows)
             self.canvas[index] = self.canvas[index].masked_fill(tail, self.facts.fill_token_id)
             self._final[rows] = True
-
-
-def _window(canvas: Tensor, rows: np.ndarray, host_positions: np.ndarray) -> Window:
-    """The closed canvases as stop rules read them."""
-    positions = torch.as_tensor(host_positions, device=canvas.device)
-    flat = torch.as_tensor(host_positions + rows[:, None] * canvas.shape[1], device=canvas.device)
-    return Window(
-        rows=rows,
-        host_positions=host_positions,
-        host_valid=None,
-        positions=positions,
-        flat=flat,
-        valid=None,
-        whole=len(rows) == len(canvas),
-    )
 
 
 Share = TypeVar("Share", float, Tensor)
