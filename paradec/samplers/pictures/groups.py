@@ -392,8 +392,7 @@ class Groups(GroupWriter):
             logits = guided(logits, self.guidance(state))
         p = self.distribution(state, logits)
         positions = state.positions(state.index)
-        step = torch.full((state.batch,), state.index, device=positions.device)
-        tokens = draw(p, rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
+        tokens = self.draw(state, p, positions)
         return Proposal(
             rows=query.rows,
             values=tokens,
@@ -405,6 +404,12 @@ class Groups(GroupWriter):
             made_at=state.commits,
             kind=query.kind,
         )
+
+    def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
+        step = torch.full((state.batch,), state.index, device=positions.device)
+        uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
+        return draw(p, uniform.squeeze(-1))
 
     def commit(self, state: Any, proposal: Proposal) -> Commit:
         return self.exact.commit(state, proposal) if isinstance(state, RankedState) else super().commit(state, proposal)
