@@ -247,8 +247,8 @@ class VAR(Sampler):
         guided = self.guided(state, answer.logits)
         filtered = self.filtered(state, guided)
         logits = self.cooled(state, filtered)  # None at temperature 0
+        tokens = argmax(filtered) if logits is None else self.draw(state, logits)
         p = (guided if logits is None else logits).softmax(-1)
-        tokens = argmax(filtered) if logits is None else draw(p, state.uniform(1, rng.TOKEN_STREAM).squeeze(-1))
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
         features, following = answer.place(state.feature_map, codes, state.index)
@@ -290,15 +290,22 @@ class VAR(Sampler):
         """The temperature of the next scale."""
         return state.request.temperature * (1.0 if self.temperatures is None else self.temperatures[state.index])
 
+    def draw(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """Tokens [B, n] of the distributions softmax(logits) [B, n, V]."""
+        return draw(logits.softmax(-1), state.uniform(1, rng.TOKEN_STREAM).squeeze(-1))
+
     def blended(self, state: ScaleState, logits: Tensor, codes: Tensor) -> Tensor:
         """Codes [B, n, C], blended by filtered logits [B, n, V] (`smooth`)."""
         ratio = state.index / max(len(state.scales) - 1, 1)
         tau = max(0.27 * (1 - 0.95 * ratio), 0.005)
         noisy = logits * (1 + ratio)
         if self.temperature(state) > 0:
-            # each token of the vocabulary has a number
-            noisy = noisy + rng.gumbel(state.uniform(logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
+            noisy = noisy + self.noise(state, logits)
         return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
+
+    def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """Gumbel noise of the blended codes, as the logits [B, n, V]: each token has a number."""
+        return rng.gumbel(state.uniform(logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
 
     def commit(self, state: ScaleState, proposal: ScaleProposal) -> Commit:
         """Write the scale. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
@@ -376,15 +383,6 @@ class CoDe(VAR):
     def start(self, model: Any, prompt: Any, request: Request | None = None, /, **arguments: Any) -> ScaleState:
         """As for `var`. ValueError also without a drafter, for one that does not fit, or a split out of range."""
         self.check_model(model)
-        self.check_pair(model)
-        state = super().start(model, prompt, request, **arguments)
-        split = self.split_of(len(state.scales))
-        if split:  # neither has memory before its first call
-            state.after, state.store = state.store, self.drafter.store(state.branches * state.batch, split - 1)
-        return state
-
-    def check_pair(self, model: Any) -> None:
-        """Raise ValueError unless the drafter and `model` can make one picture."""
         if self.drafter is None:
             raise ValueError(f"sampler 'code' needs drafter=..., a larger model than {model.facts.name}")
         fields = ("scales", "classes", "vocab_size", "code_dim")
@@ -393,6 +391,11 @@ class CoDe(VAR):
             raise ValueError(f"drafter={self.drafter.facts.name} has another codebook than {model.facts.name}")
         if self.split_of(len(model.facts.scales)) > len(model.facts.scales):
             raise ValueError(f"split={self.split} must be an integer from 0 to {len(model.facts.scales)}, the scales")
+        state = super().start(model, prompt, request, **arguments)
+        split = self.split_of(len(state.scales))
+        if split:  # neither has memory before its first call
+            state.after, state.store = state.store, self.drafter.store(state.branches * state.batch, split - 1)
+        return state
 
     def query(self, state: ScaleState) -> list[ScaleQuery]:
         return [replace(query, drafting=self.drafts(state)) for query in super().query(state)]
