@@ -22,28 +22,25 @@ from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
-from paradec.core.query import WindowLogits, WindowQuery
-from paradec.core.trace import Notes
+from paradec.core.query import WindowQuery
 from paradec.request import Request, request_for
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
-from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
-from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
+from paradec.samplers.masked.ahead.draft_layout import Ahead, draft_queries
+from paradec.samplers.masked.ahead.wrapped import (
+    DraftingSampler,
+    DraftProposal,
+    Taken,
+    base_sampler,
+    picked,
+    take,
+    why_not_a_base,
+)
 from paradec.samplers.masked.blocks import NEVER, close_blocks, find_ends, trim_rows
-from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, to_host
+from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedState, to_host
 from paradec.samplers.masked.view import Decision
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
-
-
-@dataclass(kw_only=True)
-class DraftProposal(MaskedProposal):
-    """`taken[j]` is the base's step from `drafts[j]`; the other fields are those of the first one."""
-
-    drafts: list[Ahead]
-    taken: list[Taken]
-    copies: np.ndarray
-    """[R] int64 on the host: how many drafts of each row were evaluated; the rest is not to be read."""
 
 
 def accept(
@@ -79,7 +76,7 @@ def accept(
 
 
 @dataclass(frozen=True)
-class FreeDave(MaskedSampler):
+class FreeDave(DraftingSampler):
     """Take several steps of another sampler, `base`, per forward, as long as they equal their drafts.
 
     The logits of a forward give the base's decision in this step. Read again with these tokens written, they also draft
@@ -123,7 +120,6 @@ class FreeDave(MaskedSampler):
     paper = "FreeDave"
     arxiv = "2510.00294"
     summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
-    needs = Needs(multi_step=True)
     sweep = ({"draft_steps": 2}, {"draft_steps": 8})
     presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
 
@@ -132,17 +128,9 @@ class FreeDave(MaskedSampler):
         check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
         check_choice("agreement", self.agreement, ("exact", "subset"))
         base = base_sampler(self.base)
-        why = None
-        if base.needs.multi_step:
-            why = "it drafts by itself"
-        elif base.needs.revises:
-            why = "it takes back what it decided"
-        elif getattr(base.blocks(None), "reads_logits", False):
-            why = "the logits say where its blocks end, and drafts are made before"
-        elif own := own_part(base):
-            why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
-        elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.needs.may_wait):
-            why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
+        why = why_not_a_base(base)
+        if self.agreement == "subset" and (base.memory() or base.uses_steps or base.needs.may_wait):
+            why = why or "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
         read = base.needs
@@ -157,16 +145,13 @@ class FreeDave(MaskedSampler):
         found = {name: torch.float64 for name in self.needs.reads} | {"tokens": torch.int64}
         return kept | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in found.items()}
 
-    def blocks(self, block_length: int | None) -> BlockPolicy | None:
-        return self.base.blocks(block_length)
-
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if isinstance(blocks, PipelinedBlocks):
             raise ValueError(
                 f"sampler 'freedave' does not work with blocks={shown(blocks)}: it drafts later steps of one block; "
                 "use paradec.FixedBlocks, or sampler='lopa'"
             )
-        self.base.check(facts, blocks, cache, longest)
+        super().check(facts, blocks, cache, longest)
 
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
@@ -228,46 +213,8 @@ class FreeDave(MaskedSampler):
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> DraftProposal:
         """The base's step from every draft. outputs: logits [R, W, V], one per query."""
-        window, base = state.window, self.base
-        drafted = [query.window for query in queries if isinstance(query.window, DraftLogits)]
-        drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
-        logits, at, copies = logits_by_draft(state, base, outputs, queries, len(drafts))
-        kept = state.memory.read(window.rows, window.positions.shape[1])
-        memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
-        whole = WindowLogits(np.arange(len(window.rows)))
-        every_row = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=whole)
-        taken: list[Taken] = []
-        for ahead, index in zip(drafts, at, strict=True):
-            here = logits
-            if len(drafts) > 1 or (index != whole.index).any():
-                here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if (holes := state.features.get("holes")) is not None:
-                holes.exclude_ends(state, here, None)
-            updates: Mapping[str, Tensor] = {}
-            plain = here
-            if base.needs.processes_logits:
-                here, updates = base.process_logits(
-                    here, Stage(ahead.candidates, window.positions, memory, ahead.tokens)
-                )
-            tokens, quantities = base.read(ahead, here, every_row, None)
-            taken.append(take(base, ahead, tokens, quantities, updates, memory, queries))
-            if state.logprobs is not None:
-                taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)
-            memory = taken[-1].memory
+        drafts, taken, copies = self.take_steps(self.base, state, outputs, queries, chain=True)
         return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
-
-    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
-        """As for all; and what the drafts of later steps fill in."""
-        notes = super().observe(state, proposal)
-        assert isinstance(proposal, DraftProposal)
-        notes.rules, notes.drafts = None, set()
-        positions, now = proposal.positions.tolist(), proposal.drafts[0].tokens
-        for number, ahead in enumerate(proposal.drafts[1:], start=1):
-            for index, column in (ahead.tokens != now).nonzero().tolist():
-                if number < proposal.copies[index]:
-                    token = int(ahead.tokens[index, column])
-                    notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
-        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 

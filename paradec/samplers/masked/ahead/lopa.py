@@ -13,17 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.caches.base import Cache
-from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
-from paradec.core.query import WindowLogits, WindowQuery
-from paradec.core.trace import Notes
+from paradec.core.query import WindowQuery
 from paradec.request import Request, request_for
-from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
-from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, finish_step, to_host
+from paradec.samplers.masked.ahead.draft_layout import Ahead, draft_queries
+from paradec.samplers.masked.ahead.wrapped import DraftingSampler, DraftProposal, base_sampler, picked, why_not_a_base
+from paradec.samplers.masked.loop import MaskedProposal, MaskedState, finish_step, to_host
 from paradec.samplers.masked.view import Decision
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
@@ -31,19 +28,15 @@ TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 
 
 @dataclass(kw_only=True)
-class BranchProposal(MaskedProposal):
-    """`taken[j]` is the base's step from `branches[j]`; the other fields are those of the first one, the row itself."""
+class BranchProposal(DraftProposal):
+    """A proposal whose drafts are the branches."""
 
-    branches: list[Ahead]
-    taken: list[Taken]
     promise: Tensor
     """[K, R] float64: what each branch promises; -inf where a row has no such branch."""
-    copies: np.ndarray
-    """[R] int64 on the host: how many branches of each row were evaluated, its own included."""
 
 
 @dataclass(frozen=True)
-class LoPA(MaskedSampler):
+class LoPA(DraftingSampler):
     """Take the steps of another sampler, `base`, in the order of positions that makes the rest most confident. Since
     the method searches for an order, tokens may differ from the base's.
 
@@ -85,7 +78,6 @@ class LoPA(MaskedSampler):
     paper = "LoPA"
     arxiv = "2512.16229"
     summary = "the steps of another sampler, from the best of several rows with one token more"
-    needs = Needs(multi_step=True)
     sweep = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
 
     def __post_init__(self) -> None:
@@ -94,17 +86,9 @@ class LoPA(MaskedSampler):
         check_number("tail", self.tail, low=0, high=1, open_low=True)
         check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))
         base = base_sampler(self.base)
-        why = None
-        if base.needs.multi_step:
-            why = "it evaluates rows of its own"
-        elif base.needs.revises:
-            why = "it takes back what it decided"
-        elif base.uses_steps or base.needs.may_wait:
-            why = "its schedule counts tokens, and a branch adds one"
-        elif getattr(base.blocks(None), "reads_logits", False):
-            why = "the logits say where its blocks end"
-        elif own := own_part(base):
-            why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
+        why = why_not_a_base(base)
+        if base.uses_steps or base.needs.may_wait:
+            why = why or "its schedule counts tokens, and a branch adds one"
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'lopa': {why}")
         read = base.needs
@@ -120,12 +104,6 @@ class LoPA(MaskedSampler):
             kept[SURE] = MemorySpec(("window",), torch.float64)
             kept[OPEN] = MemorySpec(("window",), torch.bool)
         return kept
-
-    def blocks(self, block_length: int | None) -> BlockPolicy | None:
-        return self.base.blocks(block_length)
-
-    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        self.base.check(facts, blocks, cache, longest)
 
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
@@ -180,35 +158,18 @@ class LoPA(MaskedSampler):
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> BranchProposal:
         """The base's step from every branch, and what each promises. outputs: logits [R, W, V], one per query."""
-        window, base = state.window, self.base
-        drafted = [query.window for query in queries if isinstance(query.window, DraftLogits)]
-        branches = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
-        logits, at, copies = logits_by_draft(state, base, outputs, queries, len(branches))
-        kept = state.memory.read(window.rows, window.positions.shape[1])
-        memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
-        whole = WindowLogits(np.arange(len(window.rows)))
-        every_row = WindowQuery(window.rows, branches[0].tokens, window.positions, window=whole)
-        taken, promises = [], []
-        for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
-            here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if (holes := state.features.get("holes")) is not None:
-                holes.exclude_ends(state, here, None)
-            updates: Mapping[str, Tensor] = {}
-            if base.needs.processes_logits:
-                here, updates = base.process_logits(
-                    here, Stage(branch.candidates, window.positions, memory, branch.tokens)
-                )
-            tokens, quantities = self.read(branch, here, every_row, None)
-            taken.append(take(base, branch, tokens, quantities, updates, memory, queries))
-            future = self._future(branch, quantities[self.confidence])
+        branches, taken, copies = self.take_steps(self, state, outputs, queries, chain=False)
+        promises = []
+        for number, (branch, step) in enumerate(zip(branches, taken, strict=True)):
+            future = self._future(branch, step.quantities[self.confidence])
             own = torch.ones_like(future)
             if number:
                 added = branch.tokens != branches[0].tokens
-                own = torch.where(added, kept[SURE], 0).sum(1)
+                own = torch.where(added, state.memory.read(state.window.rows, added.shape[1])[SURE], 0).sum(1)
             there = torch.as_tensor(number < copies, device=future.device)
             promises.append((self.alpha * own + (1 - self.alpha) * future).where(there, -torch.inf))
         first = vars(taken[0].proposal)
-        return BranchProposal(**first, branches=branches, taken=taken, promise=torch.stack(promises), copies=copies)
+        return BranchProposal(**first, drafts=branches, taken=taken, promise=torch.stack(promises), copies=copies)
 
     def _future(self, branch: Ahead, sure: Tensor) -> Tensor:
         """[R] float64: the mean of the lowest share `tail` of `sure` [R, W] over what a branch leaves undecided in the
@@ -220,19 +181,6 @@ class LoPA(MaskedSampler):
         within = torch.arange(ordered.shape[1], device=ordered.device) < lowest
         mean = torch.where(within, ordered, 0).sum(1) / lowest[:, 0]
         return torch.where(count[:, 0] > 0, mean, 1.0)
-
-    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
-        """As for all; and the tokens that branches add."""
-        notes = super().observe(state, proposal)
-        assert isinstance(proposal, BranchProposal)
-        notes.rules, notes.drafts = None, set()
-        positions, now = proposal.positions.tolist(), proposal.branches[0].tokens
-        for number, branch in enumerate(proposal.branches[1:], start=1):
-            for index, column in (branch.tokens != now).nonzero().tolist():
-                if number < proposal.copies[index]:
-                    token = int(branch.tokens[index, column])
-                    notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
-        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
