@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +17,6 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.statistics import best_with_probability
 
 MOST_HISTORY = 64
@@ -61,6 +59,7 @@ class CCD(LowConfidence):
     arxiv = "2512.02044"
     summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
     needs = Needs(score="minus_entropy")
+    outlasts_steps = True
     sweep = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
@@ -82,9 +81,6 @@ class CCD(LowConfidence):
     def _ages(self) -> list[str]:
         """The memories of the distributions of the last steps, the last one first."""
         return [f"distributions_{age}" for age in range(1, self.history)]
-
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        return np.maximum(super().quota(state, rows), 1)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.loop import Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class CCDAgree(LowConfidence):
     arxiv = "2512.02044"
     summary = "the tokens with the lowest entropy, several where they agree with the step before"
     needs = Needs(reads=("best_token",), score="negative_entropy", score_from="sampled")
+    outlasts_steps = True
     sweep = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
 
     def __post_init__(self) -> None:
@@ -68,9 +67,6 @@ class CCDAgree(LowConfidence):
             "step": MemorySpec((), torch.int64),
             "masks": MemorySpec((), torch.int64),  # of the block's first step
         }
-
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        return np.maximum(super().quota(state, rows), 1)
 
     def select(self, view: View) -> Tensor:
         scores = view.scores

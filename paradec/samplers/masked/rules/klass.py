@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import divergence
 from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class KLASS(LowConfidence):
     arxiv = "2511.05664"
     needs = Needs(least_by_steps=True)
     summary = "every confident token whose distribution has stopped changing, else the most confident ones"
+    outlasts_steps = True
     sweep = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},
         {"confidence_threshold": 0.5, "kl_threshold": 0.1, "history": 1},
@@ -72,9 +71,6 @@ class KLASS(LowConfidence):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"previous": MemorySpec(("window", "vocab")), "stable": MemorySpec(("window",), torch.int64)}
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
-
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         seen, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
@@ -82,12 +78,9 @@ class KLASS(LowConfidence):
             p[~seen] = previous[~seen]
         else:
             p = torch.where(seen.unsqueeze(-1), p, previous)
-        return logits, {"previous": p, "stable": self._stable(kl, stage)}
-
-    def _stable(self, kl: Tensor, stage: Stage) -> Tensor:
-        """[R, W] int64: for how many steps in a row distributions that moved by kl [R, W] have been stable."""
-        before = stage.memory["stable"]
-        return torch.where(stage.undecided, torch.where(kl < self.kl_threshold, before + 1, 0), before)
+        before = stage.memory["stable"]  # [R, W] int64: for how many steps in a row
+        stable = torch.where(seen, torch.where(kl < self.kl_threshold, before + 1, 0), before)
+        return logits, {"previous": p, "stable": stable}
 
     def select(self, view: View) -> Tensor:
         ready = (view.scores > self.confidence_threshold) & (view.updates["stable"] >= self.history)

@@ -19,7 +19,6 @@ from paradec.core.checks import check_bool, check_choice, check_number, shown
 from paradec.samplers.masked.blocks import FixedBlocks, WholeCanvas
 from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import (
-    Filter,
     block_features,
     default_filter,
     default_filters,
@@ -106,18 +105,14 @@ class Learn2PD(MaskedSampler):
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
-        filter_ = self.filter_of(state)
+        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
+        assert path is not None  # `check` has seen to it
+        filter_ = load_filter(path, state.canvas.device)
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
             first = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= first)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
-
-    def filter_of(self, state: MaskedState) -> Filter:
-        """The filter of a request, on its device."""
-        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
-        assert path is not None  # `check` has seen to it
-        return load_filter(path, state.canvas.device)
 
     def select(self, view: View) -> Tensor:
         accepted = (view.quantities["acceptance"] > self.filter_threshold) & (view.scores > LAST)

@@ -143,11 +143,8 @@ class Levenshtein(MaskedSampler):
         changes = writes & (x != current)
         if again.any():
             x = self._escaped(wide, x, sure, changes & again.unsqueeze(1), memory["written"], original & masks, mask_id)
-        seen = torch.where(
-            (torch.arange(memory["seen"].shape[1]) == memory["step"].unsqueeze(1)).unsqueeze(2),
-            text.unsqueeze(1),
-            memory["seen"],
-        )
+        is_now = torch.arange(memory["seen"].shape[1]) == memory["step"].unsqueeze(1)
+        seen = torch.where(is_now.unsqueeze(2), text.unsqueeze(1), memory["seen"])
         written = memory["written"].scatter(
             2, x.unsqueeze(2), memory["written"].gather(2, x.unsqueeze(2)) | writes.unsqueeze(2)
         )
@@ -162,9 +159,8 @@ class Levenshtein(MaskedSampler):
     ) -> Tensor:
         """The tokens [R, W] where the least sure of the `changes` takes one that its position has not had."""
         lowest = torch.where(changes, sure.double(), torch.inf)
-        at = lowest.argmin(1)
         row = changes.any(1).nonzero()[:, 0]
-        at = at[row]
+        at = lowest.argmin(1)[row]
         barred = written[row, at].clone()
         barred[:, mask_id] |= masked[row, at]
         left, best = logits[row, at].softmax(-1).masked_fill(barred, 0).max(-1)

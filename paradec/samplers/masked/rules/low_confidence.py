@@ -6,6 +6,7 @@ Nie et al., "Large Language Diffusion Models" (LLaDA), arXiv 2502.09992, and its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -31,11 +32,14 @@ class LowConfidence(MaskedSampler):
     device_step = True
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    outlasts_steps: ClassVar[bool] = False
+    """Whether a block may take more steps than planned; then each grants one token at least."""
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:
             return np.ones(len(rows), np.int64)
-        return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
+        quota = linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
+        return np.maximum(quota, 1) if self.outlasts_steps else quota
 
     def select(self, view: View) -> Tensor:
         return view.top(view.scores, view.quota)

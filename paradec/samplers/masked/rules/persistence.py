@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.loop import LAST, Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Persistence(LowConfidence):
     arxiv = ""
     summary = "the most confident tokens on schedule, and confident ones that were the best before"
     needs = Needs(reads=("best_token",), least_by_steps=True)
+    outlasts_steps = True
     sweep = ({"threshold": 0.9}, {"threshold": 0.7})
 
     def __post_init__(self) -> None:
@@ -58,9 +57,6 @@ class Persistence(LowConfidence):
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"best": MemorySpec(("window",), torch.int64, fill=-1), "run": MemorySpec(("window",), torch.int64)}
-
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def select(self, view: View) -> Tensor:
         early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates

@@ -61,20 +61,15 @@ class Prophet:
     def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
         """[R] bool; see `paradec.samplers.features.early_stops.EarlyRule`."""
         window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
-        mask = state.facts.mask_token_id
-        assert mask is not None  # the family's models have one
-        undecided = window.undecided(proposal.current, mask)
+        undecided = window.undecided(proposal.current, state.mask_id)
         progress = state.decided[window.rows] / state.total[window.rows]
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
         bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
-        span: Any
-        known: Any
         if self.answer is None:
             # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
             span, known = undecided, undecided.any(1)
         else:
-            span, known = self._span(state)
-            span, known = (torch.as_tensor(array, device=gap.device) for array in (span, known))
+            span, known = (torch.as_tensor(array, device=gap.device) for array in self._span(state))
         count = span.sum(1)
         mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
         return known & ((mean >= bar) | (count == 0))

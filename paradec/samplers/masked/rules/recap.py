@@ -130,9 +130,8 @@ class Recap(MaskGIT):
         size = torch.as_tensor(sizes, device=device).double().unsqueeze(1)
         proposal.quantities["group_size"] = size.expand(proposal.values.shape)
         if self.order == "halton":
-            proposal.quantities["order"] = torch.as_tensor(
-                halton_ranks(state, self.height, self.width), device=device
-            ).double()
+            ranks = halton_ranks(state, self.height, self.width)
+            proposal.quantities["order"] = torch.as_tensor(ranks, device=device).double()
         return proposal
 
     def ranks(self, view: View) -> Tensor:
