@@ -66,21 +66,8 @@ class DiffusionGemmaModel(Model):
         self.denoising = {**DEFAULTS, **(denoising or {})}
         self.processor = processor
 
-    @property
-    def _takes_masks(self) -> bool:
-        return True
-
-    @property
-    def supports_visibility(self) -> bool:
-        return False
-
-    @property
-    def shares_prefix(self) -> bool:
-        return False
-
-    @property
-    def hidden_size(self) -> int:
-        return self.text_config.hidden_size
+    _takes_masks = True
+    supports_visibility = shares_prefix = False
 
     @property
     def soft_dtype(self) -> torch.dtype:

@@ -19,7 +19,7 @@ from paradec.models.checkpoint import CheckpointError, positive
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family, shared_fields, stated_block
 from paradec.models.rotary import rope_parameters
-from paradec.models.text.qwen import experts_per_token
+from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
 KEY_MAPPING = {
     r"^model\.word_embeddings\.": "model.embed_tokens.",
@@ -63,14 +63,9 @@ CAPACITY = "expert_capacity"
 BLOCK_SIZE = "block_size"
 
 REQUIRED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    *REQUIRED_SIZES,
     "intermediate_size",
     "moe_intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
     "first_k_dense_replace",
     "num_experts",
     "num_experts_per_tok",
@@ -134,8 +129,10 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Build Glm4Moe's routing fields."""
     num_experts, top_k = experts_per_token(config)
+    # norm_topk_prob: as the published code does it
+    fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": top_k > 1}
     if config.get(CAPACITY) is not None:
-        return _block_routing(config, num_experts, top_k)
+        return fields | _block_routing(config, num_experts, top_k)
     num_groups, topk_group = (positive(config, name) for name in ("n_group", "topk_group"))
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise CheckpointError(
@@ -148,13 +145,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
             if topk_group <= num_groups
             else f"config.json: topk_group={topk_group} is larger than n_group={num_groups}"
         )
-    return {
-        "n_routed_experts": num_experts,
-        "num_experts_per_tok": top_k,
-        "n_group": num_groups,
-        "topk_group": topk_group,
-        "norm_topk_prob": top_k > 1,  # as the published code does it
-    }
+    return fields | {"n_group": num_groups, "topk_group": topk_group}
 
 
 def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
@@ -165,9 +156,7 @@ def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> d
             f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={top_k} to "
             f"num_experts={num_experts}"
         )
-    fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "n_group": 1, "topk_group": 1}
-    fields["norm_topk_prob"] = top_k > 1
-    return {**fields, CAPACITY: capacity, BLOCK_SIZE: block}
+    return {"n_group": 1, "topk_group": 1, CAPACITY: capacity, BLOCK_SIZE: block}
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:

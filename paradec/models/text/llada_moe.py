@@ -14,7 +14,7 @@ from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
 from paradec.models.family import Family, shared_fields
 from paradec.models.rotary import rope_parameters
-from paradec.models.text.qwen import experts_per_token
+from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
 ONLY = {
     "hidden_act": ("silu",),
@@ -33,19 +33,7 @@ ONLY = {
 """Fields that would change the maths, and the values that the published code and Qwen3Moe compute. The published code
 reads the last five and follows none of them."""
 
-REQUIRED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "qk_layernorm",
-    "num_experts",
-    "num_experts_per_tok",
-    "expert_intermediate_size",
-)
+REQUIRED = (*REQUIRED_SIZES, "qk_layernorm", "num_experts", "num_experts_per_tok", "expert_intermediate_size")
 
 
 def is_llada_moe(config: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from paradec.models.checkpoint import positive
 from paradec.models.family import Family, shared_fields
 from paradec.models.rotary import rope_parameters
+from paradec.models.text.qwen import REQUIRED
 
 KEY_MAPPING = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}
 """Checkpoint names -> Ministral3's."""
@@ -25,18 +26,6 @@ ONLY = {
     "sliding_window": (None,),
 }
 """Fields that change the maths, and the values that are supported."""
-REQUIRED = (
-    "dlm_paradigm",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
 SCALE = "llama_4_scaling_beta"
 """The field of `rope_parameters` for the growth of queries with the logarithm of their position."""
 BLOCK_NAME = "block_size"
@@ -49,7 +38,7 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     fields."""
     from transformers import Ministral3Config
 
-    fields = shared_fields(config, REQUIRED, ONLY)
+    fields = shared_fields(config, ("dlm_paradigm", *REQUIRED, "head_dim"), ONLY)
     angles = {
         SCALE: 0.0,
         "original_max_position_embeddings": fields["max_position_embeddings"],  # read even where nothing is scaled

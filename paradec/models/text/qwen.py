@@ -15,16 +15,18 @@ ONLY = {"hidden_act": ("silu",), "use_sliding_window": (False, None), "use_mrope
 
 ONLY_QWEN3 = {"attention_bias": (False, None)}
 
-REQUIRED = (
+REQUIRED_SIZES = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "intermediate_size",
     "vocab_size",
     "rms_norm_eps",
     "max_position_embeddings",
 )
+"""Required fields of mixtures of experts and of dense models."""
+
+REQUIRED = (*REQUIRED_SIZES, "intermediate_size")
 """The class defaults are wrong for the published 7B, so nothing is filled in."""
 
 REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
