@@ -44,8 +44,8 @@ from tables import antibody_table
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import plain
 from paradec.core.query import Query
+from paradec.core.registry import plain
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.configuration import COMBINATIONS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from provenance import RESULTS, read_result, write_result
 
-from paradec.core.protocol import plain
+from paradec.core.registry import plain
 from paradec.tools import evaluation
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import wilson

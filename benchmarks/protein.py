@@ -42,8 +42,8 @@ from provenance import RESULTS, write_result
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import plain
 from paradec.core.query import WindowQuery
+from paradec.core.registry import plain
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from paradec.core.registry import check_declared
+from paradec.core.registry import Component, check_declared
 
 
 @dataclass
@@ -82,7 +81,7 @@ class CacheFacts:
 
 
 @dataclass(frozen=True)
-class Cache:
+class Cache(Component):
     """A cache method: an immutable, validated value, like a sampler.
 
     Class attributes:
@@ -91,11 +90,8 @@ class Cache:
         device_step: whether the device step can call `range` with tensors, or needs none. Not inherited.
     """
 
-    name: ClassVar[str] = ""
+    kind: ClassVar[str] = "cache"
     family: ClassVar[str] = "cache"
-    paper: ClassVar[str] = ""
-    arxiv: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
     facts: ClassVar[CacheFacts] = CacheFacts()
     exact_when: ClassVar[str] = ""
     costly_rows: ClassVar[bool] = False
@@ -132,15 +128,6 @@ class Cache:
 
     def committed(self, state: Any, tokens: np.ndarray) -> None:
         """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
-
-    @classmethod
-    def settings(cls) -> dict[str, Any]:
-        """Every setting with its default."""
-        return {f.name: f.default for f in dataclasses.fields(cls)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The cache as plain data."""
-        return {"cache": self.name} | {key: getattr(self, key) for key in self.settings()}
 
 
 def level_rows(state: Any, chosen: np.ndarray) -> list[Part] | None:

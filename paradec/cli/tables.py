@@ -64,7 +64,7 @@ def echo(text: str) -> None:
 
 def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """A registry as data. A class of another package that cannot be imported has the error as its summary."""
-    from paradec.core.protocol import plain
+    from paradec.core.registry import plain
 
     rows = []
     for name in registry.names():
@@ -97,7 +97,7 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
 
 def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
     """Print all about one sampler or cache (`kind`): effect, paper, settings with their defaults, presets, and more."""
-    from paradec.core.protocol import plain
+    from paradec.core.registry import plain
 
     about, explained = explanations(cls)
     settings = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -29,8 +29,7 @@ import torch
 
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_int, check_number, shown
-from paradec.core.protocol import plain
-from paradec.core.registry import Registry
+from paradec.core.registry import Component, Registry
 
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
@@ -343,14 +342,13 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Component):
     """An order: an immutable, validated value whose fields are its settings.
 
     Subclasses state `name` and `summary`, and implement `groups`.
     """
 
-    name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
+    kind: ClassVar[str] = "order"
     random: ClassVar[bool] = False
     """Whether rows differ by what they draw."""
 
@@ -377,15 +375,6 @@ class Order:
         if getattr(self, name, 0) is not None:
             raise ValueError(f"steps={steps} has no meaning for {shown(self)}, which has its own groups: leave it out")
         return replace(self, **{name: steps})
-
-    @classmethod
-    def settings(cls) -> dict[str, Any]:
-        """Every setting with its default."""
-        return {field.name: field.default for field in fields(cls)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The order as plain data: its name under "order", then every setting."""
-        return {"order": self.name} | {name: plain(getattr(self, name)) for name in self.settings()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Order:

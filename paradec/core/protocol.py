@@ -13,7 +13,6 @@ in `docs/fidelity.md`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.query import CallCost, Cost, branch_rows
 from paradec.core.recording import evaluated_spans, record_step
-from paradec.core.registry import Registry, check_declared
+from paradec.core.registry import Component, Registry, check_declared
 from paradec.core.rows import ROWS, clear_rows, count_rows, row_layout
 from paradec.core.trace import Notes, Trace
 
@@ -223,18 +222,15 @@ TextState: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(Component):
     """A method: an immutable, validated value whose fields are its settings (defaults: the paper's).
 
     Subclasses set `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose`
     and `commit`.
     """
 
-    name: ClassVar[str] = ""
+    kind: ClassVar[str] = "sampler"
     family: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    arxiv: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
     """Whether the method reads the request's `steps`."""
@@ -289,16 +285,6 @@ class Sampler:
             return self.propose(state, [model(query) for query in queries], queries)
         return self.propose(state, [model(query, store) for query in queries], queries)
 
-    @classmethod
-    def settings(cls) -> dict[str, Any]:
-        """Every setting with its default."""
-        entries = [entry for entry in dataclasses.fields(cls) if entry.init]
-        return {entry.name: None if entry.default is dataclasses.MISSING else entry.default for entry in entries}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data: its name under "sampler", then every setting."""
-        return {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings()}
-
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sampler:
         """Inverse of `to_dict`.
@@ -307,17 +293,6 @@ class Sampler:
             ValueError: no mapping with a registered name under "sampler", or a setting that does not fit it.
         """
         return Registry.by_kind["sampler"].from_dict(data)
-
-
-def plain(value: Any) -> Any:
-    """Turn a setting into JSON data: a sampler becomes its `to_dict`, a model or function its name."""
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if hasattr(value, "facts"):
-        return value.facts.name
-    if isinstance(value, tuple):
-        return [plain(entry) for entry in value]
-    return value.__name__ if callable(value) and hasattr(value, "__name__") else value
 
 
 class NotFinite(FloatingPointError):

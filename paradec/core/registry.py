@@ -8,7 +8,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,38 @@ MOST_SHOWN = 24
 """Names that a message lists; of longer lists, and of registries with more than `NEAREST`, it shows the nearest."""
 NEAREST = 3
 LONGEST_GUESSED = 80
+
+
+class Component:
+    """Base of what registries make by name: a frozen dataclass whose fields are its settings."""
+
+    kind: ClassVar[str] = ""
+    """Of its registry: "sampler", "cache" or "order"."""
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    arxiv: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """Every setting with its default."""
+        entries = [entry for entry in fields(cls) if entry.init]  # type: ignore[arg-type]
+        return {entry.name: None if entry.default is MISSING else entry.default for entry in entries}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data: the name under the `kind`, then every setting."""
+        return {self.kind: self.name} | {key: plain(getattr(self, key)) for key in self.settings()}
+
+
+def plain(value: Any) -> Any:
+    """Turn a setting into JSON data: a sampler becomes its `to_dict`, a model or function its name."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if hasattr(value, "facts"):
+        return value.facts.name
+    if isinstance(value, tuple):
+        return [plain(entry) for entry in value]
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else value
 
 
 class Registry:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 from paradec.core.checks import check_int, shown
-from paradec.core.registry import Registry, import_lazily, unknown
+from paradec.core.registry import Registry, import_lazily, plain, unknown
 
 ELSEWHERE = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
@@ -79,7 +79,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
             )
     if name == "blocks":
         return import_lazily("paradec.samplers.masked.policies:policy_data")(value)
-    data = import_lazily("paradec.core.protocol:plain")(value)
+    data = plain(value)
     try:
         json.dumps(data)
     except (TypeError, ValueError):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import plain
+from paradec.core.registry import plain
 from paradec.core.rows import resize_axis
 
 FORMAT = "paradec-rollout/1"

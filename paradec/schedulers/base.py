@@ -20,9 +20,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import plain
 from paradec.core.query import Query, take_columns
-from paradec.core.registry import unknown
+from paradec.core.registry import plain, unknown
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import MaskedProposal

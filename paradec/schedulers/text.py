@@ -13,7 +13,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Sampler, plain
+from paradec.core.protocol import Sampler
+from paradec.core.registry import plain
 from paradec.kernels.token_stats import token_statistics
 from paradec.request import Preset, Request
 from paradec.samplers.distributions import divided

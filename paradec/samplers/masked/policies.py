@@ -10,7 +10,7 @@ import numpy as np
 
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, shown
-from paradec.core.protocol import plain
+from paradec.core.registry import plain
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks, WholeCanvas

@@ -30,7 +30,8 @@ from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
-from paradec.core.protocol import Commit, Interrupted, State, plain
+from paradec.core.protocol import Commit, Interrupted, State
+from paradec.core.registry import plain
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model

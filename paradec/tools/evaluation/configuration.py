@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paradec import samplers
-from paradec.core.protocol import Sampler, plain
-from paradec.core.registry import is_composed
+from paradec.core.protocol import Sampler
+from paradec.core.registry import is_composed, plain
 from paradec.request import Request
 
 BASELINE = "threshold"

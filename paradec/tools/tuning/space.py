@@ -15,8 +15,7 @@ from typing import Any
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import check_int
-from paradec.core.protocol import plain
-from paradec.core.registry import is_composed
+from paradec.core.registry import is_composed, plain
 from paradec.request import Request
 from paradec.samplers.masked.start import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
