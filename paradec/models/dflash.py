@@ -134,6 +134,7 @@ class DFlashDrafter(FeatureDrafter):
         self.module = module.eval()
         self.base = base
         self.settings = settings
+        self.block_size, self.mask_token_id = settings.block_size, settings.mask_token_id
         self.keep_layers = settings.target_layer_ids
         self.facts = dataclasses.replace(base.facts, name=name)
 
@@ -141,16 +142,6 @@ class DFlashDrafter(FeatureDrafter):
     def slots(self) -> int:
         """Slots of a window: the next token and all drafts."""
         return self.settings.block_size + 1 - self.settings.first
-
-    @property
-    def block_size(self) -> int:
-        """Columns of a block: the last final token and the masks."""
-        return self.settings.block_size
-
-    @property
-    def mask_token_id(self) -> int:
-        """The id that represents a token to draft."""
-        return self.settings.mask_token_id
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """Draft a block for each row of the call.
@@ -177,8 +168,7 @@ class DFlashDrafter(FeatureDrafter):
                 position_ids=query.positions,
                 **cache_keyword(self.module, cache),
             )
-            states: Tensor = found.last_hidden_state[:, self.settings.first :]
-            return states
+            return found.last_hidden_state[:, self.settings.first :]
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, n, V] of states [R, n, D]."""
@@ -217,11 +207,6 @@ class DFlashDrafter(FeatureDrafter):
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a DFlash drafter."""
-    return "dflash_config" in config or config.get("model_type") == IN_TREE
-
-
 def load_dflash(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> DFlashDrafter:
@@ -232,7 +217,7 @@ def load_dflash(
             transformers that has no such network.
         TypeError, ValueError: a base that it cannot draft for.
     """
-    own, settings = _settings(source, config, base)
+    own, settings = settings_of(source, published_fields(source, config), base, config.get("dflash_config") is not None)
     module = read_network(source, network(source)[1], own, settings, base, dtype, revision, "dflash_config" in config)
     return make_drafter(DFlashDrafter, source, module, base, settings)
 
@@ -267,8 +252,7 @@ def read_network(
     made._attn_implementation = "sdpa"
     options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
     options |= {"computed": unused, "dtype": dtype or base.dtype}
-    module = read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
-    return module
+    return read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
 
 
 def network(source: str) -> tuple[Any, Any]:
@@ -281,16 +265,6 @@ def network(source: str) -> tuple[Any, Any]:
             f"{transformers.__version__}"
         ) from None
     return MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-
-
-def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict[str, Any], BlockSettings]:
-    """Fields of transformers' config, and the rest.
-
-    Raises:
-        CheckpointError: a field that is missing, out of its range, not the base's, or of a variant that is not read.
-    """
-    published = config.get("dflash_config") is not None
-    return settings_of(source, published_fields(source, config), base, published)
 
 
 def settings_of(

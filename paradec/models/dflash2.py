@@ -64,8 +64,7 @@ class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no
         """hidden_states [R, n, D], the block -> [R, n, D]."""
 
         def attention(x: Tensor) -> Tensor:
-            seen: Tensor = self.self_attn(hidden_states=x, context_hidden_states=context_hidden_states, **given)[0]
-            return seen
+            return self.self_attn(hidden_states=x, context_hidden_states=context_hidden_states, **given)[0]
 
         for norm, convolution, sublayer in (
             (self.input_layernorm, self.attention_conv, attention),
@@ -182,8 +181,7 @@ def load_dflash2(
     settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
     sizes["model_vocab_size"] = base.facts.vocab_size
     module = read_network(source, DFlash2Network, own, settings, base, dtype, revision, **sizes)
-    found: DFlash2Drafter = make_drafter(DFlash2Drafter, source, module, base, settings)
-    return found
+    return make_drafter(DFlash2Drafter, source, module, base, settings)
 
 
 def _published(source: str, config: Mapping[str, Any]) -> dict[str, Any]:

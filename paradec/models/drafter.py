@@ -57,14 +57,12 @@ class FeatureDrafter:
     @property
     def device(self) -> torch.device:
         """Where the network is."""
-        found: torch.device = next(self.module.parameters()).device
-        return found
+        return next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
-        found: torch.dtype = next(self.module.parameters()).dtype
-        return found
+        return next(self.module.parameters()).dtype
 
     def store_bytes(self, rows: int, length: int) -> int:
         """Bytes that a store of `rows` rows and `length` positions will take."""

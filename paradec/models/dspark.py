@@ -110,8 +110,7 @@ class MarkovWalk:
         if head is None:
             return self.memory
         known = torch.where(previous < self.drafter.facts.vocab_size, previous, 0)
-        found: Tensor = head.markov_w1(known.repeat(len(self.states) // len(previous)))
-        return found
+        return head.markov_w1(known.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
         """[R]: logit of the chance that the draft at a slot is accepted; of the first branch.
@@ -124,8 +123,7 @@ class MarkovWalk:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
         state, before = self.states[:, slot], self._before(previous)
         fed = torch.cat((state, before), -1) if head.proj.in_features > state.shape[-1] else state
-        found: Tensor = head.proj(fed)[: len(previous), 0]
-        return found
+        return head.proj(fed)[: len(previous), 0]
 
     def drafted_logits(self, slot: int, previous: Tensor) -> Tensor:
         """[R, Vd]: in the drafter's vocabulary, for the slot after the one of the call before."""
@@ -174,13 +172,11 @@ class DSparkDrafter(DFlashDrafter):
         """[R, n, Vd] of states [R, n, D], without a bias."""
         if self.module.lm_head is None:
             return super().logits(states)
-        logits: Tensor = self.module.lm_head(states).to(self.base.dtype)
-        return logits
+        return self.module.lm_head(states).to(self.base.dtype)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         table = self.module.embed_tokens
-        found: Tensor = super()._embedded(ids) if table is None else table(ids)
-        return found
+        return super()._embedded(ids) if table is None else table(ids)
 
 
 def load_dspark(
@@ -212,8 +208,7 @@ def load_dspark(
         "heads": rows is not None,
     }
     module = read_network(source, DSparkNetwork, own, settings, base, dtype, revision, unused=TABLES, dspark=parts)
-    found: DSparkDrafter = make_drafter(DSparkDrafter, source, module, base, settings, tokens)
-    return found
+    return make_drafter(DSparkDrafter, source, module, base, settings, tokens)
 
 
 def _parts(source: str, given: Mapping[str, Any]) -> dict[str, Any]:

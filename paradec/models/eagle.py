@@ -170,8 +170,7 @@ def load_eagle(
         weights = halves_of_pairs(weights, own.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    drafter: EagleDrafter = make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles split no odd heads
-    return drafter
+    return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles split no odd heads
 
 
 def halves_of_pairs(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:

@@ -120,15 +120,13 @@ class Eagle3Head(nn.Module):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: Tensor = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def forward(
         self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
         """What the layer makes, [R, Q, D]. See `paradec.models.eagle.EagleHead.forward`; features are fused ones."""
-        made: Tensor = self.midlayer(embedded, features, self.settings.norm_before_residual, rotation, mask, cache)
-        return made
+        return self.midlayer(embedded, features, self.settings.norm_before_residual, rotation, mask, cache)
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -226,8 +224,7 @@ def load_eagle3(
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    drafter: Eagle3Drafter = make_drafter(Eagle3Drafter, source, module, base, tokens)
-    return drafter
+    return make_drafter(Eagle3Drafter, source, module, base, tokens)
 
 
 def _check_base_sizes(source: str, config: Mapping[str, Any], sizes: Mapping[str, Any], base: Model) -> None:

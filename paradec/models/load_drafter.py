@@ -10,7 +10,7 @@ import torch
 from paradec.core.checks import check_choice, shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
-from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash, network
+from paradec.models.dflash import IN_TREE, DFlashDrafter, load_dflash, network
 from paradec.models.drafter import check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
 from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
@@ -89,7 +89,7 @@ def load_drafter(
 
         load = dflash2.load_dflash2 if block == "dflash2" else dspark.load_dspark
         return load(source, stated, base, dtype, revision)
-    if is_dflash(stated):
+    if "dflash_config" in stated or stated.get("model_type") == IN_TREE:
         return load_dflash(source, stated, base, dtype, revision)
     if str(stated.get("model_type")).startswith("deepseek_v4"):
         raise CheckpointError(f"{source!r} is a DeepSeek-V4, whose built-in DSpark is not read")

@@ -146,7 +146,9 @@ def load(
         return lay_by_columns(read_it(gguf_file=gguf_file, dtype=dtype, **for_text))
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
-        _refuse_text_options(for_text)
+        for name, value in for_text.items():
+            if value is not None:
+                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return lay_by_columns(load_image_model(config["model_type"], source, image_options, **common))
     _refuse_image_options(image_options)
@@ -205,13 +207,6 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
     for name in ("device_map", "quantization_config", "gguf_file", "offload_folder"):
         if options[name] is not None:
             raise ValueError(f"tp_plan={shown(plan)} does not go with {name}={shown(options[name])}; give one of them")
-
-
-def _refuse_text_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that only text models take."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:

@@ -94,7 +94,9 @@ def load_masked(
     hf_config = family.config(config)
     if family.fused is not None:
         _check_fused(source, hf_config, options)
-    quantised = _quantised(source, config, hf_config)
+    quantised = states_quantiser(source, config)
+    if quantised:
+        hf_config.quantization_config = config["quantization_config"]  # transformers' quantisers read the weights
     if adapter is not None:
         adapter = _adapter(source, family, quantised, adapter, options)
     elif fetch(source, lora.CONFIG, revision) is not None:
@@ -164,18 +166,6 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     if plan is not None:
         whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
         hf_config.base_model_tp_plan = whole
-
-
-def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
-    """Whether config.json says how the weights are quantised; transformers is told, whose quantisers read them.
-
-    Raises:
-        CheckpointError: a way that transformers does not know.
-    """
-    if not states_quantiser(source, config):
-        return False
-    hf_config.quantization_config = config["quantization_config"]
-    return True
 
 
 def known_family(config: Mapping[str, Any]) -> Family | None:

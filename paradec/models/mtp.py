@@ -64,8 +64,7 @@ class MtpLayer(nn.Module):
         """embedded, states [R, Q, D] -> [R, Q, D]. given: as the decoder layer takes them."""
         parts = (self.enorm(embedded), self.hnorm(states))
         found = self.block(self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, -1)), **given)
-        made: Tensor = self.norm(found[0] if isinstance(found, tuple) else found)
-        return made
+        return self.norm(found[0] if isinstance(found, tuple) else found)
 
 
 class MtpNetwork(nn.Module):
@@ -158,8 +157,7 @@ class MtpDrafter(FeatureDrafter):
         config, kinds = self.module.config, {}
         if "full_attention" in (getattr(config, "rope_parameters", None) or {}):  # angles of each kind of layer
             kinds = {"layer_type": "full_attention"}
-        found: tuple[Tensor, Tensor] = self.base.module.get_decoder().rotary_emb(features, positions, **kinds)
-        return found
+        return self.base.module.get_decoder().rotary_emb(features, positions, **kinds)
 
 
 def check_layers(base: Any) -> None:

@@ -57,8 +57,7 @@ def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itse
     if facts.topology == "block_causal":
         origin = _origin(facts, query)
         own = facts.block_numbers(query.positions, origin)
-        blocks: Tensor = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
-        return blocks
+        return own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
     if facts.topology == "causal_context" and isinstance(query, WindowQuery):
         if query.visible is None:
             raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
