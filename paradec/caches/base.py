@@ -31,20 +31,18 @@ class Part:
         return self.valid.sum(1)
 
     @classmethod
-    def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, width: int | None = None) -> Part:
+    def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, width: int) -> Part:
         """The positions from `start` to `stop` (exclusive) of each row. All arrays: [N] int64."""
         size = stop - start
-        width = size.max() if width is None else width
         positions = start[:, None] + np.arange(width)
         if size.min() == width:
             return cls(index, positions, None, kind)
         return cls(index, np.minimum(positions, stop[:, None] - 1), positions < stop[:, None], kind)
 
     @classmethod
-    def subset(cls, index: np.ndarray, chosen: np.ndarray, width: int | None = None) -> Part:
+    def subset(cls, index: np.ndarray, chosen: np.ndarray, width: int) -> Part:
         """The positions where `chosen` [N, L] bool is True; at least one per row."""
         size = chosen.sum(1)
-        width = size.max() if width is None else width
         if len(index) == 1 and size[0] == width:
             return cls(index, np.flatnonzero(chosen[0])[None], None, "window")
         positions = np.argsort(~chosen, axis=1, kind="stable")[:, :width]

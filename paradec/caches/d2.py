@@ -77,8 +77,7 @@ class D2Cache(SubsetCache):
             state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
 
     def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        first: np.ndarray = state.row_step[rows] == 0
-        return first
+        return state.row_step[rows] == 0
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift = state.cache_state, state.facts.shift
@@ -119,13 +118,11 @@ class D2Cache(SubsetCache):
         """[N, 1] int64: where the block ends that has the position `last` [N, 1], all blocks being as long as the open
         one."""
         start, end = state.block_start[rows, None], state.block_end[rows, None]
-        found: np.ndarray = start + ((last - start) // (end - start) + 1) * (end - start)
-        return found
+        return start + ((last - start) // (end - start) + 1) * (end - start)
 
     def confidence(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] float64: what masks are ranked by, beside the density."""
-        found: np.ndarray = state.cache_state.confidence[rows]
-        return found
+        return state.cache_state.confidence[rows]
 
 
 def density(decided: np.ndarray, sigma: float) -> np.ndarray:

@@ -87,8 +87,7 @@ class DelayedCache(RangeCache):
         keeps = kept[:, -1] > kept[:, 0]  # a block has waited long enough
         waits = state.block_start[rows] > kept[:, -1]
         due = (steps + 1) % self.refresh_interval == 0
-        fresh: np.ndarray = (steps < self.cache_delay_iter) | ~keeps & (waits | due)
-        return fresh
+        return (steps < self.cache_delay_iter) | ~keeps & (waits | due)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.cache_state[rows, 0], state.length[rows])

@@ -34,6 +34,8 @@ class KeptPrefix:
 
     Attributes:
         tokens: one list of ids per row.
+        layers: per layer keys and values [rows, longest, kv_heads, head_dim]; what is beyond a row's tokens is no
+            part.
         exact: whether taking it over changes no logits: block-causal models, and a cache that is exact for them.
         causal_keys: whether its keys and values are those of causal calls (`samplers.masked.view.Needs`); requests of
             samplers that store others refuse it.
@@ -49,7 +51,7 @@ class KeptPrefix:
     ):
         self.tokens = tokens
         self.exact, self.causal_keys = exact, causal_keys
-        self._layers = dict(layers)
+        self.layers: Mapping[int, tuple[Tensor, Tensor]] = dict(layers)
         self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
         self._weights = weights_of(module)
         self._ids = [np.array(row, np.int64) for row in tokens]
@@ -73,17 +75,12 @@ class KeptPrefix:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held."""
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """What keys and values are kept in; None when nothing is."""
-        return next((keys.dtype for keys, _ in self._layers.values()), None)
-
-    @property
-    def layers(self) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """Per layer keys and values [rows, longest, kv_heads, head_dim]; what is beyond a row's tokens is no part."""
-        return self._layers
+        return next((keys.dtype for keys, _ in self.layers.values()), None)
 
     def row(self, index: int) -> KeptPrefix:
         """One row by itself, in memory of its own."""
@@ -92,12 +89,12 @@ class KeptPrefix:
             at: tuple(part[index : index + 1, :size].clone() for part in pair) for at, pair in self.layers.items()
         }
         other = object.__new__(KeptPrefix)
-        other.__dict__ = self.__dict__ | {"tokens": [self.tokens[index]], "_ids": [self._ids[index]], "_layers": layers}
+        other.__dict__ = self.__dict__ | {"tokens": [self.tokens[index]], "_ids": [self._ids[index]], "layers": layers}
         return other
 
     def release(self) -> None:
         """Give the memory back now; it can be given to no request after this."""
-        self._layers, self._released = {}, True
+        self.layers, self._released = {}, True
 
     def check(self, model: Any, cache: StoredCache, causal_keys: bool = False) -> None:
         """Raise ValueError where its keys and values are not what this model and cache would compute and store, for a
@@ -115,7 +112,7 @@ class KeptPrefix:
                 f"prefix={self!r} holds keys and values of {ways[self.causal_keys]}, and this sampler stores those of "
                 f"{ways[causal_keys]}: leave prefix out, or use the sampler that kept it"
             )
-        wanted = _dtype(model, cache)
+        wanted = model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)
         if self.dtype not in (None, wanted):
             raise ValueError(
                 f"prefix={self!r} is kept in {self.dtype} and cache={cache.name!r} would store {wanted}: use the same "
@@ -306,8 +303,3 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size
-
-
-def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
-    """What the cache stores keys and values of this model in."""
-    return model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)

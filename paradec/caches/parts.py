@@ -31,7 +31,8 @@ def spans(
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[chosen]])
     if state.present is not None:
-        there = _there(state, chosen, start, stop)
+        column = np.arange(state.present.shape[1])
+        there = state.present[state.window.rows[chosen]] & (column >= start[:, None]) & (column < stop[:, None])
         first, size = there.argmax(1), there.sum(1)
         if (there.shape[1] - there[:, ::-1].argmax(1) - first > size).any():
             return subsets(state, chosen, there, most, multiple)
@@ -39,8 +40,6 @@ def spans(
             kind = "rest"
         start, stop = first, first + size
     groups = buckets(stop - start, exact=not state.pads, most=min(most, state.most_calls))
-    if multiple == 1:
-        return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
     return [
         Part.span(chosen[g], start[g], stop[g], kind, _rounded(state, stop[g] - start[g], multiple)) for g in groups
     ]
@@ -55,17 +54,7 @@ def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, m
         needed = needed & state.present[state.window.rows[chosen]]
     sizes = needed.sum(1)
     groups = buckets(sizes, exact=not state.pads, most=min(most, state.most_calls))
-    if multiple == 1:
-        return [Part.subset(chosen[g], needed[g]) for g in groups]
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]
-
-
-def _there(state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """[N, L] bool: the positions in [start, stop) of the `chosen` running rows that exist for now."""
-    assert state.present is not None
-    column = np.arange(state.present.shape[1])
-    there: np.ndarray = state.present[state.window.rows[chosen]] & (column >= start[:, None]) & (column < stop[:, None])
-    return there
 
 
 def _rounded(state: Any, sizes: np.ndarray, multiple: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice
-from paradec.core.rows import RowLayout
+from paradec.core.rows import RowLayout, resize_axis
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,7 @@ class Memory:
             for axis, own in enumerate(spec.dims, start=1):
                 tensor = self.tensors[name]
                 if own == dim and tensor.shape[axis] < size:
-                    shape = [*tensor.shape]
-                    shape[axis] = size - shape[axis]
-                    self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
+                    self.tensors[name] = resize_axis(tensor, size, spec.fill, axis)
 
     def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
         """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what

@@ -405,10 +405,10 @@ class Sized(Order):
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         sizes = sizes_for(self.sizes, height * width, (1,) * (height * width))
-        return Groups(_rows([self.sequence(height, width, row) for row in self._distinct(draws)], len(draws)), sizes)
-
-    def _distinct(self, draws: Sequence[OrderDraws]) -> Sequence[OrderDraws]:
-        return draws if self.random else draws[:1]
+        return Groups(
+            _rows([self.sequence(height, width, row) for row in (draws if self.random else draws[:1])], len(draws)),
+            sizes,
+        )
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,7 @@ def embed_pictures(model: Any, rows: list[list[int]], inputs: Mapping[str, Any])
     """The embeddings of the images that a processor returned, at their tokens in each row; None on models without."""
     pictures = [inputs.get(name) for name in PICTURED]
     if hasattr(model, "embed_images"):
-        images: list[Tensor | None] = model.embed_images(rows, *pictures)
-        return images
+        return model.embed_images(rows, *pictures)
     if any(value is not None for value in pictures):
         raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
     return None
