@@ -544,7 +544,7 @@ class Batch:
 
     def _feed(self, group: Group, slots: Sequence[int]) -> None:
         """Give streamers what has become final; one that raises ends its ticket."""
-        if not group.has_streamer:
+        if not any(ticket is not None and ticket.streamer is not None for ticket in group.tickets):
             return
         all_slots = np.arange(len(group.tickets))
         group.sync(all_slots)

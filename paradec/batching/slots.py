@@ -182,11 +182,6 @@ class Group(Generic[S]):
         return sum(ticket is not None for ticket in self.tickets)
 
     @property
-    def has_streamer(self) -> bool:
-        """Whether a row has a streamer."""
-        return any(ticket is not None and ticket.streamer is not None for ticket in self.tickets)
-
-    @property
     def width(self) -> int:
         """Columns of the canvas."""
         return int(self.state.canvas.shape[1])
