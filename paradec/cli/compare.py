@@ -132,7 +132,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         raise typer.Exit(code)
     if format_ is None:
-        tables.comparison(found.columns(), found.table())
+        tables.table(found.columns(), found.table())
     else:
         typer.echo(tables.FORMATS[format_](found.columns(), found.table()))
     for line in padding_lines(found.results):

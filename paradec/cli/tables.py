@@ -18,17 +18,12 @@ FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
 """How an entry of a docstring's `Args:` begins: one name, or several that are explained together."""
 LONGEST_NAME = 24  # letters of a table's first column that stay in one line
 MAX_WIDTH = 10_000  # columns of a terminal on which a table is measured
-BY_WORTH = (
-    *("right %", "forwards", "tokens/forward", "tokens/forward x baseline", "many answers %", "one answer %", "95 %"),
-    *("AUP", "tokens/s", "tokens/s x baseline"),
-)
-"""Columns of numbers of a comparison, those first that stay where there is little room; others come after them."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
-    """Print a table, on a terminal cell by cell where words have no room. heads: whether to name columns there."""
+    """Print a table, on a terminal cell by cell where words have no room. heads: whether to name columns."""
     if not sys.stdout.isatty():
-        for row in (columns, *rows):
+        for row in (columns, *rows) if heads else rows:
             typer.echo("\t".join(row))
         return
     from rich import box
@@ -116,11 +111,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) 
     lines |= {f"{key}={setting['default']}": setting["about"] for key, setting in settings.items()}
     lines["in Python"] = f"paradec.{kind}s.create({name!r}{', ' + next(iter(settings)) + '=...' if settings else ''})"
     echo(f"{name}: {cls.summary}\n\n{about}\n")
-    if sys.stdout.isatty():
-        table(("", ""), lines.items(), heads=False)
-    else:
-        for title, text in lines.items():
-            typer.echo(f"{title}\t{text}")
+    table(("", ""), lines.items(), heads=False)
 
 
 def explanations(cls: type) -> tuple[str, dict[str, str]]:
@@ -152,39 +143,6 @@ def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
             else:
                 sections |= {name: f"{sections[name]} {line.strip()}" for name in names}
     return [text for text in paragraphs if text], sections
-
-
-def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a comparison: on a terminal with settings below their sampler, and the numbers that there is room for."""
-    if not sys.stdout.isatty():
-        table(columns, rows)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    number_columns = sorted(range(2, len(columns)), key=lambda c: [*BY_WORTH, columns[c]].index(columns[c]))
-    left_out: list[str] = []
-    while True:
-        grid = Table("sampler", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for column in sorted(number_columns):
-            head = columns[column].replace("/forward", "/\nforward").replace(" x ", "\nx ")
-            grid.add_column(head.replace(" answer", "\nanswer"), justify="right", no_wrap=True)
-        previous = ""
-        for row in rows:
-            settings = [] if row[1] == "default" else [f"  {setting}" for setting in row[1].split(", ")]
-            names = [row[0], *settings] if row[0] != previous else settings
-            previous = row[0]
-            grid.add_row("\n".join(names), *(row[column] for column in sorted(number_columns)))
-        wide = console.options.update(max_width=MAX_WIDTH)
-        if len(number_columns) == 1 or Measurement.get(console, wide, grid).maximum <= console.width:
-            break
-        left_out.append(columns[number_columns.pop()])
-    console.print(grid)
-    if left_out:
-        console.print(f"no room here for {', '.join(left_out)}: a wider terminal, a pipe and --json have them")
 
 
 LATEX = str.maketrans({sign: f"\\{sign}" for sign in "&%$#_{}"} | {
