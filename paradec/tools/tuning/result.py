@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ class Tuning:
         values = self.score(measured)
         means = {name: measured.mean(name) for name in ("forwards", "positions", "seconds")}
         means |= {"score": sum(values) / len(values), "agreement_or_score": measured.mean("score")}
-        return means | {"interval": list(self.interval(values)), "prompts": measured.to_data()}
+        return means | {"interval": list(self.interval(values)), "prompts": asdict(measured)}
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
         """Write `to_dict`, whole or not at all."""

@@ -24,7 +24,7 @@ from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
 from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
 from paradec.tools.tuning.scoring import Checker, Failed, Half, Measured, Scorer
 from paradec.tools.tuning.space import Candidate, Space
-from paradec.tools.tuning.study import SCHEMA, Study, candidate_of, check_installed, rung_of, up_to
+from paradec.tools.tuning.study import SCHEMA, Study, check_installed, rung_of, up_to
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
 """What is spent, beside the score; the last one chooses."""
@@ -161,8 +161,6 @@ def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]
     selected = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     if not selected:
         raise ValueError("caches is empty; give at least one")
-    for name in selected:
-        cache_plans.create(name)
     return selected
 
 
@@ -320,7 +318,7 @@ class _Search:
             trial.set_user_attr("candidate", candidate.to_data())
             self._climb(trial, candidate, self.work.seeded(request), other_trials)
         except BaseException:
-            self.study.release(trial)
+            trial.set_user_attr("owner", "")  # left to whoever goes on with the study
             raise
         return True
 
@@ -338,7 +336,7 @@ class _Search:
             part = next((entry for compared in same_candidate if (entry := rung_of(compared, rung)) is not None), None)
             if part is None:
                 if time.monotonic() > self.end:
-                    self.study.release(trial)
+                    trial.set_user_attr("owner", "")  # left to whoever goes on with the study
                     return
                 start = self.rungs[rung - 1] if rung else 0
                 if self.work.scorer.kind == "agreement":  # with what one token per step gives
@@ -349,7 +347,7 @@ class _Search:
                     trial.set_user_attr("failed", f"{candidate.name}: {error}")
                     self.study.tell(trial, "FAIL")
                     return
-            trial.set_user_attr(f"rung {rung}", part.to_data())
+            trial.set_user_attr(f"rung {rung}", dataclasses.asdict(part))
             measured.add(part)
             self._tell_progress(candidate.name)
             objectives = measured.point(self.work.costs)
@@ -387,17 +385,19 @@ class _Search:
             start = len(measured)
             end = min(start + self.work.batch, len(half))
             key = f"{half.name} one per step {start}-{end}"
-            stored = self.study.kept() if stored is None else stored
+            stored = self.study.study.user_attrs if stored is None else stored
             if key not in stored:
                 ids: dict[int, list[int]] = {}
                 try:
                     part = half.measure(request, start, end, self.work.batch, self.work.scorer, ids, is_reference=True)
                 except Failed as error:
                     raise ValueError(f"one token per step does not work on these prompts: {error}") from error
-                self.study.keep(key, {"ids": [ids[k] for k in range(start, end)], "measured": part.to_data()})
-                stored = self.study.kept()
+                self.study.study.set_user_attr(
+                    key, {"ids": [ids[k] for k in range(start, end)], "measured": dataclasses.asdict(part)}
+                )
+                stored = self.study.study.user_attrs
             tokens.update(zip(range(start, end), stored[key]["ids"]))
-            measured.add(Measured.from_data(stored[key]["measured"]))
+            measured.add(Measured(**stored[key]["measured"]))
 
     # ---- what was found -----------------------------------------------------------------------------------------
 
@@ -407,7 +407,8 @@ class _Search:
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}
         for frozen in self.study.trials():
-            candidate = candidate_of(frozen)
+            data = frozen.user_attrs.get("candidate")  # of unknown and refused ones None
+            candidate = None if data is None else Candidate(**data)
             state = "refused" if "refused" in frozen.user_attrs else STATES.get(frozen.state.name)
             if state is not None:
                 counts[state] += 1
@@ -442,7 +443,7 @@ class _Search:
         for extra in (result.default, result.hand):
             if extra is not None and all(point is not extra for point in to_report):
                 to_report.append(extra)
-        stored, parts = self.study.kept(), [Measured() for _ in to_report]
+        stored, parts = self.study.study.user_attrs, [Measured() for _ in to_report]
         for start in range(0, len(half), self.work.batch):
             end = min(start + self.work.batch, len(half))
             self._refer(half, end)
@@ -453,10 +454,10 @@ class _Search:
                         part = self._measure(half, self.work.seeded(point.request), start, end)
                     except Failed as error:
                         raise ValueError(f"{point.name} failed on the reported half: {error}") from error
-                    self.study.keep(key, part.to_data())
-                    measured.add(part)
+                    self.study.study.set_user_attr(key, dataclasses.asdict(part))
                 else:
-                    measured.add(Measured.from_data(stored[key]))
+                    part = Measured(**stored[key])
+                measured.add(part)
                 self._tell_progress("the reported half", 0.9 + 0.1 * end / len(half))
         for point, measured in zip(to_report, parts, strict=True):
             point.reported = measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -133,13 +133,6 @@ class Measured:
     def point(self, costs: Sequence[str]) -> tuple[float, ...]:
         """The mean score, then the mean costs."""
         return (self.mean("score"), *(self.mean(cost) for cost in costs))
-
-    def to_data(self) -> dict[str, list[Any]]:
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, list[Any]]) -> Measured:
-        return cls(**{entry.name: list(data[entry.name]) for entry in fields(cls)})
 
 
 class Half:

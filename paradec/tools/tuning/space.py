@@ -91,10 +91,6 @@ class Candidate:
         changes = {name: plain(value) for name, value in self.changes.items()}
         return {"sampler": self.sampler, "changes": changes, "cache": self.cache, "block_length": self.block_length}
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Candidate:
-        return cls(**data)
-
 
 @dataclass
 class Space:

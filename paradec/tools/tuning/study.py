@@ -22,7 +22,6 @@ from typing import Any
 
 from paradec.core.checks import shown
 from paradec.tools.tuning.scoring import Measured
-from paradec.tools.tuning.space import Candidate
 
 NAME = "paradec"
 SCHEMA = "paradec-tune/2"
@@ -126,10 +125,6 @@ class Study:
             trial.set_user_attr("owner", self.run)
             return trial, trials
 
-    def release(self, trial: Any) -> None:
-        """Leave a trial to whoever goes on with the study."""
-        trial.set_user_attr("owner", "")
-
     def tell(self, trial: Any, state: str, values: list[float] | None = None) -> None:
         """The end of a trial: "COMPLETE" with values, "PRUNED" or "FAIL"."""
         with _quiet():
@@ -151,21 +146,11 @@ class Study:
             return False
         return owner not in _working if int(pid) == os.getpid() else not _alive(int(pid))
 
-    # ---- what is measured outside of trials ---------------------------------------------------------------------
-
-    def keep(self, key: str, value: Any) -> None:
-        """Store a value in the study."""
-        self.study.set_user_attr(key, value)
-
-    def kept(self) -> dict[str, Any]:
-        """All stored values."""
-        return self.study.user_attrs
-
 
 def rung_of(frozen: Any, rung: int) -> Measured | None:
     """Measurements of a trial on one rung; None before it."""
     data = frozen.user_attrs.get(f"rung {rung}")
-    return None if data is None else Measured.from_data(data)
+    return None if data is None else Measured(**data)
 
 
 def up_to(frozen: Any, rung: int) -> Measured | None:
@@ -177,12 +162,6 @@ def up_to(frozen: Any, rung: int) -> Measured | None:
             return None
         total.add(part)
     return total
-
-
-def candidate_of(frozen: Any) -> Candidate | None:
-    """Candidate of a trial; None if unknown or refused."""
-    data = frozen.user_attrs.get("candidate")
-    return None if data is None else Candidate.from_data(data)
 
 
 def differs(before: Any, after: Any, path: str = "") -> str | None:
