@@ -16,6 +16,7 @@ from paradec.cli.options import existing_file
 from paradec.cli.work import Work, completed, in_batches, one_prompt, prepare
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import lines_of
+from paradec.request import seed_matters
 
 if TYPE_CHECKING:
     from paradec.api.output import Output
@@ -103,8 +104,6 @@ def decode(
         from paradec.tools.traces.files import check_suffix
 
         check_suffix(trace, "--trace")
-    from paradec.request import seed_matters
-
     work = prepare(function, prompt, **common)
     if work.answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
         warnings.warn(EQUAL, stacklevel=1)

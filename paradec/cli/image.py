@@ -17,7 +17,7 @@ from paradec.cli import options, show
 from paradec.cli.image_job import MAX_IMAGES, ImageJob
 from paradec.cli.work import check_drafter, drafter_setting
 from paradec.core.checks import MODELS, check_text, count, per_forward
-from paradec.request import FIELDS
+from paradec.request import FIELDS, Request
 
 if TYPE_CHECKING:
     from paradec.api.images import ImageOutput
@@ -107,8 +107,6 @@ def image(
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
     chosen: Any = sampler
     if preset is not None and sampler is None:
-        from paradec.request import Request
-
         chosen = Request.load(preset).changes().get("sampler")
         if settings and not isinstance(chosen, str | None):
             raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")

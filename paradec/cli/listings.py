@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -97,13 +96,6 @@ def caches(
             hint = "`paradec caches NAME` says all about one, `paradec caches --sampler NAME` what goes with it"
             tables.listing(rows, hint)
             typer.echo("")
-            if sys.stdout.isatty():  # the verdicts of most samplers, and who differs
-                found = []
-                for name, group in groups.items():
-                    main = next((pair for pair in group if pair["samplers"].startswith("all")), group[0])
-                    exceptions = ", ".join(pair["samplers"] for pair in group if pair is not main)
-                    kinds = {kind.replace("_", "-"): main[kind] for kind in ("bidirectional", "block_causal")}
-                    found.append({"cache": name, **kinds, "otherwise with": exceptions or "-"})
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:

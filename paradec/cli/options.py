@@ -21,7 +21,7 @@ from paradec.core.checks import LARGEST_INT, LARGEST_INT64, check_choice, check_
 from paradec.core.component_text import split_file, split_outside
 from paradec.core.text_files import decoded
 from paradec.core.text_files import read_text as text_of_file
-from paradec.request import FIELDS
+from paradec.request import FIELDS, Request
 
 Names = list[str] | None
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
@@ -244,8 +244,6 @@ def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -
     """A request with a preset's values, but for the fields `there` that were given."""
     if preset is None:
         return request
-    from paradec.request import Request
-
     changes = Request.load(preset).changes()
     changes.pop("trace", None)  # `--trace` says where it goes
     return request | {name: value for name, value in changes.items() if name not in there}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import paradec
 from paradec.cli import options, show
-from paradec.core.checks import check_int, check_model, check_text
+from paradec.core.checks import LARGEST_INT, check_int, check_model, check_text
+from paradec.request import DEFAULTS, FIELDS, Request, seed_matters
 
 if TYPE_CHECKING:
     from paradec.api.output import Output
@@ -79,8 +80,6 @@ class Work:
 
     def try_start(self, prompts: Prompts) -> None:
         """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
-        from paradec.request import Request
-
         with self.method.start(self.model, prompts, Request(sampler=self.method, **self.request)).freed_store():
             pass
 
@@ -119,9 +118,7 @@ def prepare(
     """
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
-        from paradec.core.checks import LARGEST_INT
         from paradec.core.mask_text import check_placeholder
-        from paradec.request import DEFAULTS, FIELDS, Request, seed_matters
 
         settings = options.settings(set_)
         check_texts(prompt, request)
@@ -264,10 +261,9 @@ def rows_that_fit(model: Any, positions: int, branches: int) -> int:
     config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
     numbers_per_position = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
-    logits_positions = (
-        model.facts.block_length if model.facts.topology == "canvas" else positions
-    )  # logits of the open canvas
-    row = branches * (logits_positions * LOGIT_BYTES * model.facts.vocab_size + positions * 4 * numbers_per_position)
+    facts = model.facts
+    judged = facts.block_length if facts.topology == "canvas" else positions  # logits of the open canvas
+    row = branches * (judged * LOGIT_BYTES * facts.vocab_size + positions * 4 * numbers_per_position)
     return max(1, min(MOST_ROWS, _free_bytes(model.device) // row))
 
 
