@@ -225,12 +225,8 @@ class Comparison:
 
 def _right_only_in_first(first: Result, second: Result) -> list[int]:
     """Indices of prompts that only the first answered right."""
-    pairs = zip(first.answers, second.answers, strict=True)
-    return [
-        index
-        for index, (first_answer, second_answer) in enumerate(pairs)
-        if first_answer["right"] and not second_answer["right"]
-    ]
+    pairs = enumerate(zip(first.answers, second.answers, strict=True))
+    return [index for index, (a, b) in pairs if a["right"] and not b["right"]]
 
 
 def _answers(rows: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -303,14 +299,8 @@ def compare(
     request |= {"max_new_tokens": new, "block_length": block_length}
     request["constraint"] = one_constraint("constraint", constraint)
     if names is None:
-        arguments = {name: value for name, value in request.items() if name != "seed"} | _constraint_field(
-            request, questions[0]
-        )
-        todo = [
-            configuration
-            for configuration in todo
-            if _is_supported(configuration, model, questions[0].prompt, arguments)
-        ]
+        arguments = request | {"seed": None} | _constraint_field(request, questions[0])
+        todo = [entry for entry in todo if _is_supported(entry, model, questions[0].prompt, arguments)]
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
@@ -426,11 +416,9 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
 
 def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
-        previous, value = resume.setup.get(name), setup.get(name)
-        if previous != value:
-            raise ValueError(
-                f"the comparison to resume has {name}={shown(previous)}, this one has {name}={shown(value)}"
-            )
+        before, now = resume.setup.get(name), setup.get(name)
+        if before != now:
+            raise ValueError(f"the comparison to resume has {name}={shown(before)}, this one has {name}={shown(now)}")
     results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
     return {result.configuration.name: result for result in results}
 

@@ -77,7 +77,7 @@ def configurations(
     entries = [names] if isinstance(names, str) else list(names)
     ready = [entry for entry in entries if isinstance(entry, Configuration)]
     sampler_names = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
-    result = [Configuration(BASELINE)]
+    candidates = [Configuration(BASELINE)]
     for name in sorted(sampler_names, key=lambda name: name != BASELINE):
         sweep: tuple[Mapping[str, Any], ...] = ()
         if name in samplers.registry or not is_composed(name):
@@ -85,13 +85,9 @@ def configurations(
             if cls.family != "masked":
                 raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
             sweep = () if defaults else cls.sweep
-        for changes in ({}, *sweep):
-            configuration = Configuration(name, changes)
-            configuration.make()
-            Request(**configuration.request(1))
-            if configuration not in result:
-                result.append(configuration)
-    for configuration in ready:
+        candidates += [Configuration(name, changes) for changes in ({}, *sweep)]
+    result: list[Configuration] = []
+    for configuration in (*candidates, *ready):
         configuration.make()
         Request(**configuration.request(1))
         if configuration not in result:

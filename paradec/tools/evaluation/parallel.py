@@ -61,10 +61,7 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
         changes = ({}, *({"threshold": value} for value in dict.fromkeys(values) if value != default))
     if len(changes) < settings:
         raise ValueError(f"sampler {name!r} has {len(changes)} settings to sweep, not {settings}: ask for fewer of all")
-    result = [Configuration(name, change) for change in changes[:settings]]
-    for configuration in result:
-        configuration.make()
-    return result
+    return [Configuration(name, change) for change in changes[:settings]]
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
