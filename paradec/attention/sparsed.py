@@ -276,7 +276,7 @@ class SparsePlan:
         if len(self.dense):
             outputs.append(dense(*_rows(self.dense, query, key, value, mask)))
         if len(self.due):
-            outputs.append(self._find(dense, layer, *_rows(self.due, query, key, value, mask), scale=scale))
+            outputs.append(self._find(dense, layer, _rows(self.due, query, key, value, mask), scale))
         if len(self.sparse):
             outputs.append(self._sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
         if len(outputs) == 1:
@@ -299,20 +299,11 @@ class SparsePlan:
             backend=self.owner.settings.backend,
         ).transpose(1, 2)
 
-    def _find(
-        self,
-        dense: Callable[..., Tensor],
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-    ) -> Tensor:
-        """Full attention of the rows that are due, and their lists."""
+    def _find(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
+        """Full attention of the rows that are due, and their lists. inputs: query, key, value and mask of these."""
         from paradec.kernels import block_sparse as kernels
 
+        query, key, value, _ = inputs
         settings, lengths = self.owner.settings, self.lengths[self.due]
         first = kernels.generation_block(lengths, lengths - self.prompts[self.due], settings.block_size)
         longest, sums = int(lengths.max()), None
@@ -323,7 +314,7 @@ class SparsePlan:
             output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
             output, sums = output.transpose(1, 2), sums[:, :, :longest]
         else:
-            output = dense(query, key, value, mask)
+            output = dense(*inputs)
         query, key = query[:, :, :longest], key[:, :, :longest]
         means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **shared)
         joint = None

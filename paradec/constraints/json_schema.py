@@ -106,12 +106,8 @@ class _Schema:
         if not isinstance(schema, Mapping):
             raise ValueError(f"schema: {path or 'the whole'} is {shown(schema)}, not a schema")
         rules = {key: value for key, value in schema.items() if key not in NOTES}
-        for key, build in (
-            ("$ref", self.reference),
-            ("enum", self.enum),
-            ("const", self.constant),
-            ("anyOf", self.any_of),
-        ):
+        builders = {"$ref": self.reference, "enum": self.enum, "const": self.constant, "anyOf": self.any_of}
+        for key, build in builders.items():
             if key in rules:
                 # `type` next to `enum` or `const` filters the listed values
                 allowed = {key, "type"} if key in ("enum", "const") else {key}

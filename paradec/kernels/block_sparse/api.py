@@ -13,7 +13,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import flex, portable
-from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, blocks_in
+from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles, blocks_in
 
 BACKENDS = ("auto", "torch", "triton", "flex")
 MOST_SHARED = 2**16
@@ -105,7 +105,8 @@ def sparse_attention(
     _check_lists(query, index, tiles, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     run = _serving(runs_on(backend, query, size)).attend
-    output, logsumexp = run(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
+    call = AttentionCall(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
+    output, logsumexp = run(call)
     return (output, logsumexp) if return_logsumexp else output
 
 

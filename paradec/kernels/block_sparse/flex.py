@@ -5,30 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles
+from paradec.kernels.block_sparse.lists import AttentionCall
 from paradec.kernels.block_sparse.portable import by_column, by_tile, lists_of
 
 FLEX_BLOCK = 128
 """flex_attention's kernels take blocks of multiples of this, whatever tiles they choose."""
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: BlockIndex | None,
-    tiles: QueryTiles,
-    lengths: np.ndarray,
-    rows: np.ndarray,
-    scale: float,
-    size: int,
-    return_logsumexp: bool,
-) -> tuple[Tensor, Tensor | None]:
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """PyTorch's flex_attention over the same lists. Only the short last block of a row needs a mask."""
+    query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp = call
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
     keys, device = key.shape[2], query.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,6 +106,21 @@ class QueryTiles:
         return cls.of(
             np.minimum(column, lengths[:, None] - 1), column < lengths[:, None], block_size=block_size, device=device
         )
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a backend's `attend`: those of `sparse_attention`, checked, with no default left out."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    block_index: BlockIndex | None
+    tiles: QueryTiles
+    lengths: np.ndarray
+    rows: np.ndarray
+    scale: float
+    size: int
+    return_logsumexp: bool
 
 
 def generation_block(lengths: np.ndarray, num_new: np.ndarray, block_size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles
+from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles
 
 CHUNK = 2**20
 """Elements of keys gathered at a time; at least one block of queries."""
@@ -70,19 +70,9 @@ def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
     return torch.cat(normalized, 1)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: BlockIndex | None,
-    tiles: QueryTiles,
-    lengths: np.ndarray,
-    rows: np.ndarray,
-    scale: float,
-    size: int,
-    return_logsumexp: bool,
-) -> tuple[Tensor, Tensor | None]:
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Gather the listed key blocks of a few query blocks at a time and attend to them."""
+    query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp = call
     (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
     device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
     block_lists, counts = lists_of(query, index, tiles, rows, total, size)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paradec.kernels import interpreting
-from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, blocks_in
+from paradec.kernels.block_sparse.lists import AttentionCall, blocks_in
 
 
 def means(
@@ -56,18 +56,8 @@ def means(
     return means
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: BlockIndex | None,
-    tiles: QueryTiles,
-    lengths: np.ndarray,
-    rows: np.ndarray,
-    scale: float,
-    size: int,
-    return_logsumexp: bool,
-) -> tuple[Tensor, Tensor | None]:
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp = call
     query, key, value = (p if p.stride(-1) == 1 else p.contiguous() for p in (query, key, value))
     (batch, heads, columns, width), device = query.shape, query.device
     if value.shape[-1] != width:
