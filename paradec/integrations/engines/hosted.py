@@ -185,8 +185,16 @@ class Hosted:
 
     def close(self, key: Hashable) -> None:
         """Forget a row, whether it is done or not."""
-        self._leave(self._row(key))
+        row = self._row(key)
+        group, slot = row.group, row.slot
         del self._rows[key]
+        group.tickets[slot] = None
+        if not group.occupied:
+            self._groups.remove(group)
+            return
+        with _plain():
+            group.state.stop_rows(np.array([slot]))
+            group.compact()
 
     def discard(self, key: Hashable) -> None:
         """`close` when there is time, if the row is still open. May be called from anywhere, a finalizer too."""
@@ -198,16 +206,6 @@ class Hosted:
             key = self._gone.popleft()
             if key in self._rows:
                 self.close(key)
-
-    def _leave(self, row: _Row) -> None:
-        group, slot = row.group, row.slot
-        group.tickets[slot] = None
-        if not group.occupied:
-            self._groups.remove(group)
-            return
-        with _plain():
-            group.state.stop_rows(np.array([slot]))
-            group.compact()
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
         """Return the sampler's memory of a row beyond its blocks, by name, each [1, ...], for a row that continues it
@@ -307,10 +305,8 @@ class Hosted:
             + np.array(slots)[:, None] * state.canvas.shape[1]
         )
         positions = torch.as_tensor(columns, device=state.canvas.device)
-        old_ids, errors = (
-            state.canvas.take(positions),
-            self._commit(state, logits, dict(zip(slots, windows[:, 0].tolist()))),
-        )
+        old_ids = state.canvas.take(positions)
+        errors = self._commit(state, logits, dict(zip(slots, windows[:, 0].tolist())))
         new_ids = state.canvas.take(positions)
         changed = (old_ids != new_ids).any(1).tolist()
         results = {}

@@ -140,10 +140,7 @@ class BlockSteps:
     def _sampler(self, given: Mapping[str, Any]) -> Any:
         """The sampler with the settings among the keys of the configuration."""
         name = self.sampler_name
-        if name is None:
-            allowed = {"combination"}
-        else:
-            allowed = {"preset", *samplers.get(name).settings()}
+        allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
         for key in given:
             if key not in allowed and key not in (*REQUEST, *FACTS, *ENGINE):
                 raise ValueError(unknown(f"key for {type(self).__name__}", key, [*allowed, *REQUEST, *FACTS]))
@@ -271,9 +268,8 @@ class BlockSteps:
         previous = self._between.pop(name, None)
         fields = self.fields | {"seed": seed}
         if "steps" in fields:  # the prompt may reach into the block's later parts
-            fields["steps"] = (
-                fields["steps"] // self.parts * (self.parts - sum(is_given) * self.parts // self.block_size)
-            )
+            num_given_parts = sum(is_given) * self.parts // self.block_size
+            fields["steps"] = fields["steps"] // self.parts * (self.parts - num_given_parts)
         self._opened += 1
         block.key = self._opened
         hosted.open(block.key, prompt, 0, **fields)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from paradec.core.version import __version__
 
 KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
-PACKAGE = "parallel-decoding"
+REQUIREMENT = f"parallel-decoding>={__version__}"
 OWN_PIPELINES = ("PixelDiTPipeline",)
 """Pipelines of this package."""
 
@@ -84,12 +84,11 @@ def export_folder(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"folder={os.fspath(folder)!r} has something in it; give an empty one, or a new name")
     files = {"generate": _generate, "pipeline": _pipeline}[kind](model, sampler)
-    facts = {"folder": target.name or os.fspath(folder), "versions": _versions(kind), "requirement": _requirement()}
-    base, own_sampler = files.pop("base", ""), sampler or "taylorseer"
-    told = README[kind] + REQUIREMENTS
-    for name, value in {**facts, "base": base, "sampler": own_sampler}.items():
-        told = told.replace(f"{{{name}}}", str(value))
-    files["README.md"] = told
+    libraries = ("torch", "transformers" if kind == "generate" else "diffusers")
+    versions = ", ".join([f"paradec {__version__}", *(f"{name} {version(name)}" for name in libraries)])
+    facts = {"folder": target.name or os.fspath(folder), "versions": versions, "requirement": REQUIREMENT}
+    facts |= {"base": files.pop("base", ""), "sampler": sampler or "taylorseer"}
+    files["README.md"] = (README[kind] + REQUIREMENTS).format(**facts)
     for name, content in files.items():
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +100,8 @@ def export_folder(
 
 
 def _generate(model: str | None, sampler: str | None) -> dict[str, Any]:
-    return {
-        "custom_generate/generate.py": _source("generate"),
-        "custom_generate/requirements.txt": _requirement() + "\n",
-    }
+    requirements = REQUIREMENT + "\n"
+    return {"custom_generate/generate.py": _source("generate"), "custom_generate/requirements.txt": requirements}
 
 
 def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
@@ -127,23 +124,10 @@ def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
     text = text.replace('"taylorseer"', json.dumps(sampler or "taylorseer"))
     if owner == "paradec":
         text = text.replace("import diffusers\n\n", "")
-    return {
-        "pipeline.py": text,
-        "model_index.json": index | {"_class_name": ["pipeline", "AcceleratedPipeline"]},
-        "base": base,
-    }
+    index["_class_name"] = ["pipeline", "AcceleratedPipeline"]
+    return {"pipeline.py": text, "model_index.json": index, "base": base}
 
 
 def _source(name: str) -> str:
     """The text of a file beside this one."""
     return (HERE / f"{name}.py").read_text(encoding="utf-8")
-
-
-def _requirement() -> str:
-    return f"{PACKAGE}>={__version__}"
-
-
-def _versions(kind: str) -> str:
-    libraries = ("torch", "transformers") if kind == "generate" else ("torch", "diffusers")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
-    return ", ".join([f"paradec {__version__}", *versions])

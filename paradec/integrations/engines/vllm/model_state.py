@@ -59,9 +59,7 @@ class BlockModelState(DefaultModelState):
     def remove_request(self, req_id: str) -> None:
         """Forget a request that has ended, was aborted or was taken out."""
         super().remove_request(req_id)
-        row_id = self.numbers.pop(req_id, None)
-        if row_id is not None:
-            self.slots.pop(row_id, None)
+        self.slots.pop(self.numbers.pop(req_id, -1), None)
 
     # ---- a forward --------------------------------------------------------------------------------------------------
 
@@ -114,7 +112,9 @@ class BlockModelState(DefaultModelState):
         begins = input_batch.query_start_loc_np[: count + 1]
         seq_lens, upper = input_batch.seq_lens, input_batch.seq_lens_cpu_upper_bound
         begins_on_device, longest = input_batch.query_start_loc[: count + 1], int(np.diff(begins).max())
-        if longest > self.served.block and self._all_known(input_batch):
+        # where vLLM measures its memory, rows are no requests
+        is_real = len(self.numbers) > 0 and self.slots.keys() >= {*input_batch.idx_mapping_np[: input_batch.num_reqs]}
+        if longest > self.served.block and is_real:
             rows, begins, ends = pieces_of(begins, input_batch.num_computed_tokens_np, self.served.block)
             count, longest = len(rows), int(np.diff(begins).max())
             index = torch.as_tensor(rows, device=self.device)
@@ -141,8 +141,3 @@ class BlockModelState(DefaultModelState):
             ubatch_idx=ubatch_idx,
         )
         return metadata
-
-    def _all_known(self, input_batch: Any) -> bool:
-        """Whether these are requests, and no batch by which vLLM measures its memory."""
-        row_ids = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
-        return all(row_id in self.slots for row_id in row_ids) and len(self.numbers) > 0

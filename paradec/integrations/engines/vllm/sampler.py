@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from paradec.integrations.engines.vllm.slots import Slot
 
-NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
-"""vLLM reads this of a sampler; None says that there is no bookkeeping."""
-
 
 class BlockSampler:
     """A step of all rows of a batch.
@@ -32,6 +29,8 @@ class BlockSampler:
     """
 
     compute_nans = False
+    penalties_state = SimpleNamespace(output_bin_counts=None)
+    """vLLM reads this of a sampler; None says that there is no bookkeeping."""
 
     def __init__(
         self,
@@ -44,11 +43,6 @@ class BlockSampler:
     ):
         self.sampling_states, self.req_states = base.sampling_states, base.req_states
         self.slots, self.width, self.mask, self.again, self.output = slots, width, mask, again, output
-
-    @property
-    def penalties_state(self) -> Any:
-        """None of them are served."""
-        return NO_PENALTIES
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """The model state has begun the request already."""
@@ -106,20 +100,16 @@ class Left(nn.Module):
         requests: S, slots of vLLM. tokens: N, the most in a batch. hidden: D.
     """
 
-    kept: Tensor
+    kept: Tensor  # [S, D]
     source: Tensor
     keep: Tensor
 
     def __init__(self, requests: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.requests = requests
-        buffers = {
-            "kept": torch.zeros((requests, hidden), dtype=dtype, device=device),  # [S, D]
-            "source": torch.zeros(tokens, dtype=torch.int64, device=device),
-            "keep": torch.zeros(requests, dtype=torch.int64, device=device),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        self.register_buffer("kept", torch.zeros((requests, hidden), dtype=dtype, device=device), persistent=False)
+        self.register_buffer("source", torch.zeros(tokens, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("keep", torch.zeros(requests, dtype=torch.int64, device=device), persistent=False)
 
     def say(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
         """For the next forward: where the left neighbours are, [total] int64 of [hidden of the forward; kept], and

@@ -8,6 +8,7 @@ name is for infilling: "template". Names that a request leaves out are the serve
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -74,7 +75,7 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
         settings["eos_early_stop"] = bool(params.stop_token_ids)
     fields = Request(sampler=method, **settings)  # checks them
     if fields.temperature > 0 and fields.seed is None:
-        settings["seed"] = _number(request_id)
+        settings["seed"] = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7], "big")
     check_int("seed", settings.get("seed"), low=0, high=LARGEST_INT64, none=True)
     own_end = None if params.ignore_eos else params.eos_token_id
     ends = {*(params.stop_token_ids or ()), *(() if own_end is None else (own_end,))}
@@ -114,10 +115,3 @@ def _template(value: Any) -> tuple[int, ...]:
     for entry in ids:
         check_int("template", entry, low=0)
     return ids
-
-
-def _number(text: str) -> int:
-    """A seed that follows from a text alone."""
-    import hashlib
-
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
