@@ -107,9 +107,8 @@ class Service:
         if (form := request_body.find_format(body, required)) is not None:
             if changes.get("stop_strings"):
                 raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
-            changes["constraint"] = await asyncio.to_thread(
-                request_body.read_constraint, *form, self.model, self.compiler
-            )
+            read = request_body.read_constraint
+            changes["constraint"] = await asyncio.to_thread(read, *form, self.model, self.compiler)
         if body.num_logprobs is not None:
             changes["logprobs"] = min(body.num_logprobs, self.model.facts.vocab_size)
             await asyncio.to_thread(spelling_of, self.model.tokenizer)  # it reads the whole vocabulary once

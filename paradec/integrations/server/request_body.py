@@ -242,12 +242,10 @@ def _check_component(name: str, value: Any) -> None:
     if not isinstance(value, (str, Mapping, type(None))):
         raise ApiError(f"{name}={shown(value)} must be a name, or an object of it and its settings", 422, OWN)
     try:
-        components = (
-            [component.settings for component in parse_components(name, value)] if isinstance(value, str) else []
-        )
+        components = parse_components(name, value) if isinstance(value, str) else []
     except ValueError:  # `Request` raises it
         return
-    for settings in [value] if isinstance(value, Mapping) else components:
+    for settings in [value] if isinstance(value, Mapping) else [component.settings for component in components]:
         for setting, entry in settings.items():
             if setting != name and not isinstance(entry, (bool, int, float, type(None))):
                 reason = "must be a number here; others go into a preset"

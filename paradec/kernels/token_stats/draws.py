@@ -68,9 +68,8 @@ def segment_sums(weights: Tensor) -> Tensor:
     num_full = weights.shape[-1] // SEGMENT * SEGMENT
     sums = weights[..., :num_full].unflatten(-1, (num_full // SEGMENT, SEGMENT)).sum(-1)
     if num_full < weights.shape[-1]:
-        sums = torch.cat(
-            (sums, pad(weights[..., num_full:], (0, num_full + SEGMENT - weights.shape[-1])).sum(-1, True)), -1
-        )
+        last = pad(weights[..., num_full:], (0, num_full + SEGMENT - weights.shape[-1]))
+        sums = torch.cat((sums, last.sum(-1, True)), -1)
     return sums
 
 

@@ -53,11 +53,10 @@ def chunked_stats(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     memory = torch.empty((2, max(map(len, blocks)), width), dtype=dtype, device=logits.device)
     sharpness = None if draws is None else draws.temperature
-    sums = concatenate(
-        [_sum_rows(rows, fields, temperature, sharpness, *memory[:, : len(rows)].unbind()) for rows in blocks], lead
-    )
-    stats = _from_sums(_RowSums(*sums), fields, temperature)
-    return stats if draws is None else stats._replace(sample=_sample(_RowSums(*sums), logits, draws))
+    parts = [_sum_rows(rows, fields, temperature, sharpness, *memory[:, : len(rows)].unbind()) for rows in blocks]
+    sums = _RowSums(*concatenate(parts, lead))
+    stats = _from_sums(sums, fields, temperature)
+    return stats if draws is None else stats._replace(sample=_sample(sums, logits, draws))
 
 
 def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from paradec.core.checks import check_int
 from paradec.integrations.diffusers.hooks.hook import Attached
@@ -102,7 +103,7 @@ class BlockCache(Attached):
             ).logits
             return output
 
-        cache = _new_cache()
+        cache = DynamicCache()
         whole = logits(torch.cat((first, second), 1))
         logits(torch.cat((first, other), 1), cache)
         if not len(cache) or cache.get_seq_length() != 2 * block:
@@ -145,7 +146,7 @@ class CachedModel(nn.Module):
         width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
         kept, self.kept = self.kept, None  # an exception in the call leaves nothing behind
         if kept is None or not kept.serves(input_ids, attention_mask, width - block):
-            kept = _Kept(_new_cache(), input_ids[:, :0], attention_mask[:, :0])
+            kept = _Kept(DynamicCache(), input_ids[:, :0], attention_mask[:, :0])
         start = kept.tokens.shape[1]
         output = self.inner(
             input_ids[:, start:],
@@ -248,9 +249,3 @@ def block_length_of(scheduler: Any) -> int:
     if held.get("_transfer_schedule") is not None:  # diffusers' spreads a block's positions over its steps
         return int(held["_transfer_schedule"].sum())
     raise ValueError(f"{type(scheduler).__name__} does not say how long blocks are; use one of paradec.schedulers")
-
-
-def _new_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()

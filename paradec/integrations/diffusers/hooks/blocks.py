@@ -237,11 +237,8 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
         for pattern in patterns:
             hits = [name for name in names if re.fullmatch(pattern, name)]
             if not hits:
-                known = [
-                    branch
-                    for name, block in residual_blocks(transformer).items()
-                    for branch in branches(block, f"{name}.")
-                ]
+                blocks = residual_blocks(transformer)
+                known = [branch for name in blocks for branch in branches(blocks[name], f"{name}.")]
                 raise ValueError(
                     f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
                     f"names look like {', '.join((known or names)[:6])}"

@@ -88,10 +88,8 @@ class Stack:
         self.forecasts = places[self.first : self.last]
         self.walk: Walk | None = None
         first = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
-        self.hooks = [
-            Hook(modules[place.name], partial(self._call, modules[place.name], place))
-            for place in reversed(first.values())
-        ]
+        blocks = [(modules[place.name], place) for place in reversed(first.values())]
+        self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
 
     def finish(self) -> None:
         """Close the last segment at the end of a call."""

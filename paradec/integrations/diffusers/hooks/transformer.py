@@ -282,9 +282,8 @@ class Transformer:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
         self._probe(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
-        state.records.append(
-            CallRecord(self.name, run.index, branch, kind, evaluated, forecast, state.nbytes, stopwatch.stop())
-        )
+        record = CallRecord(self.name, run.index, branch, kind, evaluated, forecast, state.nbytes, stopwatch.stop())
+        state.records.append(record)
         return output
 
     def _begin(self, run: Run) -> RunState:
