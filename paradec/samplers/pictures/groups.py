@@ -40,7 +40,7 @@ from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import Spans
 from paradec.samplers.distributions import filtered_distribution, guided, probability
-from paradec.samplers.pictures.start import guidance_at, unsupported_for_pictures
+from paradec.samplers.pictures.start import unsupported_for_pictures
 from paradec.samplers.start import keys_of, make_trace, padded
 
 if TYPE_CHECKING:
@@ -419,8 +419,10 @@ class Groups(GroupWriter):
             return self.exact.observe(state, proposal)
         return super().observe(state, proposal)
 
-    def guidance(self, state: GroupState) -> Any:
+    def guidance(self, state: GroupState) -> float | Tensor:
         """The guidance scale of this step's group, for requests with guidance: a number, or [1, n, 1]."""
+        scale = state.request.guidance_scale
+        if self.guidance_schedule == "constant":
+            return scale
         rank = (state.ranks(state.index) - state.prompt).to(torch.promote_types(state.dtype, torch.float32))
-        scale, size = state.request.guidance_scale, state.groups.order.shape[1]
-        return guidance_at(self.guidance_schedule, scale, rank.view(1, -1, 1), size)
+        return 1 + (scale - 1) * rank.view(1, -1, 1) / state.groups.order.shape[1]

@@ -256,13 +256,12 @@ class DenoisingState(State):
         """Ask the stop rules of rows that run [R] and have closed canvases at `positions` [R, C]."""
         if not len(rows) or not self.stop_rules:
             return
-        device, flat = self.canvas.device, positions + rows[:, None] * self.canvas.shape[1]
         self.window = Window(  # the closed canvases as stop rules read them
             rows=rows,
             host_positions=positions,
             host_valid=None,
-            positions=torch.as_tensor(positions, device=device),
-            flat=torch.as_tensor(flat, device=device),
+            positions=torch.as_tensor(positions, device=self.canvas.device),
+            flat=torch.as_tensor(positions + rows[:, None] * self.canvas.shape[1], device=self.canvas.device),
             valid=None,
             whole=len(rows) == len(self.canvas),
         )
