@@ -405,10 +405,8 @@ class Sized(Order):
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         sizes = sizes_for(self.sizes, height * width, (1,) * (height * width))
-        return Groups(
-            _rows([self.sequence(height, width, row) for row in (draws if self.random else draws[:1])], len(draws)),
-            sizes,
-        )
+        distinct = draws if self.random else draws[:1]
+        return Groups(_rows([self.sequence(height, width, row) for row in distinct], len(draws)), sizes)
 
 
 @dataclass(frozen=True)

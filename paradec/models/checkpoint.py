@@ -265,8 +265,7 @@ def _download(source: str, files: list[str], revision: str | None) -> None:
     try:
         cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {reason}") from error
+        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {reason(error)}") from error
 
 
 def _header(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -55,7 +55,11 @@ def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itse
     if store is not None and isinstance(query, VisibleQuery):
         return None
     if facts.topology == "block_causal":
-        origin = _origin(facts, query)
+        origin = None
+        if facts.prompt_aligned:
+            if not isinstance(query, WindowQuery) or query.origin is None:
+                raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
+            origin = query.origin
         own = facts.block_numbers(query.positions, origin)
         return own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
     if facts.topology == "causal_context" and isinstance(query, WindowQuery):
@@ -65,15 +69,6 @@ def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itse
     if facts.topology.startswith("causal") and not itself:
         return query.positions[:, :, None] >= keys[:, None, :]
     return None
-
-
-def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
-    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
-    if not facts.prompt_aligned:
-        return None
-    if not isinstance(query, WindowQuery) or query.origin is None:
-        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
-    return query.origin
 
 
 def beyond_plain(module: Any) -> dict[str, Any]:

@@ -254,8 +254,14 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
                     f"config.is_causal=False of {name} takes its causal mask off, and its attention {own!r} none of "
                     "ours; call module.set_attn_implementation('sdpa') first"
                 )
-    else:
-        _refuse_more_than_plain(module, config, topology)
+        return
+    fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
+    for field, value in (fields | beyond_plain(module)).items():
+        if value is not None:
+            raise ValueError(
+                f"config.{field}={shown(value)} of {name} is not available with topology={topology!r}; only plain "
+                "attention runs without its causal mask"
+            )
 
 
 def _is_encoder(config: Any) -> bool:
@@ -285,17 +291,6 @@ def _check_experts(module: nn.Module, config: Any) -> None:
             "module.config._experts_implementation = 'grouped_mm' takes it",
             stacklevel=4,
         )
-
-
-def _refuse_more_than_plain(module: nn.Module, config: Any, topology: str) -> None:
-    """Raise ValueError for a decoder that cannot run without its causal mask."""
-    fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
-    for field, value in (fields | beyond_plain(module)).items():
-        if value is not None:
-            raise ValueError(
-                f"config.{field}={shown(value)} of {type(module).__name__} is not available with topology="
-                f"{topology!r}; only plain attention runs without its causal mask"
-            )
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
