@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,11 +90,11 @@ class Rollout:
     def row(self, row: int) -> Rollout:
         """One row alone, as wide as it is."""
         width, at = int(self.length[row]), slice(row, row + 1)
-        found: dict[str, Any] = {name: value[at, :width].clone() for name, value in self._columns()}
+        found: dict[str, Any] = {name: value[at, :width].clone() for name, value in self._present(TENSORS)}
         found |= {name: getattr(self, name)[at].clone() for name in (*OF_ROWS, "suppressed")}
         if self.writes is not None:
             own = self.writes[:, 0] == row
-            found |= {name: value[own] for name, value in self._writes()}
+            found |= {name: value[own] for name, value in self._present(WRITES)}
             found["writes"][:, 0] = 0
         return replace(self, **found)
 
@@ -119,13 +119,13 @@ class Rollout:
         count = max(each.suppressed.shape[1] for each in rollouts)
         found: dict[str, Any] = {
             name: torch.cat([resize_axis(getattr(each, name), width, TENSORS[name]) for each in rollouts])
-            for name, _ in first._columns()
+            for name, _ in first._present(TENSORS)
         }
         suppressed = [resize_axis(each.suppressed, count, -1) for each in rollouts]
         for name in OF_ROWS:
             found[name] = torch.cat([getattr(each, name) for each in rollouts])
         if first.writes is not None:
-            found |= {name: torch.cat([getattr(each, name) for each in rollouts]) for name, _ in first._writes()}
+            found |= {name: torch.cat([getattr(each, name) for each in rollouts]) for name, _ in first._present(WRITES)}
             rows = [len(each) for each in rollouts]
             counts = torch.tensor([len(each.writes) for each in rollouts if each.writes is not None])
             before = torch.tensor([sum(rows[:at]) for at in range(len(rows))])
@@ -188,11 +188,8 @@ class Rollout:
         other = "" if self.exact else f", with {self.approximation}"
         return f"Rollout({len(self)} rows, {int(self.decided.sum())} decisions, version {self.version}{other})"
 
-    def _writes(self) -> list[tuple[str, Tensor]]:
-        return [(name, value) for name in WRITES if (value := getattr(self, name)) is not None]
-
-    def _columns(self) -> list[tuple[str, Tensor]]:
-        return [(name, value) for name in TENSORS if (value := getattr(self, name)) is not None]
+    def _present(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
 
 def settings_of(request: Any, named: dict[str, Any]) -> dict[str, Any]:
