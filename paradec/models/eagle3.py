@@ -207,7 +207,12 @@ def load_eagle3(
     sizes = config.get("transformer_layer_config", config)
     if not isinstance(sizes, dict):
         raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
-    _check_base_sizes(source, config, sizes, base)
+    if sizes.get("num_hidden_layers", 1) != 1:
+        layers = shown(sizes["num_hidden_layers"])
+        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
+    name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    stated = {name: config.get("target_hidden_size") or sizes.get("hidden_size"), "vocab_size": sizes.get("vocab_size")}
+    check_base_sizes(source, base, **stated)
     own = layer_config(source, sizes)
     settings = _settings(source, config, base)
     weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
@@ -225,16 +230,6 @@ def load_eagle3(
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
     return make_drafter(Eagle3Drafter, source, module, base, tokens)
-
-
-def _check_base_sizes(source: str, config: Mapping[str, Any], sizes: Mapping[str, Any], base: Model) -> None:
-    """Raise CheckpointError for a drafter of more than one layer, or of a model of other sizes."""
-    if sizes.get("num_hidden_layers", 1) != 1:
-        layers = shown(sizes["num_hidden_layers"])
-        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
-    name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
-    stated = {name: config.get("target_hidden_size") or sizes.get("hidden_size"), "vocab_size": sizes.get("vocab_size")}
-    check_base_sizes(source, base, **stated)
 
 
 def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
