@@ -53,9 +53,8 @@ def attend_shared(
     shared_lse = shared_lse.reshape(heads, rows, columns).transpose(0, 1)
 
     total = torch.logaddexp(row_lse, shared_lse)
-    output = row_output * (row_lse - total).exp().unsqueeze(-1) + shared_output * (shared_lse - total).exp().unsqueeze(
-        -1
-    )
+    row_weight, shared_weight = ((lse - total).exp().unsqueeze(-1) for lse in (row_lse, shared_lse))
+    output = row_output * row_weight + shared_output * shared_weight
     return output.to(value.dtype).transpose(1, 2).contiguous()
 
 

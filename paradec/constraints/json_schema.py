@@ -155,9 +155,7 @@ class _Schema:
         return self.literal(rules["const"]) if _has_type(rules["const"], rules.get("type")) else NEVER
 
     def any_of(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        return either(
-            self.node(part, f"{path}.anyOf[{index}]", depth, open_refs) for index, part in enumerate(rules["anyOf"])
-        )
+        return either(self.node(part, f"{path}.anyOf[{i}]", depth, open_refs) for i, part in enumerate(rules["anyOf"]))
 
     def literal(self, value: Any) -> Node:
         if isinstance(value, Mapping):
@@ -228,11 +226,8 @@ class _Schema:
             return _array(item, min_items or 0, max_items)
         if (min_items or 0) < len(prefix) or max_items is not None and max_items < len(prefix):
             raise self.refuse(path, "prefixItems", f"has {len(prefix)} schemas; give minItems={len(prefix)} at least")
-        tail = repeated(
-            sequence((COMMA, item)),
-            (min_items or 0) - len(prefix),
-            None if max_items is None else max_items - len(prefix),
-        )
+        max_tail = None if max_items is None else max_items - len(prefix)
+        tail = repeated(sequence((COMMA, item)), (min_items or 0) - len(prefix), max_tail)
         return sequence((text("["), *_separated(prefix), tail, text("]")))
 
     def count(self, rules: Mapping[str, Any], key: str, path: str) -> int | None:

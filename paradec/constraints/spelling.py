@@ -167,9 +167,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     if not size:
         return TokenAutomaton(vocab_size, [], np.zeros((0, 3), np.int64), np.zeros(0, bool))
     # the beginning of a text is a context of its own with one state
-    states = [
-        np.arange(size) if num_contexts == 1 or context else np.zeros(1, np.int64) for context in range(num_contexts)
-    ]
+    states = [np.arange(size if num_contexts == 1 or context else 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check(int(offsets[-1]), "states", MAX_STATES)
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)

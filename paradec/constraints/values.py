@@ -305,9 +305,8 @@ def token_automaton(
     if automaton is None and not ends and not suppressed:
         automaton = value.to_token_automaton(tokenizer, vocab_size)
     elif automaton is None:
-        automaton = (
-            token_automaton(value, tokenizer, vocab_size, (), ()).without_tokens(suppressed).with_end_tokens(ends)
-        )
+        automaton = token_automaton(value, tokenizer, vocab_size, (), ())
+        automaton = automaton.without_tokens(suppressed).with_end_tokens(ends)
     _cache(cache, key, automaton)
     return automaton
 

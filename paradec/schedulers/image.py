@@ -105,9 +105,8 @@ class ImageScheduler(SamplerScheduler):
         """
         self._check_thread()
         flat = isinstance(sample, Tensor) and sample.ndim == 2
-        self._check_tokens(
-            model_output, sample, "[batch, positions]" if flat else "[batch, height, width]", 2 + (not flat)
-        )
+        shape = "[batch, positions]" if flat else "[batch, height, width]"
+        self._check_tokens(model_output, sample, shape, 2 if flat else 3)
         logits = model_output if flat else model_output.flatten(2).transpose(1, 2)
         tokens = sample.flatten(1)
         if self._state is None or self._written is None or not torch.equal(self._written, tokens):

@@ -139,10 +139,8 @@ class BlockScheduler(SamplerScheduler):
             anew = self._afresh(model_output, int(timestep), sample, generator)
             return BlockSchedulerOutput(*anew) if return_dict else anew
         check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
-        self._warn_ignored(
-            CALL_DEFAULTS,
-            {"threshold": threshold, "editing_threshold": editing_threshold, "minimal_topk": minimal_topk},
-        )
+        thresholds = {"threshold": threshold, "editing_threshold": editing_threshold, "minimal_topk": minimal_topk}
+        self._warn_ignored(CALL_DEFAULTS, thresholds)
         if int(timestep) == 0 or not self._holds(sample):
             temperature = 0.0 if sampling_method == "greedy" else temperature
             self._open(model_output, sample, mask_token_id, temperature, top_p, top_k, generator)
@@ -410,7 +408,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
         block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
-        device = _device_of(generator, sample)
+        device = sample.device if generator is None else generator.device
         p = pred_logits.softmax(-1, dtype=torch.float32)
         drawn = torch.multinomial(p.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
         tokens = drawn.view_as(sample)
@@ -418,11 +416,6 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         noise = torch.randint(vocab, sample.shape, generator=generator, device=device)
         block = torch.where(accepted, tokens, noise.to(sample.device))
         return block, accepted, torch.zeros_like(accepted), tokens, probabilities, pred_logits
-
-
-def _device_of(generator: torch.Generator | None, sample: Tensor) -> torch.device:
-    """Where a generator draws."""
-    return sample.device if generator is None else generator.device
 
 
 CALL = {"max_new_tokens": "gen_length", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}

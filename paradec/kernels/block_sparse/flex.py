@@ -27,10 +27,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     limit = torch.as_tensor(lengths, device=device)
     end = limit[:, None, None, None]
     is_listed = torch.arange(block_lists.shape[-1], device=device) < counts.unsqueeze(-1)
-    is_full, is_partial = (
-        is_listed & ((block_lists + 1) * size <= end),
-        is_listed & (block_lists * size < end) & ((block_lists + 1) * size > end),
-    )
+    is_full = is_listed & ((block_lists + 1) * size <= end)
+    is_partial = is_listed & (block_lists * size < end) & ((block_lists + 1) * size > end)
     listed_blocks = torch.zeros((*counts.shape, total + 1), dtype=torch.bool, device=device)
     listed_blocks.scatter_(-1, torch.where(is_listed, block_lists, total), True)
 

@@ -77,10 +77,7 @@ class QueryTiles:
         shape = (rows, int(tile.max()) + 1)
         tiles = np.zeros((3, *shape), np.int32)
         row, first_column = opens.nonzero()
-        tiles[0, row, tile[row, first_column]], tiles[1, row, tile[row, first_column]] = (
-            block[row, first_column],
-            first_column,
-        )
+        tiles[:2, row, tile[row, first_column]] = block[row, first_column], first_column
         is_valid = np.ones_like(opens) if valid is None else valid
         aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~is_valid).all())
         np.add.at(tiles[2], (np.repeat(np.arange(rows), columns), tile.ravel()), is_valid.ravel())
@@ -102,10 +99,8 @@ class QueryTiles:
         cls, lengths: np.ndarray, columns: int, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
         """Rows from position 0 to `lengths` [B], in calls of so many columns."""
-        column = np.arange(columns)
-        return cls.of(
-            np.minimum(column, lengths[:, None] - 1), column < lengths[:, None], block_size=block_size, device=device
-        )
+        column, ends = np.arange(columns), lengths[:, None]
+        return cls.of(np.minimum(column, ends - 1), column < ends, block_size, device)
 
 
 class AttentionCall(NamedTuple):

@@ -78,10 +78,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     block_lists, counts = lists_of(query, index, tiles, rows, total, size)
     # flattened to one entry per item below
     block_lists, counts = block_lists.flatten(0, 2).long(), counts.flatten()
-    owner = (
-        torch.arange(batch, device=device)[:, None] * key_heads
-        + torch.arange(heads, device=device) * key_heads // heads
-    )
+    owner = torch.arange(batch, device=device)[:, None] * key_heads
+    owner = owner + torch.arange(heads, device=device) * key_heads // heads
     owner = owner[:, :, None].expand(batch, heads, count).reshape(-1, 1)
     limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
     key_blocks, value_blocks = (_in_blocks(part, total, size) for part in (key, value))
@@ -96,9 +94,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     for begin in range(0, len(queries), chunk_size):
         chunk = slice(begin, begin + chunk_size)
         block_index = block_lists[chunk]
-        visible = (slot < counts[chunk, None])[..., None] & (
-            block_index[..., None] * size + offset < limit[chunk, None]
-        )
+        positions = block_index[..., None] * size + offset
+        visible = (slot < counts[chunk, None])[..., None] & (positions < limit[chunk, None])
         block_index = (owner[chunk] * total + block_index.clamp(max=total - 1)).view(-1)
         chunk_keys = key_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, width)
         values = value_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, value.shape[-1])
@@ -109,10 +106,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             part = part.masked_fill(~visible.any(-1, keepdim=True), 0)
         output[chunk] = part.squeeze(1)
         if sums is not None:
-            scores = (queries[chunk].to(dtype) @ chunk_keys.to(dtype).transpose(-1, -2) * scale).masked_fill(
-                ~visible, -torch.inf
-            )
-            sums[chunk] = scores.logsumexp(-1).squeeze(1)
+            scores = queries[chunk].to(dtype) @ chunk_keys.to(dtype).transpose(-1, -2) * scale
+            sums[chunk] = scores.masked_fill(~visible, -torch.inf).logsumexp(-1).squeeze(1)
     output = by_column(output.view(batch, heads, count * size, -1), tiles)
     return output, None if sums is None else by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
 

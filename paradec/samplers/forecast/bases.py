@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import factorial
+from math import factorial, prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -171,13 +171,7 @@ class Newton(Basis):
     name = "newton"
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
-        weights = []
-        for i, node in enumerate(nodes):
-            weight = 1.0
-            for j, other in enumerate(nodes):
-                weight *= 1.0 if i == j else (step - other) / (node - other)
-            weights.append(weight)
-        return weights
+        return [prod((step - other) / (node - other) for other in nodes if other != node) for node in nodes]
 
 
 @dataclass(frozen=True)
