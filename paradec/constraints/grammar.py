@@ -81,10 +81,9 @@ def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
                 "the tokenizer's tokens read otherwise at the beginning of a text or after others, which llguidance "
                 "does not know of; paradec.Regex and paradec.JsonSchema work with it"
             )
-        llguidance, vocabulary = library(), _Vocabulary(tokenizer, spelling, size, ends)
-        cache[size, ends] = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(vocabulary), n_vocab=size, eos_token=[*ends]
-        )
+        llguidance = library()
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, spelling, size, ends))
+        cache[size, ends] = llguidance.LLTokenizer(vocabulary, n_vocab=size, eos_token=[*ends])
     return cache[size, ends]
 
 
