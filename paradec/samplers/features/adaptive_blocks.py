@@ -127,7 +127,8 @@ class AdaptiveBlocks(BlockPolicy):
             check_int("delimiters", token, low=0, high=facts.vocab_size - 1)
         if texts and model.tokenizer is not None:
             token_texts = _decode_vocabulary(model.tokenizer)[: facts.vocab_size]
-            delimiter_ids = {i for i, text in enumerate(token_texts) if text in texts or self._ends(text, texts)}
+            ends = texts if self.delimiter_match == "ends" else ()
+            delimiter_ids = {i for i, text in enumerate(token_texts) if text in texts or text.endswith(ends)}
             ids |= delimiter_ids - {facts.mask_token_id}
         model_block = facts.block_length
         if ids:
@@ -140,9 +141,6 @@ class AdaptiveBlocks(BlockPolicy):
             stacklevel=2,
         )
         return fixed
-
-    def _ends(self, text: str, texts: tuple[str, ...]) -> bool:
-        return self.delimiter_match == "ends" and text.endswith(texts)
 
 
 def check_delimiters(value: Any) -> tuple[str | int, ...]:

@@ -395,17 +395,14 @@ class SpanTexts:
     def _fitting(self, state: int, num_read: int) -> np.ndarray:
         """[k] int64: the classes of tokens with which a text can be completed."""
         classes, following = self.span.automaton.after(state)
-        fitting: np.ndarray = classes[self.span.after(num_read + 1)[following]]
-        return fitting
+        return np.asarray(classes[self.span.after(num_read + 1)[following]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
         span = self.span
         if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None
-        class_of, is_excluded = (
-            torch.as_tensor(span.automaton.class_of).to(device),
-            np.ones(span.automaton.classes + 1, bool),
-        )
+        class_of = torch.as_tensor(span.automaton.class_of).to(device)
+        is_excluded = np.ones(span.automaton.classes + 1, bool)
         is_excluded[self._fitting(state, num_read)] = False
         return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 

@@ -56,5 +56,4 @@ class Feature:
 
 def overrides(sampler: Any, method: str) -> bool:
     """Whether a masked sampler has its own form of a method. (The base imports modules that import this.)"""
-    name: str = getattr(type(sampler), method).__qualname__
-    return name != f"MaskedSampler.{method}"
+    return bool(getattr(type(sampler), method).__qualname__ != f"MaskedSampler.{method}")

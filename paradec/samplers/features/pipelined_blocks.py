@@ -140,12 +140,9 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
     blocks = np.where(is_open, blocks, -1)
     totals = np.zeros((len(rows), int(blocks.max()) + 1), np.int64)
     row, column = is_open.nonzero()
-    masked_positions = positions[row, column]
-    masks_before = state.masks_before[rows[row]]
-    masks = np.take_along_axis(masks_before, masked_positions[:, None] + 1, 1) - np.take_along_axis(
-        masks_before, masked_positions[:, None], 1
-    )
-    np.add.at(totals, (row, blocks[row, column]), masks[:, 0])
+    position = positions[row, column]
+    masks = state.masks_before[rows[row], position + 1] - state.masks_before[rows[row], position]
+    np.add.at(totals, (row, blocks[row, column]), masks)
     device = state.canvas.device
     return torch.as_tensor(blocks, device=device), torch.as_tensor(totals, device=device)
 
@@ -200,9 +197,8 @@ def move_windows(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
     last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
     total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
     num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
-    adds = (
-        ~stays & (total - num_undecided >= policy.add * total) & (end < state.length[rows]) & ~_has_ended(state, tokens)
-    )
+    is_filled = total - num_undecided >= policy.add * total
+    adds = ~stays & is_filled & (end < state.length[rows]) & ~_has_ended(state, tokens)
     is_moved = (offset > 0) | adds
     if not is_moved.any():
         return False
@@ -232,5 +228,4 @@ def _has_ended(state: Any, tokens: np.ndarray) -> np.ndarray:
     is_end = np.isin(tokens, list(rule.ids)) & (window.host_positions >= state.answer_start[window.rows, None])
     if window.host_valid is not None:
         is_end &= window.host_valid
-    has_ended: np.ndarray = is_end.any(1)
-    return has_ended
+    return np.asarray(is_end.any(1))

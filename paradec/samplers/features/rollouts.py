@@ -162,9 +162,8 @@ def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
         last = state.context[: state.batch].gather(1, last)
-        other_prompt = bool(
-            (state.shift[1] != 1 - state.prompt_length).any() or (last != state.context[state.batch :, :1]).any()
-        )
+        other_length = (state.shift[1] != 1 - state.prompt_length).any()
+        other_prompt = bool(other_length or (last != state.context[state.batch :, :1]).any())
     kind = topology.replace("_", "-")
     return {
         f"pictures ({name}), whose layouts prescribe tokens": state.grid is not None,

@@ -134,5 +134,4 @@ class StopStrings:
         return text, any(stop_string in recent for stop_string in texts)
 
     def _text(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

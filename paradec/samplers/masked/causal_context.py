@@ -123,5 +123,4 @@ class CausalContext(Feature):
         return bool(len(rows))
 
     def _seeds(self, state: MaskedState) -> np.ndarray:
-        found: np.ndarray = self.seeding[state.window.rows]
-        return found
+        return np.asarray(self.seeding[state.window.rows])

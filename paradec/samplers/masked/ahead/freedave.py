@@ -334,16 +334,13 @@ class FreeDave(DraftingSampler):
 
     def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
         """Keep what was read from the last step's logits: the next drafts are made of it."""
-        memory, read = state.memory, self.needs.reads
+        memory, read, remembered = state.memory, self.needs.reads, self.base.memory()
         found = [{"tokens": step.proposal.values} for step in steps]
-        for kept, step in zip(found, steps, strict=True):
-            kept.update({name: value for name, value in step.proposal.quantities.items() if name in read})
-        if self.base.needs.processes_logits:
-            own = self.base.memory()
-            for kept, step in zip(found, steps, strict=True):
-                kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})
+        for values, step in zip(found, steps, strict=True):
+            values.update({name: value for name, value in step.proposal.quantities.items() if name in read})
+            values.update({name: value for name, value in step.proposal.updates.items() if name not in remembered})
         for name in found[0]:
-            value = picked([kept[name] for kept in found], last)
+            value = picked([values[name] for values in found], last)
             if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
                 shape = list(value.shape[1:])
                 wide = shape[:1] == [steps[0].written.shape[1]]

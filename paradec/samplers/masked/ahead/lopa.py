@@ -194,9 +194,8 @@ class LoPA(DraftingSampler):
         assert isinstance(proposal, BranchProposal)
         state.check_current(proposal)
         window, rows, taken = state.window, proposal.rows, proposal.taken
-        count = len(taken)
         # the row itself is last among equals
-        best = (proposal.promise.roll(-1, 0).argmax(0) + 1) % count
+        best = (proposal.promise.roll(-1, 0).argmax(0) + 1) % len(taken)
         written = picked([step.written for step in taken], best)
         # of branches that a row does not have, those of its last one
         sure = torch.stack([step.proposal.quantities["confidence"] for step in taken])

@@ -340,9 +340,8 @@ class DeviceEngine:
 
     def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
         """End the rows that `EndOfText` ends: [n] bool. written: [n, W], the window after the write."""
-        is_end = (
-            (written.unsqueeze(-1) == self.ends).any(-1) & valid & (window.positions >= self.first[rows].unsqueeze(1))
-        )
+        counts = window.positions >= self.first[rows].unsqueeze(1)
+        is_end = (written.unsqueeze(-1) == self.ends).any(-1) & valid & counts
         column = (is_end | (written == self.mask_id)).int().argmax(1, keepdim=True)  # the first of either
         ended = is_end.gather(1, column).squeeze(1) & active
         limit = window.positions.gather(1, column).squeeze(1) + 1

@@ -33,20 +33,9 @@ from paradec.core import protocol
 from paradec.core.checks import check_bool, check_int
 from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.device.engine import DeviceEngine
-from paradec.samplers.masked.device.graphs import NotCapturable, StepLayout, block_table, captured
+from paradec.samplers.masked.device.graphs import NotCapturable, StepLayout, block_table
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
-
-__all__ = [
-    "DeviceEngine",
-    "StepLayout",
-    "NotCapturable",
-    "block_table",
-    "captured",
-    "clear_graphs",
-    "decode",
-    "refusal",
-]
 
 KEPT = 4
 """Engines that a model keeps between requests."""
@@ -136,17 +125,13 @@ def take_out(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
 
 
 def give_back(model: Any, engine: DeviceEngine, module: Any) -> None:
-    """Leave an engine that has served to the model."""
+    """Leave an engine that has served to the model; drop those that were used longest ago, as far as there are too
+    many."""
     engine.model = None
     model.engines[engine.layout, module] = engine
-    _evict(model, engine.device)
-
-
-def _evict(model: Any, device: torch.device) -> None:
-    """Drop the engines that were used longest ago, as far as there are too many."""
     most = float("inf")
-    if device.type == "cuda":
-        most = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    if engine.device.type == "cuda":
+        most = KEPT_SHARE * torch.cuda.get_device_properties(engine.device).total_memory
     while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > most:
         del model.engines[next(iter(model.engines))]
 

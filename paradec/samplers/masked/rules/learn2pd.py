@@ -19,9 +19,9 @@ from paradec.core.checks import check_bool, check_choice, check_number, shown
 from paradec.samplers.masked.blocks import FixedBlocks, WholeCanvas
 from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import (
+    Filter,
     block_features,
     default_filter,
-    default_filters,
     load_filter,
     quantities_of,
     read_facts,
@@ -78,8 +78,7 @@ class Learn2PD(MaskedSampler):
         check_choice("eot", self.eot, ("committed", "greedy", "none"))
         check_number("eot_confidence", self.eot_confidence, low=0, high=1)
         check_bool("allow_mismatch", self.allow_mismatch)
-        reads = quantities_of([self.filter] if self.filter else default_filters())
-        object.__setattr__(self, "needs", replace(self.needs, reads=reads))
+        object.__setattr__(self, "needs", replace(self.needs, reads=quantities_of(self.filter)))
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         path = self.filter or default_filter(facts.name, facts.vocab_size)
@@ -105,14 +104,18 @@ class Learn2PD(MaskedSampler):
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
-        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
-        assert path is not None  # `check` has seen to it
-        filter_ = load_filter(path, state.canvas.device)
+        filter_ = self.filter_of(state)
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
             first = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= first)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
+
+    def filter_of(self, state: MaskedState) -> Filter:
+        """The filter of a request, on its device."""
+        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
+        assert path is not None  # `check` has seen to it
+        return load_filter(path, state.canvas.device)
 
     def select(self, view: View) -> Tensor:
         accepted = (view.quantities["acceptance"] > self.filter_threshold) & (view.scores > LAST)

@@ -10,7 +10,7 @@ import importlib.resources
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -167,13 +167,9 @@ def default_filter(model: str, vocab_size: int) -> str | None:
     return _defaults.get((model, vocab_size))
 
 
-def default_filters() -> list[str]:
-    """The files of all defaults."""
-    return list(_defaults.values())
-
-
-def quantities_of(paths: Iterable[str]) -> tuple[str, ...]:
-    """What a sampler has to read for any of these filters; files that are gone need nothing."""
+def quantities_of(path: str | None) -> tuple[str, ...]:
+    """What a sampler has to read for a filter, None for any of the defaults; files that are gone need nothing."""
+    paths = [path] if path else [*_defaults.values()]
     needed = {name for path in paths if os.path.isfile(path) for name in load_filter(path).network.reads}
     return tuple(QUANTITIES[name] for name in QUANTITIES if name == "confidence" or name in needed)
 

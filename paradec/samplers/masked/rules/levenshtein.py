@@ -118,10 +118,8 @@ class Levenshtein(MaskedSampler):
 
         old, new = (masks & original).sum(1), (masks & ~original).sum(1)
         step, post = memory["step"] + 1, memory["post_steps"] + (old == 0)
-        length = state.blocks.length
-        last = (old == 0 if self.max_post_steps == 0 else post >= self.max_post_steps) | (
-            step > length + self.max_post_steps
-        )
+        last = old == 0 if self.max_post_steps == 0 else post >= self.max_post_steps
+        last = last | (step > state.blocks.length + self.max_post_steps)
         other, other_p = _best_without(best.indices, p, (mask_id,))
         avoids = masks & original & (x == mask_id) & ~last.unsqueeze(1)
         x, sure = torch.where(avoids, other, x), torch.where(avoids, other_p, sure)

@@ -130,12 +130,17 @@ class MaskGIT(MaskedSampler):
             return tokens, quantities
         tau = self.temperature_at(*self.step_of(state, query.rows)).clip(torch.finfo(torch.float64).tiny)  # not 0
         cooler = tempered(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
-        # drawn in float64, independently of the first draw
+        return self._redraw(state, cooler, query, generator), quantities
+
+    def _redraw(
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
         if generator is None:
-            return draw(cooler.softmax(-1), token_draws(state, query, stream=REDRAW_STREAM).uniform()), quantities
+            return draw(logits.softmax(-1), token_draws(state, query, stream=REDRAW_STREAM).uniform())
         positions = state.window.query_positions(query)
-        noise = reference.gumbel_uniform(state, cooler.shape[-1], query.rows, positions, generator)
-        return (cooler + rng.gumbel(noise)).argmax(-1), quantities
+        noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
+        return (logits + rng.gumbel(noise)).argmax(-1)
 
     def select(self, view: View) -> Tensor:
         return view.top(ranking(view), view.quota)

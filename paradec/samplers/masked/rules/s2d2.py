@@ -152,9 +152,8 @@ class S2D2(MaskedSampler):
         at = query.positions[: len(query.rows)]
         undecided = (tokens_of(state.canvas, query, torch.as_tensor(query.rows)) == state.mask_id) & (at >= first)
         begins = torch.where(undecided, at, stop).amin(1, keepdim=True)  # its first mask
-        sees = _before(state, at, self.causal, first) | (at >= (begins if self.causal else first)).unsqueeze(2) & (
-            at < stop
-        ).unsqueeze(1)
+        in_block = (at >= (begins if self.causal else first)).unsqueeze(2) & (at < stop).unsqueeze(1)
+        sees = _before(state, at, self.causal, first) | in_block
         return query.but(visible=_of_branches(sees, query), store=_final_alone(query, at < first))
 
     def _verifying(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
