@@ -86,12 +86,7 @@ class ChameleonModel(TextToImageModel):
         self.layout, self.vq = layout, vq
         self.cells = order_ids(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.scale = self.scale if vq is None else vq.config.scale
-        self.defaults = {
-            "guidance_scale": layout.guidance_scale,
-            "top_k": layout.top_k,
-            "temperature": 1.0,
-            "top_p": None,
-        }
+        self.defaults = {**self.defaults, "guidance_scale": layout.guidance_scale, "top_k": layout.top_k}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         layout, sides = self.layout, []

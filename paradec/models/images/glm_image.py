@@ -221,12 +221,6 @@ class GlmImageModel(TextToImageModel):
             raise ValueError(f"image_grid_thw={grids.tolist()} asks for unlike pictures; give them one by one")
         return self.make_grid(targets[0], targets[1] if len(targets) == 2 else None), sources
 
-    @property
-    def _table(self) -> Tensor:
-        if self._token_positions is None:
-            raise ValueError(f"{self.facts.name} places its tokens by request: call the model that request() gives")
-        return self._token_positions
-
     # ---- the network ----------------------------------------------------------------------------------------------
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
@@ -235,13 +229,10 @@ class GlmImageModel(TextToImageModel):
         input_ids = self.tokenizer(text=prompt, target_h=grid.height * SCALE, target_w=grid.width * SCALE)["input_ids"]
         return list(input_ids[0])
 
-    @property
-    def _language_model(self) -> Any:
-        return self.module.model.language_model
-
     def _positions(self, query: Query) -> Tensor:
         """[3, R, Q] int64: the positions of a call's columns."""
-        table = self._table
+        if (table := self._token_positions) is None:
+            raise ValueError(f"{self.facts.name} places its tokens by request: call the model that request() gives")
         table = table[request_rows(query, len(table)).to(table.device)]
         index = query.positions.clamp(0, table.shape[1] - 1)
         return table.gather(1, index.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)

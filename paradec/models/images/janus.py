@@ -57,10 +57,6 @@ class JanusModel(TextToImageModel):
     def _from_text_ids(self, ids: list[int]) -> list[int]:
         return [self.facts.vocab_size + token for token in ids]
 
-    @property
-    def _language_model(self) -> Any:
-        return self.module.model.language_model
-
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         size = self.facts.vocab_size
         image = self.module.prepare_embeddings_for_image_generation(ids.clamp(max=size - 1))

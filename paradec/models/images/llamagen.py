@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -255,6 +255,9 @@ class LlamaGenModel(ImageModel):
         ValueError: a codebook of another size than the network's vocabulary.
     """
 
+    default_name: ClassVar[str] = "LlamaGen"
+    caption_top_k: ClassVar[int | None] = 1000
+    """The published `top_k` for captions."""
     module: LlamaGen
 
     _captions: Tensor | None = field(default=None, metadata=row_layout(axis=1))
@@ -267,10 +270,10 @@ class LlamaGenModel(ImageModel):
         module: LlamaGen,
         vq: VQModel | None = None,
         text_encoder: Any = None,
-        name: str = "LlamaGen",
+        name: str | None = None,
         defaults: Mapping[str, Any] | None = None,
     ):
-        config = module.config
+        config, name = module.config, name or self.default_name
         check_codebook(vq, config.vocab_size, name)
         prompt = 1 if config.condition == "c2i" else config.caption_length
         facts = ModelFacts(
@@ -283,7 +286,7 @@ class LlamaGenModel(ImageModel):
         super().__init__(module.eval(), facts)
         self.vq, self.text_encoder = vq, text_encoder
         self.conditions = "class_labels" if config.condition == "c2i" else "prompts"
-        guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, 1000)
+        guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, self.caption_top_k)
         published = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
         self.defaults = merge_defaults(published, defaults)
 

@@ -228,9 +228,8 @@ class MARModel(PictureModel, Adapter):
         def repeat(x: Tensor) -> Tensor:
             return x.repeat(query.branches, *[1] * (x.ndim - 1))
 
-        labels = query.labels
-        if query.branches == 2:
-            labels = torch.cat((labels, torch.full_like(labels, module.classes)))
+        null = torch.full_like(query.labels, module.classes)
+        labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
         buffer = query.kept is None or not query.keep_buffer
         tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
         past = (None, None) if query.kept is None else (query.kept.encoder, query.kept.decoder)

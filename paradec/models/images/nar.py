@@ -5,7 +5,6 @@ neighbour of a cell, the other (`medusa_*`) the lower one. Parameter names are t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,18 +68,9 @@ class NARModel(LlamaGenModel):
     makes = "neighbour image"
     family = "groups"
     default_sampler = "nar"
+    default_name = "NAR"
+    caption_top_k = None
     module: NAR
-
-    def __init__(
-        self,
-        module: NAR,
-        vq: VQModel | None = None,
-        text_encoder: Any = None,
-        name: str = "NAR",
-        defaults: Mapping[str, Any] | None = None,
-    ):
-        published = {"top_k": None} if module.config.condition == "t2i" else {}
-        super().__init__(module, vq, text_encoder, name, published | dict(defaults or {}))
 
     @property
     def hidden_size(self) -> int:

@@ -52,7 +52,7 @@ class TextToImageModel(ImageModel):
 
     @property
     def _language_model(self) -> Any:
-        raise NotImplementedError
+        return self.module.model.language_model
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         """Ids of a whole prompt, up to the first token of the picture."""

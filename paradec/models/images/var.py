@@ -401,9 +401,8 @@ class VARModel(ScalePictures, Adapter):
     def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
         """Evaluate one query."""
         with self.evaluating():
-            labels = query.labels
-            if query.branches == 2:
-                labels = torch.cat((labels, torch.full_like(labels, self.module.classes)))
+            null = torch.full_like(query.labels, self.module.classes)
+            labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
             num_wanted = query.wanted * len(query.labels)
             logits = self.module(labels, inputs, query.first, query.last, query.store, num_wanted, query.masked)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention, silu
 
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.registry import unknown
@@ -129,24 +130,6 @@ class AttentionBlock(nn.Module):
         return x + self.proj_out(rearrange(h, "b 1 (h w) c -> b c h w", h=x.shape[2]))
 
 
-class Upsample(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(interpolate(x, scale_factor=2.0, mode="nearest"))
-
-
-class Downsample(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(pad(x, (0, 1, 0, 1)))
-
-
 class Level(nn.Module):
     """Blocks at one resolution, then resampling to the next."""
 
@@ -186,7 +169,8 @@ class Decoder(nn.Module):
         for index, (width, out) in enumerate(zip([widths[0], *widths[:-1]], widths, strict=True)):
             level = Level(width, out, config.res_blocks + 1, config.attention and index == 0, groups)
             if index < len(widths) - 1:
-                level.upsample = Upsample(out)
+                conv = nn.Conv2d(out, out, 3, padding=1)
+                level.upsample = nn.Sequential(OrderedDict(resize=nn.Upsample(scale_factor=2.0), conv=conv))
             self.conv_blocks.append(level)
         self.norm_out = nn.GroupNorm(groups, widths[-1], eps=1e-6)
         self.conv_out = nn.Conv2d(widths[-1], config.image_channels, 3, padding=1)
@@ -210,7 +194,8 @@ class Encoder(nn.Module):
         for index, (width, out) in enumerate(zip([config.channels, *widths[:-1]], widths, strict=True)):
             level = Level(width, out, config.res_blocks, config.attention and index == len(widths) - 1, groups)
             if index < len(widths) - 1:
-                level.downsample = Downsample(out)
+                conv = nn.Conv2d(out, out, 3, stride=2)
+                level.downsample = nn.Sequential(OrderedDict(pad=nn.ZeroPad2d((0, 1, 0, 1)), conv=conv))
             self.conv_blocks.append(level)
         self.mid = _middle(widths[-1], groups)
         self.norm_out = nn.GroupNorm(groups, widths[-1], eps=1e-6)
