@@ -151,7 +151,7 @@ class ProteinMPNNModel(Opaque):
     """
 
     module: ProteinMPNN
-    reads_order = any_order = True
+    reads_order = any_order = pads = True
     first_place = 1  # after the structure's own token
 
     def __init__(
@@ -213,11 +213,7 @@ class ProteinMPNNModel(Opaque):
         frozen = {*fixed}
         for residue in frozen:
             check_int("fixed", residue, low=0, high=len(target) - 1)
-        labels = dict.fromkeys(target.chains or ())
-        designed = [*labels] if chains is None else list(chains)
-        for chain in designed:
-            if chain not in labels:
-                raise ValueError(unknown("chain", chain, labels))
+        designed = target.select_chains(chains)
         row = [FIRST_STRUCTURE + target_index]
         is_complete, chain_of = target.complete.tolist(), target.chains or ()
         for residues in self.columns[target_index].residues:
@@ -283,11 +279,6 @@ class ProteinMPNNModel(Opaque):
             return self.names.index(structure)
         check_int("structure", structure, low=0, high=len(self.structures) - 1)
         return int(structure)
-
-    @property
-    def pads(self) -> bool:
-        """Rows of several lengths may share a call."""
-        return True
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
         """A store for the states of decided residues: `rows` rows of `length` columns."""

@@ -446,15 +446,12 @@ def _element_classes(element: str) -> tuple[int, int, int]:
     period = next(index for index, end in enumerate(PERIOD_ENDS) if atomic_number <= end)
     start, end = (0, *PERIOD_ENDS)[period] + 1, PERIOD_ENDS[period]
     from_start, from_end = atomic_number - start + 1, atomic_number - end + 18
-    has_d, has_f = end - start + 1 >= 18, end - start + 1 == 32
     if from_start <= 2 and atomic_number != end:
         group = from_start
-    elif has_f and from_start <= 17:
+    elif end - start + 1 == 32 and from_start <= 17:  # a period with lanthanides or actinides
         group = 3
-    elif has_d or from_end > 12:
-        group = from_end
     else:
-        group = from_start
+        group = from_end
     return atomic_number, group, period + 1
 
 

@@ -73,16 +73,12 @@ class Columns:
     def __len__(self) -> int:
         return len(self.residues)
 
-    @property
-    def tied(self) -> bool:
-        return len(self.residues) < len(self.of)
-
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
         """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 without one. row,
         residue: [N] int64."""
         column_index = row * len(self) + self.of.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
-        if not self.tied:
+        if len(self.residues) == len(self.of):  # no ties
             return sums.index_copy_(0, column_index, logits).unflatten(0, (rows, len(self)))
         sums.index_add_(0, column_index, logits)
         count = torch.tensor([len(group) for group in self.residues], dtype=logits.dtype, device=logits.device)

@@ -134,6 +134,15 @@ class Structure:
             previous = number
         return indices
 
+    def select_chains(self, chains: Iterable[str] | None) -> list[str]:
+        """List chains; None takes all. Raises ValueError for an unknown one."""
+        labels = dict.fromkeys(self.chains or ())
+        selected = [*labels] if chains is None else list(chains)
+        for chain in selected:
+            if chain not in labels:
+                raise ValueError(unknown("chain", chain, labels))
+        return selected
+
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
         """Ties of a homo-oligomer, for `DesignRules`: the residues, from 0, with a number that at least two of the
         chains have.
@@ -144,11 +153,7 @@ class Structure:
         Raises:
             ValueError: no such chain, or chains without a number in common.
         """
-        labels = dict.fromkeys(self.chains or ())
-        selected = [*labels] if chains is None else list(chains)
-        for chain in selected:
-            if chain not in labels:
-                raise ValueError(unknown("chain", chain, labels))
+        selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
         for residue, key in enumerate(zip(self.chains or (), self.numbers or (), strict=True)):
