@@ -171,7 +171,7 @@ class PictureModel:
 
 
 class ImageModel(PictureModel, Decoder):
-    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `_head` and `request`,
+    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `head` and `request`,
     and `grid` and `_pixels` where they differ.
 
     Args:
@@ -207,10 +207,6 @@ class ImageModel(PictureModel, Decoder):
         """[vocab_size, d]: the input embeddings of the ids that samplers see."""
         return self._embed(torch.arange(self.facts.vocab_size, device=self.device).unsqueeze(0), None)[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [R, W, d] -> [R, W, vocab_size]."""
-        return self._head(hidden)
-
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         """ids [R, Q] int64 -> [R, Q, d]. `query` is None for ids below the vocabulary's size."""
         raise NotImplementedError
@@ -219,8 +215,8 @@ class ImageModel(PictureModel, Decoder):
         """[R, Q, d] -> last hidden states [R, Q, d]. mask [R, 1, Q, K] bool, or None: causal over the call."""
         raise NotImplementedError
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """[R, W, d] -> logits [R, W, V]."""
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [R, W, d] -> logits [R, W, V]."""
         raise NotImplementedError
 
     # ---- what all share -------------------------------------------------------------------------------------------
@@ -247,7 +243,7 @@ class ImageModel(PictureModel, Decoder):
         hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
         if keeps_hidden(query):
             query.hidden = hidden
-        return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
+        return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
         """[R, 1, Q, K] bool: stored keys, and the call's own, up to each column's position."""

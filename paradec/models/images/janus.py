@@ -63,7 +63,7 @@ class JanusModel(TextToImageModel):
         text = self.module.get_input_embeddings()((ids - size).clamp(min=0))
         return torch.where((ids < size).unsqueeze(-1), image, text)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.module.model.generation_head(hidden)
 
     def codebook(self) -> Tensor:

@@ -383,7 +383,7 @@ class LlamaGenModel(ImageModel):
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
         return self.module.backbone(embeddings, self.cells(query), mask, cache)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.module.head(hidden)
 
 

@@ -262,7 +262,7 @@ class LPDModel(ImageModel):
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
         return self.module.backbone(embeddings, mask, cache)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.module.logits(hidden)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:

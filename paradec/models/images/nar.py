@@ -80,7 +80,7 @@ class NARModel(LlamaGenModel):
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
         return super()._backbone(embeddings, query, mask, cache).flatten(-2)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.module.head(hidden.unflatten(-1, (2, -1)))
 
     def _visible(self, query: Query, store: Any = None) -> Tensor:
@@ -104,9 +104,6 @@ class NARModel(LlamaGenModel):
         cells = positions - (query.positions - self.cells(query))[:, :1]
         side = self.module.config.grid
         return torch.where(cells < 0, cells, cells // side + cells % side)
-
-    def token_embeddings(self) -> Tensor:
-        return self.module.tok_embeddings.weight
 
 
 NAR_FORMAT = Format(

@@ -23,7 +23,7 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json
 
 class TextToImageModel(ImageModel):
     """Base of the families that read text. A family says which ids a caption becomes (`_prompt`), what the guidance
-    branch reads instead (`_unconditional`), and where its parts are (`_language_model`, `_head`).
+    branch reads instead (`_unconditional`), and where its parts are (`_language_model`, `head`).
 
     Args:
         module: transformers' `...ForConditionalGeneration`. vocab_size: ids that the output names.
@@ -69,7 +69,7 @@ class TextToImageModel(ImageModel):
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         return self.module.get_input_embeddings()(ids)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         return self.module.lm_head(hidden)
 
     def codebook(self) -> Tensor | None:
