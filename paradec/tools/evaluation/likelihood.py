@@ -101,14 +101,7 @@ def chain_maskings(
             positions = np.arange(span.begin, span.end)
             orders = (positions[::-1] if order == "right_to_left" else positions)[None]
         rows = [
-            Masking(
-                _mask_row(row, facts, span, positions_in_order[k:]),
-                [position],
-                [row[position]],
-                len(context),
-                1.0,
-                stratum,
-            )
+            _masking(row, facts, span, len(context), positions_in_order[k:], [position], 1.0, stratum)
             for stratum, positions_in_order in enumerate(orders.tolist())
             for k, position in enumerate(positions_in_order)
         ]
@@ -141,14 +134,7 @@ def random_maskings(
                 positions = sorted((span.begin + ranked[:size]).tolist())
                 chosen.append((positions, length / (size * per_stratum), index // per_stratum))
         rows = [
-            Masking(
-                _mask_row(row, facts, span, positions),
-                [*positions],
-                [row[i] for i in positions],
-                len(context),
-                weight,
-                index,
-            )
+            _masking(row, facts, span, len(context), positions, positions, weight, index)
             for positions, weight, index in chosen
         ]
         parts.append(MaskingSpan(rows, len(rows), not is_exhaustive))
@@ -165,12 +151,21 @@ def _spans(facts: ModelFacts, context: int, length: int) -> list[_Span]:
     return [_Span(a, b, min(first - (first - b) // block * block, longest)) for a, b in itertools.pairwise(cuts)]
 
 
-def _mask_row(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int]) -> list[int]:
-    """A row up to the span's width, with masks at `hidden` and after the span's end."""
+def _masking(
+    row: list[int],
+    facts: ModelFacts,
+    span: _Span,
+    context: int,
+    hidden: Sequence[int],
+    judged: Sequence[int],
+    weight: float,
+    stratum: int,
+) -> Masking:
+    """A row up to the span's width, with masks at `hidden` and after the span's end, judged at some of them."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in hidden:
         tokens[position] = facts.mask_id
-    return tokens
+    return Masking(tokens, [*judged], [row[position] for position in judged], context, weight, stratum)
 
 
 def _keys(seed: int, row: list[int]) -> Tensor:
@@ -366,10 +361,8 @@ def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
     """The same of rows that go into one call, padded on the right."""
     facts, max_judged = model.facts, max(len(row.at) for row in rows)
-    ids, judged = (
-        torch.zeros(len(rows), max_judged, dtype=torch.int64),
-        torch.zeros(len(rows), max_judged, dtype=torch.bool),
-    )
+    ids = torch.zeros(len(rows), max_judged, dtype=torch.int64)
+    judged = torch.zeros_like(ids, dtype=torch.bool)
     for index, row in enumerate(rows):
         ids[index, : len(row.at)] = torch.tensor(row.ids)
         judged[index, : len(row.at)] = True

@@ -65,14 +65,8 @@ def _positions(figure: Any, axes: Any, trace: Trace) -> None:
     decided = [entry for entry in commits if not entry[3]]
     scores = np.array([entry[2] for entry in decided], float)
     scores[~np.isfinite(scores) | (np.abs(scores) > 1e30)] = np.nan
-    points = axes.scatter(
-        [entry[0] for entry in decided],
-        [entry[1] for entry in decided],
-        c=scores,
-        cmap="viridis",
-        s=14,
-        plotnonfinite=True,
-    )
+    moments, places = [entry[0] for entry in decided], [entry[1] for entry in decided]
+    points = axes.scatter(moments, places, c=scores, cmap="viridis", s=14, plotnonfinite=True)
     if np.isfinite(scores).any():
         figure.colorbar(points, ax=axes, label=trace.score)
     if back := [entry for entry in commits if entry[3]]:
