@@ -317,9 +317,8 @@ def _log_probs(
     branch_parts = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 
     def padded(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(part, name) for part in branch_parts], batch_first=True).to(
-            device
-        )
+        values = [getattr(part, name) for part in branch_parts]
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True).to(device)
 
     tokens = padded("tokens")
     sizes = torch.tensor([len(part.tokens) for part in branch_parts])
