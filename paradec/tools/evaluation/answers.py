@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -278,18 +278,15 @@ class Answering:
     def _score(
         self, keys: list[Any], pairs: list[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
-        greedy: Callable[[int, Likelihood], bool | None] = lambda _, found: found.greedy  # noqa: E731
+        is_causal, is_greedy = self.model.facts.topology == "causal", [False] * len(pairs)
         scale = self.request.guidance_scale
-        if self.model.facts.topology != "causal":
-            is_greedy = [False] * len(pairs)
-            if self.check_greedy:
-                is_greedy = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
-            greedy = lambda number, _: is_greedy[number]  # noqa: E731
+        if self.check_greedy and not is_causal:
+            is_greedy = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
         scores: list[tuple[float, bool]] = []
         settings = {**self.estimate, "guidance_scale": scale, "seed": self.request.seed, "batch_size": self.batch_size}
         with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
             for index, likelihood in enumerate(log_likelihoods(self.model, pairs, **settings)):
-                scores.append((likelihood.value, bool(greedy(index, likelihood))))
+                scores.append((likelihood.value, bool(likelihood.greedy) if is_causal else is_greedy[index]))
                 self.likelihoods.append(likelihood)
                 if keys[index] is not None:
                     self.keep("loglikelihood", keys[index], scores[-1])
@@ -316,9 +313,7 @@ class Answering:
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
                 # NaN (one draw) is no number in JSON
                 "median_standard_error": _number(errors.nanmedian().item()),
-                "largest_standard_error": _number(
-                    max(errors.tolist(), key=lambda error: -1 if error != error else error)
-                ),
+                "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
             }
         return found
