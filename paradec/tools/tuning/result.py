@@ -181,18 +181,12 @@ class Tuning:
     # ---- as text ------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        lines = [*self._head(), ""]
-        lines += self._table() if self.points else ["nothing was measured on all choosing prompts yet"]
-        return "\n".join([*lines, "", *self._foot()])
-
-    def _head(self) -> list[str]:
         chose, reported = self.setup["prompts"]["choose"], self.setup["prompts"]["report"]
         counted = ", ".join(f"{count} {state}" for state, count in self.trials.items() if count)
-        lines = [
-            f"{self.setup['model']}: {chose} prompts chose, by {self.setup['score']}; {reported} others are reported",
-            f"trials: {counted or 'none'}",
-        ]
-        return [line for text in lines for line in textwrap.wrap(text, WIDTH)]
+        text = f"{self.setup['model']}: {chose} prompts chose, by {self.setup['score']}; {reported} others are reported"
+        head = [*textwrap.wrap(text, WIDTH), *textwrap.wrap(f"trials: {counted or 'none'}", WIDTH), ""]
+        table = self._table() if self.points else ["nothing was measured on all choosing prompts yet"]
+        return "\n".join([*head, *table, "", *self._foot()])
 
     def _table(self) -> list[str]:
         measured = all(point.reported is not None for point in self.points)
@@ -240,28 +234,21 @@ class Tuning:
         notes = []
         if self.chosen is not None:
             cost = self.costs[-1]
+            bound = f"at most {self.tolerance:g} points"
             notes.append(
-                f"*: chosen, on the prompts that chose: of what was set by hand the fewest {cost} at most "
-                f"{self.tolerance:g} points below the best, or what takes fewer {cost} than that, scores no less, and "
-                f"is at most {self.tolerance:g} points below by a paired interval."
+                f"*: chosen: of what was set by hand the fewest {cost} {bound} below the best, or what takes fewer "
+                f"{cost} than that, scores no less, and is {bound} below by a paired interval."
             )
         if self.points and self.reference is None:
             notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
         elif self.points:
             exact = "Wilson's" if self.exact else "bootstraps over prompts"
-            notes.append(
-                f"Intervals are {exact}; differences paired bootstraps. alike: points whose scores these prompts do "
-                "not separate."
-            )
+            notes.append(f"Intervals are {exact}. alike: points whose scores these prompts do not separate.")
         if self.setup["score"] == "agreement":
-            reported_score = (
-                "truth, which chose nothing" if self.by_truth and self.reference is not None else "agreement too"
-            )
-            notes.append(f"Chosen by agreement with one token per step; what is reported is {reported_score}.")
+            reported = "truth" if self.by_truth and self.reference is not None else "agreement too"
+            notes.append(f"Chosen by agreement with one token per step; what is reported is {reported}.")
         if self.points and (num_choosing := self.setup["prompts"]["choose"]) < FEW:
-            notes.append(
-                f"Only {num_choosing} prompts chose: whatever is fast and right on these by chance looks best."
-            )
+            notes.append(f"Only {num_choosing} prompts chose: what is right on these by chance looks best.")
         if not self.complete:
             notes.append("Incomplete: the same command with the same study goes on.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]

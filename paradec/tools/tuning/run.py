@@ -246,11 +246,6 @@ class _Work:
         """The request of a point, without a seed."""
         return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
-    @property
-    def reference(self) -> Request:
-        """One token per step."""
-        return Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE)})
-
     def seeded(self, request: Request) -> Request:
         return dataclasses.replace(request, seed=self.seed)
 
@@ -379,7 +374,8 @@ class _Search:
 
     def _refer(self, half: Half, stop: int) -> None:
         """Measure the reference on the first prompts; batches are stored in the study."""
-        request, stored = self.work.seeded(self.work.reference), None
+        request = Request(**{**self.work.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.work.seed})
+        stored = None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]
         while len(measured) < min(stop, len(half)):
             start = len(measured)

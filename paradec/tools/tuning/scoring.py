@@ -162,10 +162,7 @@ class Half:
             ids[is_filled].tolist()[:count]
             for ids, is_filled, count in zip(output.sequences, output.filled, output.tokens, strict=True)
         ]
-        text = output.text
-        texts: list[str | None] = [None] * (stop - first)
-        if text is not None:
-            texts = [text] if isinstance(text, str) else [*text]
+        texts: list[str | None] = [None] * (stop - first) if output.text is None else [*output.text]
         return output, filled, texts
 
     def measure(

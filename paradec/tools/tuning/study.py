@@ -203,8 +203,6 @@ def _alive(pid: int) -> bool:
         return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # a process of someone else may not be asked
+        return isinstance(error, PermissionError)
     return True
