@@ -220,9 +220,8 @@ class Run:
             first += len(batch.rows)
         finished = []
         for line_index, line in enumerate(lines):
-            line_answers = [
-                answers[row] for row in range(copies * line_index, copies * (line_index + 1)) if row in answers
-            ]
+            rows = range(copies * line_index, copies * (line_index + 1))
+            line_answers = [answers[row] for row in rows if row in answers]
             if len(line_answers) == copies:
                 lists = {name: [answer[name] for answer in line_answers] for name in line_answers[0]}
                 finished.append(line.entry(line_answers[0] if copies == 1 else lists))
