@@ -25,6 +25,11 @@ from paradec.models.decoder import Decoder, keeps_hidden
 from paradec.models.images.grid import Grid, pixels_to_codes
 
 
+def widen(x: Tensor) -> Tensor:
+    """Cast to float32, unless the dtype is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass
 class ImageRequest:
     """The rows of one request, ready for a sampler's `start`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,11 +24,6 @@ class Attention(nn.Module):
             key, value = store.update(key, value, self.layer)
         attended = scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.proj(attended.transpose(1, 2).flatten(2))
-
-
-def widen(x: Tensor) -> Tensor:
-    """Cast to float32, unless the dtype is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool = True) -> nn.Sequential:

@@ -18,8 +18,7 @@ from torch.nn.functional import layer_norm
 
 from paradec.core.checks import check_int
 from paradec.models.base import Adapter
-from paradec.models.images.base import PictureModel, Reading, merge_defaults
-from paradec.models.images.blocks import widen
+from paradec.models.images.base import PictureModel, Reading, merge_defaults, widen
 from paradec.models.images.grid import Grid
 
 

@@ -28,8 +28,16 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, request_rows
-from paradec.models.images.blocks import mlp, widen
+from paradec.models.images.base import (
+    ImageModel,
+    ImageRequest,
+    exact_prompts,
+    labels_of,
+    merge_defaults,
+    request_rows,
+    widen,
+)
+from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import NOT_SIZES, count_blocks, find_files
 from paradec.models.images.vq import VQModel, check_codebook, open_vq

@@ -26,8 +26,8 @@ from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults
-from paradec.models.images.blocks import Block, widen
+from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, widen
+from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import NOT_SIZES, count_blocks, find_files
 from paradec.models.images.vq import VQModel, check_codebook, open_vq

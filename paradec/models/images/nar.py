@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.query import Query
-from paradec.models.images.blocks import widen
+from paradec.models.images.base import widen
 from paradec.models.images.llamagen import (
     Block,
     Format,

@@ -506,7 +506,7 @@ def test_the_command(tmp_path: Path) -> None:
     for change, match in (
         (["--epochs", "0"], "epochs=0"),
         (["--kind", "tree"], "unknown kind: 'tree'"),
-        (["--block-length", "5"], "the records to resume have block_length=4"),
+        (["--block-length", "5"], "the records to resume have --block-length=4"),
         (["--prompts", str(tmp_path / "none.txt")], "none.txt"),
         (["--out", str(tmp_path)], "cannot write --out"),
     ):
