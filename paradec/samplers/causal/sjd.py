@@ -4,11 +4,11 @@ Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Trainin
 arXiv 2410.01699, section 3. One iteration of a row, over the last final token and a window of drafts x, where q is the
 distribution that x was drawn from (`CausalSampler` runs it, `SJD` below has the parts):
 
-    predict    p of every slot in one forward, given the drafts before it                 `CausalSampler.propose`
+    predict    p of every slot in one forward, given the drafts before it; a token of p   `CausalSampler.propose`
     verify     accept x if u < min(1, p(x) / q(x)), u uniform, up to the first rejection  `verify`
     resample   the rejected draft from norm(max(0, p - q)); it becomes final as well      `verify`
-    draft      redraw the slots after it from p, the q of the next iteration; guess       `SJD.draft_window`
-               those that are new to the window (`init`)
+    draft      the slots after it take their tokens of p, which is the q of the next      `verify`
+               iteration; the window moves, and its new slots get guesses (`init`)        `SJD.draft_window`
 
 Verification up to the first rejection is algorithm 1 of Leviathan et al., arXiv 2211.17192.
 """
@@ -57,8 +57,8 @@ def verify(
         drafted: [R, W] bool: slots that hold a draft; the others take the token sampled from p.
         acceptance: [R, W]: probability that a draft is accepted if all before it are (`accept`).
         uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
-        refresh: the slots after the first rejection: "resample" and "gumbel" take the sampled token; "maximal" is
-            `coupled`; "keep" leaves draft and q unchanged.
+        refresh: the slots after the first rejection: "resample" and "gumbel" take the token sampled from p; "maximal"
+            draws with the drafts (`coupled`); "keep" leaves draft and q unchanged.
         resample: False takes the sampled token instead of resampling (methods that accept equal tokens only).
     """
     p, drafts, sampled = window.p, window.drafts, window.sampled
@@ -84,20 +84,20 @@ class SJD(CausalSampler):
     p - q)), and the window after it is drawn again from p.
 
     Lossless: the output has the distribution of token-by-token decoding, in batches too and with every filter. The
-    public code is lossless for one row at temperature 1 without top-p: in a batch it verifies tokens twice against an
-    old q, and it applies temperature and top-p to the residual again.
+    public code is lossless only for one row at temperature 1 without top-p: in a batch it verifies some tokens twice,
+    the second time against an outdated q, and it applies temperature and top-p to the residual again.
 
     Args:
         window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
             16, and on models of any order all that is undecided.
         init: guesses for slots that are new to the window: "random" (uniform over what may be drawn there), a copy of
             the left neighbour ("repeat_horizontal") or of the one above ("repeat_vertical", needs a grid), or the
-            likeliest token there ("sample_horizontal", "sample_vertical"). For a neighbour that is new itself stands
-            the nearest known one in that direction; without one the guess is random. Tokens that the grid prescribes
-            are put in. Models of any order take "model" alone, their own draws at undecided positions. None is "model"
-            there, else "random".
-        refresh: of the drafts after the first rejection: see `verify`. "gumbel" draws a position's token with the same
-            noise, a number for each token, at every step: it changes only as far as p does.
+            likeliest token there ("sample_horizontal", "sample_vertical"). If that neighbour is new too, the nearest
+            known one in the same direction is copied; if there is none, the guess is random. Tokens that the grid
+            prescribes are written. Models of any order take only "model": their own draws at undecided positions. None
+            is "model" for them, and "random" for others.
+        refresh: drafts after the first rejection: see `verify`. "gumbel" draws a position with the same noise (one
+            number for each token) at every step, so its token changes only if p changes enough.
         guess_distribution: q of random guesses: "uniform", or "one_hot" on the guess, as in the public code. Both are
             exact; uniform ones are accepted more often.
     """
