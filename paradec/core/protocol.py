@@ -7,7 +7,7 @@ while not state.done:
     commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
 ```
 
-`step` is `query`, the model call and `propose`; hosts that own the model call use the halves. The invariants are listed
+`step` is `query`, the model call and `propose`; hosts that call the model themselves use `query` and `propose`. The invariants are listed
 in `docs/fidelity.md`.
 """
 
@@ -59,7 +59,7 @@ class Proposal:
     kind: str = "full"
     """What was evaluated: "full", "window", or a combination."""
     logprobs: StepLogProbs | None = None
-    """Of the values, where the request asks for them."""
+    """Log-probabilities of `values`, if the request asks for them."""
 
 
 @dataclass
@@ -270,7 +270,7 @@ class Sampler(Component):
         raise NotImplementedError
 
     def commit(self, state: Any, proposal: Any) -> Commit:
-        """Decide what becomes final and write it. The only place where the state changes."""
+        """Decide what becomes final and write it. Within a step, only this changes the state."""
         raise NotImplementedError
 
     def observe(self, state: Any, proposal: Any) -> Notes:

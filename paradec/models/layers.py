@@ -20,8 +20,9 @@ class LayerOutputs:
     """A context in which calls of a network leave the outputs of some of its layers.
 
     Args:
-        layers: all of the network's, in their order.
-        indices: which of them, from 0; as many as there are is the last one, before the final norm.
+        layers: all layers of the network, in order.
+        indices: layers to read, from 0. Index n of n layers is the last layer's output before the final norm; index n - 1
+            is the one after it (see `concatenate`).
     """
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):

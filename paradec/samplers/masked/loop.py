@@ -183,7 +183,7 @@ class MaskedSampler(Sampler):
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         """Raise ValueError where the settings do not fit a request. longest: positions of the longest answer."""
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # tensors made in inference mode could not be used outside of it
     @torch.no_grad()
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
@@ -234,7 +234,7 @@ class MaskedSampler(Sampler):
                 tokens, quantities = scatter_to_window(tokens, quantities, query, current)
             parts.append((tokens, quantities, updates))
             if kept is not None:
-                own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
+                own = logits[:, : window.positions.shape[1]]  # columns of mask probes may follow
                 plain = constraint is None and type(self).read is MaskedSampler.read
                 known = known_probabilities(self, state, own, quantities["confidence"]) if plain else None
                 logprobs.append(step_logprobs(state.request, own, tokens, kept.logprobs.count, known))
