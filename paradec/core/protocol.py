@@ -7,8 +7,8 @@ while not state.done:
     commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
 ```
 
-`step` is `query`, the model call and `propose`; hosts that call the model themselves use `query` and `propose`. The invariants are listed
-in `docs/fidelity.md`.
+`step` is `query`, the model call and `propose`; hosts that call the model themselves use `query` and `propose`.
+The invariants are listed in `docs/fidelity.md`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class LayerOutputs:
 
     Args:
         layers: all layers of the network, in order.
-        indices: layers to read, from 0. Index n of n layers is the last layer's output before the final norm; index n - 1
-            is the one after it (see `concatenate`).
+        indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, and n - 1 is the
+            one after it (see `concatenate`).
     """
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
