@@ -274,8 +274,7 @@ class MaskedImageModel(PictureModel, UViTModel):
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request for all codes of a picture, with a trace: they are not written in order."""
-        suppressed = tuple(range(self.module.codebook_size, self.facts.vocab_size))  # ids that are not codes
-        overrides = {"max_new_tokens": grid.length, "suppress_tokens": suppressed, "trace": True}
+        overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
         return sampler.start(image_request.model, image_request.prompts, replace(request, **overrides))
 
     def read(self, state: Any, grid: Grid) -> Reading:
@@ -287,6 +286,11 @@ class MaskedImageModel(PictureModel, UViTModel):
             accepted[index] = np.bincount(rows, minlength=state.batch)
         is_complete = not tokens.eq(self.facts.mask_id).any()
         return Reading(tokens, is_complete, accepted, state.prompt_length.tolist(), [0] * state.batch)
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Ids that are not codes."""
+        return tuple(range(self.module.codebook_size, self.facts.vocab_size))
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         return self.square_grid(self.module.size, self.module.codebook_size, height, width)
