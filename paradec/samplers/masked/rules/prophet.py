@@ -61,7 +61,9 @@ class Prophet:
     def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
         """[R] bool; see `paradec.samplers.features.early_stops.EarlyRule`."""
         window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
-        undecided = window.undecided(proposal.current, state.mask_id)
+        mask_id = state.facts.mask_token_id
+        assert mask_id is not None  # models of this family have one
+        undecided = window.undecided(proposal.current, mask_id)
         progress = state.decided[window.rows] / state.total[window.rows]
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
         bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
