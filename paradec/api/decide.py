@@ -557,10 +557,10 @@ def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) 
     step = torch.zeros(count, dtype=torch.int64, device=device)
     fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
     answers = padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE)
-    given = torch.as_tensor(answers, device=device).repeat(seeds, 1)
+    canvas_tokens = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(
         rows=np.arange(count),
-        tokens=torch.where(given == HOLE, fresh, given),
+        tokens=torch.where(canvas_tokens == HOLE, fresh, canvas_tokens),
         positions=positions,
         store=StoreCall(state.index(index), visible_length=max(starts), begin=min(starts)),
         forwarded=np.full(count, width),

@@ -40,7 +40,7 @@ def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | No
         has_positions = True
         count = len(query.rows)  # of every branch and draft the same
         valid = getattr(query, "valid", None)
-        kept = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
-        for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), kept, strict=True):
+        is_real = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
+        for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), is_real, strict=True):
             positions[row].update(places[real].tolist())
     return [spans(places) for places in positions] if has_positions else None

@@ -60,8 +60,8 @@ def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itse
             if not isinstance(query, WindowQuery) or query.origin is None:
                 raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
             origin = query.origin
-        own = facts.block_numbers(query.positions, origin)
-        return own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
+        block_numbers = facts.block_numbers(query.positions, origin)
+        return block_numbers[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
     if facts.topology == "causal_context" and isinstance(query, WindowQuery):
         if query.visible is None:
             raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")

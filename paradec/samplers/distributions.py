@@ -159,9 +159,9 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
     if top_k > HEAD and not out[..., -1].all():
         part = p
         out = part.cumsum(-1) - part > top_p
-    kept = part.shape[-1] - out.sum(-1, keepdim=True)
-    least, following = ordered.gather(-1, kept - 1), ordered.gather(-1, kept.clamp(max=size - 1))
-    known = (least > following) | (kept == size) | (least == -torch.inf)
+    num_kept = part.shape[-1] - out.sum(-1, keepdim=True)
+    least, following = ordered.gather(-1, num_kept - 1), ordered.gather(-1, num_kept.clamp(max=size - 1))
+    known = (least > following) | (num_kept == size) | (least == -torch.inf)
     return least.squeeze(-1), known.squeeze(-1)
 
 
@@ -204,9 +204,9 @@ def draw_filtered(
     top = flat.amax(-1, keepdim=True)
 
     def weights(tokens: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
-        own = flat[rows].gather(-1, tokens).double()
-        out = (own < least[rows]) | (own == least[rows]) & (tokens > last[rows])
-        return (own - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
+        token_values = flat[rows].gather(-1, tokens).double()
+        out = (token_values < least[rows]) | (token_values == least[rows]) & (tokens > last[rows])
+        return (token_values - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
 
     uniform = uniform.reshape(-1)
 
@@ -258,11 +258,11 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
         else:
             inside, high, before = inside[~above], pivot, before + mass
     inside = np.sort(inside)[::-1].astype(np.float64)
-    kept = max(int((before + inside.cumsum() - inside <= limit).sum()), 1)
+    num_kept = max(int((before + inside.cumsum() - inside <= limit).sum()), 1)
     # of equal shares, those of larger logits are first, and of equal logits the first tokens
-    tied = np.flatnonzero(shares == inside[kept - 1])
+    tied = np.flatnonzero(shares == inside[num_kept - 1])
     tied = tied[np.argsort(-values[tied], kind="stable")]
-    count = int((inside[:kept] == inside[kept - 1]).sum())
+    count = int((inside[:num_kept] == inside[num_kept - 1]).sum())
     least = values[tied[count - 1]]
     cuts_ties = count < len(tied) and values[tied[count]] == least
     return float(least), int(tied[count - 1]) if cuts_ties else size - 1
@@ -296,8 +296,8 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)
-    kept = filter_logits(tempered(logits, temperature), None, top_k)
-    return filter_logits(kept, top_p, None).softmax(-1)
+    filtered = filter_logits(tempered(logits, temperature), None, top_k)
+    return filter_logits(filtered, top_p, None).softmax(-1)
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:

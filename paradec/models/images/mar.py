@@ -242,8 +242,10 @@ class MARModel(PictureModel, Adapter):
         output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
         parts = (part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance))
         distribution = TokenDistribution(*parts)
-        kept = None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
-        return ContinuousAnswer(distribution.mean, conditions, kept, distribution)
+        kept_keys = (
+            None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
+        )
+        return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
 
     def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""

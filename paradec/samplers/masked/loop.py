@@ -234,10 +234,10 @@ class MaskedSampler(Sampler):
                 tokens, quantities = scatter_to_window(tokens, quantities, query, current)
             parts.append((tokens, quantities, updates))
             if kept is not None:
-                own = logits[:, : window.positions.shape[1]]  # columns of mask probes may follow
+                window_logits = logits[:, : window.positions.shape[1]]  # columns of mask probes may follow
                 plain = constraint is None and type(self).read is MaskedSampler.read
-                known = known_probabilities(self, state, own, quantities["confidence"]) if plain else None
-                logprobs.append(step_logprobs(state.request, own, tokens, kept.logprobs.count, known))
+                known = known_probabilities(self, state, window_logits, quantities["confidence"]) if plain else None
+                logprobs.append(step_logprobs(state.request, window_logits, tokens, kept.logprobs.count, known))
         order = None
         if len(parts) > 1:
             tokens, quantities, updates, order = in_row_order(parts, queries)

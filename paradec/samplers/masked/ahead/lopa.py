@@ -162,12 +162,12 @@ class LoPA(DraftingSampler):
         promises = []
         for number, (branch, step) in enumerate(zip(branches, taken, strict=True)):
             future = self._future(branch, step.quantities[self.confidence])
-            own = torch.ones_like(future)
+            confidence = torch.ones_like(future)
             if number:
                 added = branch.tokens != branches[0].tokens
-                own = torch.where(added, state.memory.read(state.window.rows, added.shape[1])[SURE], 0).sum(1)
+                confidence = torch.where(added, state.memory.read(state.window.rows, added.shape[1])[SURE], 0).sum(1)
             there = torch.as_tensor(number < copies, device=future.device)
-            promises.append((self.alpha * own + (1 - self.alpha) * future).where(there, -torch.inf))
+            promises.append((self.alpha * confidence + (1 - self.alpha) * future).where(there, -torch.inf))
         first = vars(taken[0].proposal)
         return BranchProposal(**first, drafts=branches, taken=taken, promise=torch.stack(promises), copies=copies)
 
