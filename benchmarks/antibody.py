@@ -45,7 +45,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.query import Query
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.configuration import COMBINATIONS
@@ -134,7 +134,7 @@ class Remembering:
         new = [k for k, key in enumerate(keys) if key not in self.known]
         if new:
             index = torch.tensor(new)
-            part = query.but(
+            part = query.with_fields(
                 rows=np.array(new),  # drafts repeat a row
                 tokens=query.tokens[index],
                 positions=query.positions[index],
@@ -190,7 +190,7 @@ class Benchmark:
         forwards = float(np.mean([record.done[filling][1] for filling in fillings]))
         return {
             "sampler": record.configuration.sampler,
-            "changes": {name: plain(value) for name, value in record.configuration.changes.items()},
+            "changes": {name: to_data(value) for name, value in record.configuration.changes.items()},
             "fillings": len(fillings),
             "recovery": 100 * ours.mean(),
             "interval": [100 * end for end in bootstrap(ours)],

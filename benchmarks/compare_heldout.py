@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from provenance import RESULTS, read_result, write_result
 
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.tools import evaluation
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import wilson
@@ -39,7 +39,7 @@ def published(comparison: Any) -> dict[str, Any]:
     for result in comparison.results:
         row = {
             "sampler": result.configuration.sampler,
-            "changes": {name: plain(value) for name, value in result.configuration.changes.items()},
+            "changes": {name: to_data(value) for name, value in result.configuration.changes.items()},
             "one_answer": list(result.right(comparison.group(False))),
             "many_answers": list(result.right(comparison.group(True))),
             "interval": list(wilson(*result.right())),

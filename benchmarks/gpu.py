@@ -344,7 +344,7 @@ class Steps:
 
     def eager(self) -> dict[str, float]:
         state, times = self.start(), []
-        with torch.inference_mode(), state.freed_store():
+        with torch.inference_mode(), state.release_stores_on_exit():
             while not state.done:
                 self.wait()
                 begin = time.perf_counter()

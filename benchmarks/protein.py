@@ -43,7 +43,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.query import WindowQuery
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations
@@ -90,7 +90,7 @@ class Remembering:
             key = letters.tobytes() + ranks[ranks >= 0].tobytes()
             if key not in self.known:
                 one = {name: getattr(query, name)[row : row + 1] for name in ("tokens", "positions", "decided_at")}
-                self.known[key] = self.model(query.but(wanted=None, **one))[0]
+                self.known[key] = self.model(query.with_fields(wanted=None, **one))[0]
             found.append(self.known[key])
         logits = torch.stack(found)
         if query.wanted is None:
@@ -172,7 +172,7 @@ def line(configuration: Configuration, designs: list[Design], base: list[Design]
     forwards = sum(each.forwards for each in designs)
     return {
         "sampler": configuration.sampler,
-        "changes": {name: plain(value) for name, value in configuration.changes.items()},
+        "changes": {name: to_data(value) for name, value in configuration.changes.items()},
         "recovery": ours.mean(),
         "versus_baseline": (ours - theirs).mean(),
         "versus_baseline_interval": list(bootstrap(ours - theirs)),

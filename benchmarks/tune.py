@@ -60,7 +60,7 @@ def by_hand(
             steps = configuration.request(positions, blocks)
             if method.uses_steps and not steps and configuration.sampler in paradec.samplers.registry:
                 continue  # one token per step: measured by tune itself
-            method.start(model, half.prompts.part(0, 1), paradec.Request(**request, **steps, sampler=method))
+            method.start(model, half.prompts.select_rows(0, 1), paradec.Request(**request, **steps, sampler=method))
             asking = paradec.Request(**request, **steps, sampler=method, seed=0)
             first = half.measure(asking, 0, min(8, len(half)), 8, Scorer("answers"), {})
             if not configuration.changes and first.mean("forwards") > slowest * positions:
@@ -183,10 +183,10 @@ def main() -> None:
     options = parser.parse_args()
     options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
-    result = {"packaged": packaged, "antibody": antibody}[options.part](options)
+    result = {"packaged": packaged, "antibody": antibody}[options.select_rows](options)
     others = f"_from_{options.skip}" if options.skip else ""
     machine = {"threads": 1, "torch": torch.__version__, "device": "cpu"}
-    write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine} | result)
+    write_result(RESULTS / f"tune_{options.select_rows}{others}.json", {"machine": machine} | result)
 
 
 if __name__ == "__main__":

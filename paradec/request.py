@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
-from paradec.core.registry import Registry, import_lazily, unknown
+from paradec.core.registry import Registry, import_lazily, unknown_name
 from paradec.core.request_fields import (
-    check_by,
     check_callable,
     check_generator,
     check_integers,
+    check_lazily,
     check_texts,
     field_data,
-    unknown_argument,
+    unknown_argument_error,
 )
 from paradec.core.text_files import read_json, write_json
 from paradec.core.version import DRAWS
@@ -158,7 +158,7 @@ class Request:
         "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
     )
-    blocks: str | BlockPolicy | None = argument(None, check_by("paradec.samplers.masked.policies:policy_of"))
+    blocks: str | BlockPolicy | None = argument(None, check_lazily("paradec.samplers.masked.policies:policy_of"))
     block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
     steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
     max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")
@@ -181,10 +181,10 @@ class Request:
     stop_strings: str | Sequence[str] | None = argument(None, check_texts)
     stop: Any = argument(None)
     constraint: Constraint | Sequence[Constraint | None] | None = argument(
-        None, check_by("paradec.constraints.values:constraint_of")
+        None, check_lazily("paradec.constraints.values:constraint_of")
     )
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = argument(
-        None, check_by("paradec.core.orders:order_of")
+        None, check_lazily("paradec.core.orders:check_request_order")
     )
     num_return_sequences: int = argument(
         1, _up_to_million, int, "Number of answers, each with its own draws.", short="-n"
@@ -254,7 +254,7 @@ class Request:
         arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
         for name in arguments:
             if name not in FIELDS or name in LIVE:
-                raise ValueError(unknown("argument in a preset", name, FIELDS.keys() - LIVE))
+                raise ValueError(unknown_name("argument in a preset", name, FIELDS.keys() - LIVE))
         request = cls(**arguments)
         return {name: getattr(request, name) for name in arguments}
 
@@ -349,4 +349,4 @@ def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> No
     """Raise TypeError for a name that is no argument, with the closest one."""
     for name in given:
         if name not in allowed:
-            raise unknown_argument(name, allowed)
+            raise unknown_argument_error(name, allowed)

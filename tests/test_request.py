@@ -16,7 +16,7 @@ from tiny_models import tiny
 import paradec
 from paradec import caches, samplers
 from paradec.api import images
-from paradec.core.request_fields import ELSEWHERE
+from paradec.core.request_fields import NAMES_ELSEWHERE
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import FIELDS, LIVE, Arguments, Request
@@ -211,7 +211,7 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
 
     with pytest.raises(TypeError, match="'temprature' .did you mean 'temperature'"):
         call(temprature=1)
-    for name, here in [(name, here) for here, names in ELSEWHERE.items() for name in names]:
+    for name, here in [(name, here) for here, names in NAMES_ELSEWHERE.items() for name in names]:
         with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
             call(**{name: 1})
     with pytest.raises(TypeError, match=r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1"):

@@ -19,9 +19,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
 from paradec.core.facts import HOLE
-from paradec.core.family_queries import CanvasQuery, whole_rows
-from paradec.core.packaged import unknown_words
-from paradec.core.prompts import check_rows, ids_of, render
+from paradec.core.family_queries import CanvasQuery, build_rows_query
+from paradec.core.packaged import unknown_words_error
+from paradec.core.prompts import check_rows, render_chat, tokenize
 from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
@@ -468,17 +468,17 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
     controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
     if getattr(tokenizer, "chat_template", None):
         if not controls:
-            return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False)), []
+            return tokenize(tokenizer, render_chat(tokenizer, chat, open_turn, enable_thinking=False)), []
         import_decision()  # an older transformers cannot write special tokens as text
         options = {"add_generation_prompt": open_turn, "enable_thinking": False, "sanitize_control_tokens": True}
         ids = tokenizer.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
         if tokenizer.unk_token_id in ids:
-            raise unknown_words(tokenizer, contents)
+            raise unknown_words_error(tokenizer, contents)
         return ids, []
     if controls:
         raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
     special = model.facts.topology.startswith("causal") or model.kind == "encoder"
-    ids = ids_of(tokenizer, chat[0]["content"] + "\n", special)
+    ids = tokenize(tokenizer, chat[0]["content"] + "\n", special)
     tail = [*itertools.takewhile(lambda token: token in tokenizer.all_special_ids, reversed(ids))][::-1]
     return ids[: len(ids) - len(tail)], tail
 
@@ -505,7 +505,7 @@ def read(
             if is_canvas:
                 logits = _first_step(model, batch, prompts, seeds)
             else:
-                query = whole_rows(model, batch, [[*by_row[row]] for row in batch], prompts, shared)
+                query = build_rows_query(model, batch, [[*by_row[row]] for row in batch], prompts, shared)
                 logits = (model(query) if store is None else model(query, store)).unsqueeze(0)
             forwards += 2 if is_canvas else 1  # prompts, and canvases
             for number, row in enumerate(batch):
@@ -534,7 +534,7 @@ def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, in
     if length < 16 or facts.prompt_aligned:  # too short for a call, or the whole prompt is one block
         return None, 0
     store, row, index = model.make_store(1, length), rows[0][:length], np.zeros(1, np.int64)
-    query = whole_rows(model, [row], [[length - 1]], [length])
+    query = build_rows_query(model, [row], [[length - 1]], [length])
     slots = torch.arange(length, device=model.device).unsqueeze(0)
     query.store = StoreCall(torch.as_tensor(index, device=model.device), slots, index, length)
     model(query, store)

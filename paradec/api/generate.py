@@ -18,9 +18,9 @@ from paradec.api.output import Output, align_logprobs, runs
 from paradec.api.streaming import check_streamer, watch
 from paradec.caches.cost import CacheCost
 from paradec.core.checks import check_model
-from paradec.core.prompts import Prompts, encode, right_aligned
+from paradec.core.prompts import Prompts, align_right, encode
 from paradec.core.protocol import TextState, decode, interruptible
-from paradec.core.trace import name_tokens
+from paradec.core.trace import record_token_texts
 from paradec.core.weights import weights_lock
 from paradec.models.tensor_parallel import TensorParallelModel, failing_together
 from paradec.request import Arguments, Preset, Request, warn_of_unused
@@ -120,7 +120,7 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
     if copies > 1:
         if isinstance(request.seed, tuple) and len(request.seed) == len(prompts.rows):
             request = replace(request, seed=[seed for seed in request.seed for _ in range(copies)])
-        prompts = prompts.repeated(copies)
+        prompts = prompts.repeat(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
     with weights_lock(model), failing_together() if spread else nullcontext():
@@ -140,7 +140,7 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         watched: Any = nullcontext(request.callback)
         if request.streamer is not None or request.progress:
             watched = watch(state, request.callback, request.streamer, request.progress)
-        with interruptible(output_so_far), state.freed_store():
+        with interruptible(output_so_far), state.release_stores_on_exit():
             with watched as after_commit:
                 loop(sampler, model, state, after_commit)
             prefix = state.kept_prefix(model)
@@ -179,15 +179,15 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
             text, fills = text[0], fills and fills[0]
     if state.trace is not None:
         state.trace.ends = np.minimum(state.end, state.asked).tolist()
-        name_tokens(state.trace, model.tokenizer)
-    sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
+        record_token_texts(state.trace, model.tokenizer)
+    sequences = align_right(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
     drafting, rollout = getattr(state, "drafting", None), getattr(state, "rollout", None)
     return Output(
         text=text,
         sequences=sequences,
         new_tokens=sequences[:, width - state.max_new_tokens :],
-        attention_mask=right_aligned((column < length).long(), state.asked, 0).to(sequences.device),
-        filled=right_aligned(filled, state.asked, False).to(sequences.device),
+        attention_mask=align_right((column < length).long(), state.asked, 0).to(sequences.device),
+        filled=align_right(filled, state.asked, False).to(sequences.device),
         row_nfe=counts[0].tolist(),
         row_forwards=int(counts[1].sum()),
         forwarded_tokens=int(counts[2].sum()),

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.api.streaming import bar
-from paradec.core.checks import MODELS, check_choice, check_int, check_model, count, per_forward, shown
+from paradec.core.checks import MODELS, check_choice, check_int, check_model, format_count, shown, throughput_unit
 from paradec.core.protocol import Sampler, State, decode, interruptible
-from paradec.core.thumbnails import RAMP, of_images, of_stage, pillow, to_pil
+from paradec.core.thumbnails import RAMP, images_to_uris, import_pillow, preview_images, to_pil
 from paradec.core.trace import Trace
 from paradec.core.weights import weights_lock
 from paradec.models.images.base import PictureModel
@@ -85,10 +85,10 @@ class ImageOutput:
 
     def __repr__(self) -> str:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
-        what = "no pictures yet" if self.images is None else f"{count(rows, 'picture')} of {size} tokens"
+        what = "no pictures yet" if self.images is None else f"{format_count(rows, 'picture')} of {size} tokens"
         return (
-            f"ImageOutput({what}: {count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} {per_forward(rows)}, "
-            f"{self.seconds:.2f} s{', trace' * (self.trace is not None)})"
+            f"ImageOutput({what}: {format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} "
+            f"{throughput_unit(rows)}, {self.seconds:.2f} s{', trace' * (self.trace is not None)})"
         )
 
     @property
@@ -215,7 +215,7 @@ def generate_images(
     if isinstance(drafter, PictureModel):  # it reads the same conditions
         sampler = replace(sampler, drafter=drafter.request(conditions, grid, num_images, negative_prompt).model)
     state = model.begin(sampler, laid, grid, request)
-    state.noted = request.trace
+    state.has_notes = request.trace
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
@@ -224,7 +224,12 @@ def generate_images(
         return build_output(model, state, grid, time.perf_counter() - begin)
 
     watched: Any = bar(state, request.callback) if request.progress else nullcontext(request.callback)
-    with interruptible(lambda: output_so_far()[0]), weights_lock(model), state.freed_store(), watched as after_commit:
+    with (
+        interruptible(lambda: output_so_far()[0]),
+        weights_lock(model),
+        state.release_stores_on_exit(),
+        watched as after_commit,
+    ):
         decode(sampler, laid.model, state, after_commit)
     if laid.model.device.type == "cuda":
         torch.cuda.synchronize(laid.model.device)
@@ -232,9 +237,9 @@ def generate_images(
     if latent is not None:
         output.images = latent if output_type == "latent" else make_images(model, output.tokens, grid, output_type)
         if output_type != "latent" and state.trace is not None and request.trace:
-            state.trace.images = of_images(output.images)
+            state.trace.images = images_to_uris(output.images)
             for step, stage in zip(state.trace.steps, model.stages(output.tokens), strict=False):
-                step.pictures = of_stage(stage)
+                step.pictures = preview_images(stage)
     return output
 
 
@@ -302,7 +307,7 @@ def check_output_type(model: PictureModel, output_type: Any) -> None:
     """Raise ValueError or ImportError where pictures cannot be given out so."""
     check_choice("output_type", output_type, OUTPUT_TYPES)
     if output_type == "pil":
-        pillow()
+        import_pillow()
     if output_type != "latent":
         model.check_decodes()
 
@@ -369,7 +374,7 @@ def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 
     columns = int(np.ceil(len(images) ** 0.5)) if columns is None else columns
     for name, value, low in (("columns", columns, 1), ("gap", gap, 0), ("enlarge", enlarge, 1)):
         check_int(name, value, low=low)
-    library = pillow()
+    library = import_pillow()
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     width, height = (side * enlarge for side in images[0].size)
@@ -395,7 +400,7 @@ def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any
         B PIL images of [w * pixels, h * pixels].
     """
     check_int("pixels", pixels, low=1)
-    library = pillow()
+    library = import_pillow()
     steps = output if isinstance(output, np.ndarray) else output.steps
     last = max(1, int(steps.max()))
     share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)

@@ -12,11 +12,11 @@ from torch import Tensor
 from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
-from paradec.core.checks import count, per_forward
+from paradec.core.checks import format_count, throughput_unit
 from paradec.core.logprobs import LogProbs
-from paradec.core.prompts import right_aligned
+from paradec.core.prompts import align_right
 from paradec.core.rollouts import Rollout
-from paradec.core.trace import Trace, drawing
+from paradec.core.trace import Trace, get_drawing
 
 MAX_SHOWN = 100
 """Characters of a text that an output's `repr` shows."""
@@ -126,12 +126,13 @@ class Output:
         ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
         more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
         return (
-            f"Output({answers}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
-            f"{self.tokens_per_forward:.1f} {per_forward(rows)}, {ended}, {self.seconds:.2f} s{more})"
+            f"Output({answers}: {of_rows}{format_count(sum(self.tokens), 'token')}, "
+            f"{format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.1f} {throughput_unit(rows)}, {ended}, "
+            f"{self.seconds:.2f} s{more})"
         )
 
     def _repr_html_(self) -> str:
-        return str(drawing("output")(self))
+        return str(get_drawing("output")(self))
 
 
 def _plain(value: Any) -> Any:
@@ -149,9 +150,9 @@ def align_logprobs(logprobs: LogProbs, length: np.ndarray, keep: Tensor) -> LogP
     """Move log-probabilities to the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
 
     def place(tensor: Tensor, fill: Any) -> Tensor:
-        return right_aligned(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
+        return align_right(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
 
-    return logprobs.placed(place)
+    return logprobs.map_columns(place)
 
 
 def runs(flags: Tensor) -> list[tuple[int, int]]:

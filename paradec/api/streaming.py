@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
-from paradec.core.prompts import right_aligned
+from paradec.core.prompts import align_right
 from paradec.core.protocol import Commit, State, TextState
 
 Callback = Callable[[Any, Commit], bool | None]
@@ -53,10 +53,10 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
     offset = width - state.asked
 
     def aligned() -> Tensor:
-        return right_aligned(state.canvas.cpu()[:, :width], state.asked, fill)
+        return align_right(state.canvas.cpu()[:, :width], state.asked, fill)
 
     def still_open() -> Tensor:  # [L] bool: columns in which a row has nothing final yet
-        return right_aligned(state.undecided.cpu()[:, :width], state.asked, False).any(0)
+        return align_right(state.undecided.cpu()[:, :width], state.asked, False).any(0)
 
     # without a mask nothing would say what is undecided
     drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)

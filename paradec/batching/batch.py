@@ -47,7 +47,7 @@ from paradec.batching.slots import (
     why_unsupported,
 )
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
-from paradec.core.interrupts import held_back
+from paradec.core.interrupts import hold_interrupt
 from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
 from paradec.core.weights import weights_lock
@@ -247,13 +247,13 @@ class Batch:
         if self._stepper == threading.get_ident():
             raise RuntimeError("a streamer called step of the batch that it is called by")
         with self._turn(), torch.inference_mode():
-            with held_back():
+            with hold_interrupt():
                 self._cancel()
             self._admit()
             for group in list(self._groups):
                 self._advance(group)
             self._close_empty()
-            with held_back():
+            with hold_interrupt():
                 if self._waits.closed:
                     self._end_all()
                 elif not self.waiting:
@@ -370,7 +370,7 @@ class Batch:
                     continue
                 if is_out_of_memory(error) and self.occupied:
                     return
-                with held_back():
+                with hold_interrupt():
                     if not tickets[0].done:
                         self._waits.remove(tickets[0])
                         self._fail(tickets[0], detach_error(error))
@@ -380,10 +380,10 @@ class Batch:
         state, sampler = self._begin(tickets), tickets[0].sampler
         if sampler.family == "masked":
             state.most_calls = self.calls_per_step
-        if why := state.fixed():
+        if why := state.why_rows_fixed():
             raise ValueError(f"sampler {sampler.name!r} with this request cannot be refilled: {why}")
         if self.prefixes is not None:
-            rows = bytes_of_row(self.model, state, state.extent(np.arange(len(tickets)))) * self.batch_size
+            rows = bytes_of_row(self.model, state, state.num_columns(np.arange(len(tickets)))) * self.batch_size
             self.prefixes.allow(rows if self.max_memory is None else self.max_memory)
             self.prefixes.begin(state, tickets, self._waits.first(self.batch_size, lambda *_: True), self._groups)
         return state
@@ -395,7 +395,7 @@ class Batch:
         key = group_key(first, state, on_device)
         self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
-        width = state.extent(np.arange(count))
+        width = state.num_columns(np.arange(count))
         if group is not None:
             width = group.columns(width)
         row_bytes = bytes_of_row(self.model, state, width)
@@ -415,7 +415,7 @@ class Batch:
             self._drop_prefixes()
             max_slots = 1
         try:
-            with held_back():
+            with hold_interrupt():
                 for ticket in tickets:
                     ticket.new_tokens, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
@@ -441,7 +441,7 @@ class Batch:
 
     def _close_empty(self) -> None:
         """Let go of the groups whose rows have all ended."""
-        with held_back():
+        with hold_interrupt():
             for group in [group for group in self._groups if not group.occupied]:
                 group.close()
                 self._groups.remove(group)
@@ -455,7 +455,7 @@ class Batch:
             error: Exception
             try:
                 proposal = group.propose()
-                with held_back():
+                with hold_interrupt():
                     is_between_commits = False
                     group.commit(proposal)
                     self._harvest(group)
@@ -463,13 +463,13 @@ class Batch:
             except NotFinite as raised:
                 error = raised.with_traceback(None)  # else it would keep the step's tensors alive
             except device_step.NotCapturable as raised:
-                with held_back():
+                with hold_interrupt():
                     self._uncapturable = str(raised)  # in the plain loop, from their beginning
                     self._requeue(group)
                 return
             except Exception as raised:
                 error = detach_error(raised)
-            with held_back():
+            with hold_interrupt():
                 if isinstance(error, NotFinite):
                     for slot in error.rows.tolist():
                         self._let_go(group, [slot], FloatingPointError(str(error).replace(" for row ", " for slot ")))
@@ -484,7 +484,7 @@ class Batch:
                     self._fail(ticket, error)
                 return
         if group.occupied:  # by rows that a constraint wrote whole as they began
-            with held_back():
+            with hold_interrupt():
                 self._harvest(group)
 
     def _requeue(self, group: Group) -> list[Ticket]:
@@ -548,7 +548,7 @@ class Batch:
             return
         all_slots = np.arange(len(group.tickets))
         group.sync(all_slots)
-        canvas, final = group.state.canvas.cpu(), group.state.final(all_slots)  # once for all of them
+        canvas, final = group.state.canvas.cpu(), group.state.final_ends(all_slots)  # once for all of them
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or ticket.streamer is None:

@@ -14,7 +14,7 @@ from paradec.batching.images import ImageBatch, check_refillable
 from paradec.batching.outputs import detach_error
 from paradec.batching.slots import KINDS, BatchClosed, Cancelled, Ticket
 from paradec.core.checks import check_choice, check_int, check_model, shown
-from paradec.core.interrupts import held_back
+from paradec.core.interrupts import hold_interrupt
 from paradec.core.protocol import Interrupted
 from paradec.models.images.base import PictureModel
 from paradec.request import Arguments, Preset, Request
@@ -196,7 +196,7 @@ class Many(Iterator[Any]):
             except StopIteration:
                 self._exhausted = True
                 return
-            with held_back():
+            with hold_interrupt():
                 self._add(entry)
 
     def _add(self, entry: Any) -> None:

@@ -61,7 +61,7 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
     changes |= {name: value[index] for name in ("text", "fills") if (value := getattr(output, name)) is not None}
     if output.logprobs is not None:
-        changes["logprobs"] = output.logprobs.row(index).placed(lambda tensor, fill: tensor[:, -width:].clone())
+        changes["logprobs"] = output.logprobs.row(index).map_columns(lambda tensor, fill: tensor[:, -width:].clone())
     return replace(
         output,
         **changes,
@@ -69,7 +69,7 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
         row_forwards=int(counts[1, index]),
         forwarded_tokens=int(counts[2, index]),
         cost=CacheCost.from_state(rows, counts, row),
-        rollout=output.rollout and output.rollout.row(index).of_request(ticket.request),
+        rollout=output.rollout and output.rollout.row(index).with_request(ticket.request),
     )
 
 
@@ -110,7 +110,7 @@ def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final
     """Pass newly final tokens to a ticket's streamer. Raises its exceptions.
 
     Args:
-        row: [L] int64, on the host: the canvas of the slot. final: of `State.final`.
+        row: [L] int64, on the host: the canvas of the slot. final: of `State.final_ends`.
     """
     streamer = ticket.streamer
     if ticket.sent is None:
@@ -120,7 +120,7 @@ def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final
         put_logprobs = getattr(streamer, "put_logprobs", None)
         if put_logprobs is not None and state.logprobs is not None:
             columns = slice(ticket.sent, final)
-            put_logprobs(state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, columns].cpu()))
+            put_logprobs(state.logprobs.row(slot).map_columns(lambda tensor, _: tensor[:, columns].cpu()))
         streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
         ticket.sent = final
     stop = int(state.end[slot])

@@ -15,7 +15,7 @@ from paradec.caches.kept import KeptPrefix, evaluate
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.protocol import CallCost
-from paradec.core.weights import weights_of
+from paradec.core.weights import fingerprint_weights
 
 __all__ = ["Prefixes"]
 
@@ -61,7 +61,7 @@ class Prefixes:
         prompts share is evaluated once first."""
         if why_unshared(self.model, state) is not None:
             return
-        if (weights := weights_of(self.model.module)) != self._weights:
+        if (weights := fingerprint_weights(self.model.module)) != self._weights:
             self.tree.clear()
             self._weights = weights
         self._began |= dict.fromkeys([ticket.number for ticket in tickets], weights)

@@ -16,7 +16,7 @@ import numpy as np
 from paradec.api.generate import make_sampler
 from paradec.api.output import Output
 from paradec.core.checks import shown
-from paradec.core.interrupts import held_back
+from paradec.core.interrupts import hold_interrupt
 from paradec.core.prompts import Prompts
 from paradec.core.rows import replace_rows, select_rows
 from paradec.request import DEFAULTS, Request
@@ -123,7 +123,7 @@ class Queue:
             if not alone:  # as `paradec.samplers.start.row_keys` counts in a list
                 copy_index = self.copies[key]
                 self.copies[key] += 1
-            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [copy_index], prompts.images, among=True)
+            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [copy_index], prompts.images, joins_batch=True)
             ticket.number = self._number
             self._number += 1
             self.waiting.append(ticket)
@@ -239,7 +239,7 @@ class Group(Generic[S]):
     def keep(self, slots: Sequence[int]) -> None:
         """Drop all slots but these."""
         if slots:
-            self._arrange(slots, len(slots), self.state.extent(np.array(slots)))
+            self._arrange(slots, len(slots), self.state.num_columns(np.array(slots)))
 
     def compact(self) -> None:
         """Drop free slots where they are at least half."""
@@ -283,7 +283,7 @@ class DeviceGroup(Group["MaskedState"]):
 
     def propose(self) -> Any:
         assert self.rows is not None
-        with held_back():  # between two tensors the engine would not be at a commit
+        with hold_interrupt():  # between two tensors the engine would not be at a commit
             return self.rows.step()
 
     def commit(self, proposal: Any) -> None:
@@ -384,8 +384,8 @@ def join_tickets(tickets: Sequence[Ticket]) -> tuple[Prompts, Request]:
         return first.prompts, first.request
     parts = [ticket.prompts for ticket in tickets]
     starts = [start for part in parts for start in part.starts]
-    copies = [copy_index for part in parts for copy_index in part.before or ()]
-    prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, among=True)
+    copies = [copy_index for part in parts for copy_index in part.copy_indices or ()]
+    prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, joins_batch=True)
     seeds: Any = tuple(ticket.request.seed for ticket in tickets)
     return prompts, first.request if len({*seeds}) == 1 else replace(first.request, seed=seeds)
 
@@ -414,7 +414,7 @@ def call_on_done(tickets: deque[Any]) -> None:
     """Call `on_done` of ended tickets and remove them. Raises their exceptions after all calls."""
     errors = []
     while tickets:
-        with held_back():
+        with hold_interrupt():
             try:
                 ticket = tickets.popleft()
             except IndexError:  # another thread has called it

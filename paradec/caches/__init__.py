@@ -26,7 +26,7 @@ def create(name: str, **settings: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """A class of the registry by its own name: `paradec.caches.DualCache()`."""
-    return registry.named(name, __name__)
+    return registry.attribute(name, __name__)
 
 
 def __dir__() -> list[str]:

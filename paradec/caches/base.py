@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from paradec.core.registry import Component, check_declared
+from paradec.core.registry import Component, check_class
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Cache(Component):
         cls.device_step = vars(cls).get("device_step", False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        check_declared("cache", cls)
+        check_class("cache", cls)
         return super().__new__(cls)
 
     def exact_for(self, topology: str) -> bool:

@@ -21,7 +21,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
 from paradec.core.query import Query, StoreCall
-from paradec.core.weights import weights_of
+from paradec.core.weights import fingerprint_weights
 
 
 class KeptPrefix:
@@ -53,7 +53,7 @@ class KeptPrefix:
         self.exact, self.causal_keys = exact, causal_keys
         self.layers: Mapping[int, tuple[Tensor, Tensor]] = dict(layers)
         self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
-        self._weights = weights_of(module)
+        self._weights = fingerprint_weights(module)
         self._ids = [np.array(row, np.int64) for row in tokens]
         self._released = False
 
@@ -104,7 +104,7 @@ class KeptPrefix:
         module = None if self._module is None else self._module()
         if module is None or module is not model.module:
             raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
-        if self._weights != weights_of(module):
+        if self._weights != fingerprint_weights(module):
             raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
         if self.causal_keys != causal_keys:
             ways = ("the attention of the model", "causal attention")

@@ -30,7 +30,7 @@ from paradec.cli.listings import caches, samplers, tasks
 from paradec.cli.serve import serve
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
-from paradec.core.interrupts import EXIT_CODE, debugging
+from paradec.core.interrupts import EXIT_CODE, is_debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
@@ -82,7 +82,7 @@ def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
         text = _name_options(str(error), group, words) or type(error).__name__
     else:
         raise error
-    if debugging():
+    if is_debugging():
         traceback.print_exception(error)
     print("error: " + " ".join(text.split()), file=sys.stderr)
     return 2

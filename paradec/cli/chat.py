@@ -15,7 +15,7 @@ import paradec
 from paradec.cli import options, show
 from paradec.cli.work import Work, prepare
 from paradec.core.checks import check_text
-from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.interrupts import EXIT_CODE, restore_interrupt
 
 HISTORY = typer.Option(help="Whether the model sees earlier turns; by default all models but the packaged one do.")
 COMMANDS = {
@@ -112,7 +112,7 @@ class Talk:
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
         elif isinstance(sys.stdin, io.TextIOWrapper):  # turns end as the lines of a file do
             sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
-        raise_again()
+        restore_interrupt()
         while True:
             try:
                 line = input("> ") if terminal else sys.stdin.readline()
@@ -158,7 +158,8 @@ class Talk:
         typer.echo(out.text)
         if sys.stdout.isatty():
             reused = out.cost.reused_tokens[0] if out.cost is not None else 0
-            cost = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.nfe, out.row_nfe)}, {out.seconds:.2f} s"
+            tokens, forwards = show.format_count(out.tokens[0], "token"), show.forwards(out.nfe, out.row_nfe)
+            cost = f"{tokens}, {forwards}, {out.seconds:.2f} s"
             typer.secho(f"{cost}, {reused} tokens of the turns before reused" if reused else cost, dim=True)
         if self.history:
             self.turns = [*turns, {"role": "assistant", "content": out.text}]
@@ -204,7 +205,7 @@ class Talk:
             path = Path(file)
             options.check_writable("/trace", path)
             self.last.trace.save(path)
-            typer.echo(f"{show.count(len(self.last.trace.steps), 'step')} in {path}")
+            typer.echo(f"{show.format_count(len(self.last.trace.steps), 'step')} in {path}")
             return
         tokenizer, facts = self.work.model.tokenizer, self.work.model.facts
         for step_index, step in enumerate(self.last.trace.steps, 1):
@@ -212,4 +213,6 @@ class Talk:
             texts = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
             ends = len(tokens) - len(texts)
             parts = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
-            typer.echo(f"{step_index:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(parts)}")
+            typer.echo(
+                f"{step_index:>3}  {step.kind:<7} {show.format_count(len(tokens), 'token'):>10}  {' '.join(parts)}"
+            )

@@ -133,10 +133,12 @@ def designed(
 
     import paradec
     from paradec.core import orders
-    from paradec.core.orders import keyed
+    from paradec.core.orders import draws_from_keys
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
-    order_groups = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))
+    order_groups = orders.create("raster" if order == "chain" else "random").groups(
+        1, len(prompt) - 1, draws_from_keys(keys)
+    )
     ranks = order_groups.order.tolist()
     request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
     out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)

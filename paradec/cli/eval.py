@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show, tables
-from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.interrupts import EXIT_CODE, restore_interrupt
 from paradec.core.text_files import write_bytes
 from paradec.request import FIELDS
 
@@ -65,7 +65,7 @@ def evaluate(
     with show.waiting("loading the harness"):
         running.tasks_of(merged)
     show.quiet_loading()
-    raise_again()
+    restore_interrupt()
     stored = None if use_cache is None else str(use_cache)
     try:
         result = running.evaluate(merged, device=shared["device"], use_cache=stored, log_samples=log_samples)

@@ -23,8 +23,8 @@ from paradec.cli import options, show
 from paradec.cli.work import Work, completed, in_batches
 from paradec.constraints.values import constraint_of
 from paradec.core.checks import check_text, shown
-from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
-from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
+from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
+from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
 from paradec.core.version import DRAWS
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class FileJob:
         fitting = work.rows_that_fit(_joined(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
-            work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
+            work.try_start(min(parts, key=lambda part: len(part.rows[0])).select_rows(0, 1))
         if self.out.is_file():
             write_lines(self.out, finished.values())  # nothing is written onto a line that was cut off
         code = 0
-        raise_again()
+        restore_interrupt()
         with self.out.open("ab") as file, show.Bar() as bar:
             run = Run(work, rows, size, file, self.settings, bar, total=len(todo))
             try:
@@ -144,9 +144,9 @@ class FileJob:
                     valid.append(line)
                 except PER_PROMPT as error:
                     line.error = _one_line(error)
-        prompts = Prompts(rows, False, [0] * len(rows)).repeated(work.answers).numbered()
+        prompts = Prompts(rows, False, [0] * len(rows)).repeat(work.answers).number_duplicates()
         copies = work.answers
-        return {line.number: prompts.part(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
+        return {line.number: prompts.select_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
     def _tell(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns how many prompts failed."""
@@ -159,7 +159,7 @@ class FileJob:
             data |= {"forwarded_tokens": totals["forwarded_tokens"], "seconds": totals["seconds"]}
             typer.echo(json.dumps(data, ensure_ascii=False))
             return failed
-        message = f"{show.count(answered, 'answer')} in {self.out}"
+        message = f"{show.format_count(answered, 'answer')} in {self.out}"
         if num_before:
             message += f" beside {num_before} that were there"
         if failed:
@@ -231,7 +231,7 @@ class Run:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         """Append whole lines, at once."""
-        with held_back():
+        with hold_interrupt():
             entries = [entry | {"settings": self.settings} for entry in entries]
             self.file.write(b"".join(map(json_bytes, entries)))
             self.file.flush()
@@ -246,7 +246,7 @@ def _joined(parts: Sequence[Prompts]) -> Prompts:
     from paradec.core.prompts import Prompts
 
     rows = [row for part in parts for row in part.rows]
-    copies = [copy_index for part in parts for copy_index in part.before or ()]
+    copies = [copy_index for part in parts for copy_index in part.copy_indices or ()]
     return Prompts(rows, False, [0] * len(rows), copies)
 
 
@@ -254,7 +254,7 @@ def read_lines(path: Path) -> list[Line]:
     """Read the prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are skipped; a line that is
     not a prompt has an error. Raises ValueError for a file without text or prompts."""
     try:
-        numbered_lines = lines_of(read_text(path))
+        numbered_lines = number_lines(read_text(path))
     except ValueError as error:
         raise ValueError(f"--in {error}") from None
     if not numbered_lines:
@@ -297,7 +297,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
         if not text.strip():
             continue
         try:
-            entry = parse_json(decoded(text, "the line"))
+            entry = parse_json(decode_utf8(text, "the line"))
             number = entry["line"]
             differs = number not in prompts or _question(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):

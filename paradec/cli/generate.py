@@ -14,8 +14,8 @@ from paradec.cli import options, show
 from paradec.cli.files import FileJob
 from paradec.cli.options import existing_file
 from paradec.cli.work import Work, completed, in_batches, one_prompt, prepare
-from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
-from paradec.core.text_files import lines_of
+from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
+from paradec.core.text_files import number_lines
 from paradec.request import seed_matters
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def generate(
     shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
         job.answer(prepare("generate", None, agree=job.agree, **shared), batch, view["as_json"])
-    prompts = [line for _, line in lines_of(text)] if lines and text.strip() else text
+    prompts = [line for _, line in number_lines(text)] if lines and text.strip() else text
     decode("generate", prompts, batch=batch, **view, **shared)
 
 
@@ -137,7 +137,7 @@ def print_answers(
         with view:
             return work.run(batch, view.update, trace=trace is not None)
 
-    raise_again()
+    restore_interrupt()
     try:
         with bar:
             for batch, output, interrupted in in_batches(run, prompts, size):
@@ -147,7 +147,7 @@ def print_answers(
                 complete_rows = completed(output) if interrupted and not alone else range(len(batch.rows))
                 texts: Any = [output.text] if prompts.single else output.text
                 bar.stop()  # what is printed now would go through it
-                with held_back():
+                with hold_interrupt():
                     answers.add(output, complete_rows)
                     for row in () if quiet else complete_rows:
                         typer.echo(texts[row] if prompts.single else f"[{first + row + 1}] {texts[row]}")

@@ -16,7 +16,7 @@ from paradec import caches
 from paradec.cli import options, show
 from paradec.cli.image_job import MAX_IMAGES, ImageJob
 from paradec.cli.work import check_drafter, drafter_setting
-from paradec.core.checks import MODELS, check_text, count, per_forward
+from paradec.core.checks import MODELS, check_text, format_count, throughput_unit
 from paradec.request import FIELDS, Request
 
 if TYPE_CHECKING:
@@ -153,11 +153,13 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
 
 def summary(out: Path, output: ImageOutput) -> str:
     """The cost of the pictures in one line."""
-    picture_count = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
+    picture_count = (
+        f"{format_count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
+    )
     end = f" in {out}" if output.images is not None else ", interrupted"
     drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
     drafts = f", {show.forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
-    took = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {per_forward(len(output.row_nfe))}"
+    took = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {throughput_unit(len(output.row_nfe))}"
     return f"{picture_count}{end}: {took}, {output.seconds:.2f} s"
 
 

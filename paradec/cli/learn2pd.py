@@ -11,7 +11,7 @@ import typer
 import paradec
 from paradec.cli import options, show
 from paradec.core.checks import check_int
-from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.interrupts import EXIT_CODE, restore_interrupt
 
 PROMPTS = options.existing_file('A prompt per line; in .jsonl {"prompt": ...}. By default prompts of packaged tasks.')
 RECORDS = typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them.")
@@ -61,7 +61,7 @@ def train(
             collected.save(records)
 
     collecting = shared | {"caches": cache or ["none"], "resume": previous, "checkpoint": save}
-    raise_again()
+    restore_interrupt()
     try:
         with show.Bar() as bar:
             collected = training.collect(model, texts, **collecting, progress=bar.work)

@@ -36,12 +36,17 @@ def tasks(as_json: options.AsList = False) -> None:
     """What the packaged text model can do: its prompts, the words it knows, how long lists may be."""
     if as_json:
         found = [
-            {"task": task, "template": template, "example": packaged.example(task), "lengths": packaged.lengths(task)}
+            {
+                "task": task,
+                "template": template,
+                "example": packaged.example_prompt(task),
+                "lengths": packaged.describe_lengths(task),
+            }
             for task, template in packaged.TEMPLATES.items()
         ]
         typer.echo(json.dumps({"tasks": found, "words": packaged.WORDS, "symbols": packaged.SYMBOLS}, indent=2))
         return
-    rows = [(packaged.example(task), packaged.lengths(task), task) for task in packaged.TEMPLATES]
+    rows = [(packaged.example_prompt(task), packaged.describe_lengths(task), task) for task in packaged.TEMPLATES]
     tables.table(("prompt", "words in the list", "task"), rows)
     tables.echo("words\t" + " ".join(packaged.WORDS))
 

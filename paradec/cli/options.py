@@ -19,7 +19,7 @@ import paradec
 from paradec.cli import show
 from paradec.core.checks import LARGEST_INT, LARGEST_INT64, check_choice, check_text
 from paradec.core.component_text import split_file, split_outside
-from paradec.core.text_files import decoded
+from paradec.core.text_files import decode_utf8
 from paradec.core.text_files import read_text as text_of_file
 from paradec.request import FIELDS, Request
 
@@ -113,7 +113,7 @@ def read_text(argument: str) -> str:
         raise ValueError("several processes cannot all read standard input: give the prompt in quotes, or --in FILE")
     if sys.stdin is None:
         raise ValueError("standard input is closed; give a prompt")
-    text = decoded(sys.stdin.buffer.read(), "standard input")
+    text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     if "\0" in text:
         raise ValueError(f"standard input is no text: it has a zero byte at position {text.index(chr(0))}")
     return text.replace("\r\n", "\n").rstrip("\n")

@@ -18,8 +18,8 @@ import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
 from paradec.cli.image_job import ImageJob
-from paradec.core.checks import check_choice, count
-from paradec.core.thumbnails import of_steps
+from paradec.core.checks import check_choice, format_count
+from paradec.core.thumbnails import trace_from_steps
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.base import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -136,7 +136,7 @@ class PipelineJob:
         self.job.columns = rows if plain and self.job.columns is None else self.job.columns
         record = None
         if self.job.trace is not None and not self.job.sheet_of_steps:
-            record = of_steps(steps, images, self.method) if self.codes else report.trace(images)
+            record = trace_from_steps(steps, images, self.method) if self.codes else report.trace(images)
         self.job.write(plain + images, steps, record)
         distances = [
             np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in zip(images, plain, strict=False)
@@ -146,7 +146,8 @@ class PipelineJob:
         )
         if not as_json:
             width, height = images[0].size
-            text = f"{count(len(images), 'picture')} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
+            pictures = format_count(len(images), "picture")
+            text = f"{pictures} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
             if plain:
                 text += f" (plain, above: {plain_seconds:.2f} s; pixels {compared['pixel_difference']:.4f} apart)"
             typer.echo(text if report is None else f"{text}\n{getattr(report, 'summary', str(report))}")

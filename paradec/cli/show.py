@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import paradec
-from paradec.core.checks import count, per_forward
-from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import format_count, throughput_unit
+from paradec.core.interrupts import EXIT_CODE, restore_interrupt
 
 if TYPE_CHECKING:
     from paradec.api.output import Output
@@ -60,8 +60,8 @@ def clear_line() -> None:
 
 def forwards(nfe: int, row_nfe: Sequence[int]) -> str:
     """ "3 forwards", and of several rows their sum: "4 forwards (9 row calls)"."""
-    calls = f" ({count(sum(row_nfe), 'row call')})" if len(row_nfe) > 1 else ""
-    return count(nfe, "forward") + calls
+    calls = f" ({format_count(sum(row_nfe), 'row call')})" if len(row_nfe) > 1 else ""
+    return format_count(nfe, "forward") + calls
 
 
 PER_ROW = ("tokens", "finished", "row_nfe", "draft_nfe", "encoder_calls")
@@ -112,8 +112,8 @@ class Answers:
         if rows["encoder_calls"]:
             drafts = f" ({sum(rows['encoder_calls'])} of the encoder)"
         return (
-            f"{count(sum(rows['tokens']), 'token')}, {forwards(self.totals['nfe'], rows['row_nfe'])}{drafts}, "
-            f"{self.tokens_per_forward:.1f} {per_forward(len(self))}, {self.totals['seconds']:.2f} s{end}"
+            f"{format_count(sum(rows['tokens']), 'token')}, {forwards(self.totals['nfe'], rows['row_nfe'])}{drafts}, "
+            f"{self.tokens_per_forward:.1f} {throughput_unit(len(self))}, {self.totals['seconds']:.2f} s{end}"
         )
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: 
 
 def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
     """Run with a progress bar. Returns the output, after Ctrl-C that of the finished part, and the exit code."""
-    raise_again()
+    restore_interrupt()
     try:
         with Bar() as bar:
             return run(bar), 0

@@ -59,7 +59,7 @@ def echo(text: str) -> None:
 
 def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """A registry as data. A class of another package that cannot be imported has the error as its summary."""
-    from paradec.core.registry import plain
+    from paradec.core.registry import to_data
 
     rows = []
     for name in registry.names():
@@ -71,7 +71,7 @@ def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> li
             continue
         entry: dict[str, Any] = {"name": name}
         entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
-        entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}
+        entry["settings"] = {key: to_data(value) for key, value in cls.settings().items()}
         rows.append(entry | (extra or {}).get(name, {}))
     return rows
 
@@ -92,11 +92,11 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
 
 def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
     """Print all about one sampler or cache (`kind`): effect, paper, settings with their defaults, presets, and more."""
-    from paradec.core.registry import plain
+    from paradec.core.registry import to_data
 
     about, explained = explanations(cls)
     settings = {
-        key: {"default": plain(value), "about": explained.get(key, "")} for key, value in cls.settings().items()
+        key: {"default": to_data(value), "about": explained.get(key, "")} for key, value in cls.settings().items()
     }
     presets = {key: dict(value) for key, value in getattr(cls, "presets", {}).items()}
     arxiv = getattr(cls, "arxiv", "")

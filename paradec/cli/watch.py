@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import count, per_forward
+from paradec.core.checks import format_count, throughput_unit
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -82,8 +82,8 @@ class LiveView:
 
         texts, decided, total = self._rows(state)
         calls = state.nfe.tolist()
-        rate = f"{decided / max(1, sum(calls)):.1f} {per_forward(len(calls)).removeprefix('tokens ')}"
-        status = f"{decided} of {total} tokens, {count(max(calls), 'forward')}, {rate}"
+        rate = f"{decided / max(1, sum(calls)):.1f} {throughput_unit(len(calls)).removeprefix('tokens ')}"
+        status = f"{decided} of {total} tokens, {format_count(max(calls), 'forward')}, {rate}"
         legend = Text.assemble(
             (UNDECIDED, STYLES["undecided"]), (" undecided  ", "dim"), (END, STYLES["end"]), (" end  ", "dim"),
             ("new", "green"), no_wrap=True,

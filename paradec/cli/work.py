@@ -69,7 +69,7 @@ class Work:
         from paradec.core.prompts import encode
 
         prompts = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
-        return prompts.repeated(self.answers).numbered()
+        return prompts.repeat(self.answers).number_duplicates()
 
     def rows_that_fit(self, prompts: Prompts) -> int:
         """How many of these rows are decoded together."""
@@ -80,7 +80,9 @@ class Work:
 
     def try_start(self, prompts: Prompts) -> None:
         """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
-        with self.method.start(self.model, prompts, Request(sampler=self.method, **self.request)).freed_store():
+        with self.method.start(
+            self.model, prompts, Request(sampler=self.method, **self.request)
+        ).release_stores_on_exit():
             pass
 
     def run(self, prompts: Any, callback: Callable[[Any, Any], None], **arguments: Any) -> Output:
@@ -288,7 +290,7 @@ def in_batches(
 
     first, interrupted = 0, False
     while first < len(prompts.rows) and not interrupted:
-        batch = prompts.part(first, first + size)
+        batch = prompts.select_rows(first, first + size)
         try:
             output = decode(batch)
         except paradec.Interrupted as interrupt:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paradec.core.checks import check_int, check_text, shown
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 
 if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton
@@ -244,7 +244,7 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     kind = next((key for key in kinds if key in value), None)
     for key in value:
         if kind is None or key not in kinds[kind]:
-            raise ValueError(unknown(f"key of {name}", key, kinds if kind is None else kinds[kind]))
+            raise ValueError(unknown_name(f"key of {name}", key, kinds if kind is None else kinds[kind]))
     if kind is None:
         raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
     if kind == "json_schema":

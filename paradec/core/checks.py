@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
@@ -38,10 +38,10 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
             model.check_user(user)
         return
     kinds = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
-    raise wrong_model(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))
+    raise wrong_model_error(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))
 
 
-def wrong_model(user: str, model: Any, takes: str) -> TypeError:
+def wrong_model_error(user: str, model: Any, takes: str) -> TypeError:
     """What to raise where `user` was given another `model` than it `takes`, in words."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if isinstance(kind, str) and kind in MODELS:
@@ -61,12 +61,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """ "1 token", "2 tokens": for a message."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def per_forward(rows: int) -> str:
+def throughput_unit(rows: int) -> str:
     """The unit of tokens over the forwards of `rows` rows, which are row calls where there are several."""
     return f"tokens per {'forward' if rows == 1 else 'row call'}"
 
@@ -85,7 +85,7 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
         raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
-def check_order(name: str, value: int, other: str, bound: int) -> None:
+def check_at_most(name: str, value: int, other: str, bound: int) -> None:
     """Raise ValueError unless one setting, a number, is at most another one; the message names both."""
     if value > bound:
         raise ValueError(f"{name}={shown(value)} must be at most {other}={shown(bound)}")
@@ -117,7 +117,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     choices = list(allowed)
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         if isinstance(value, str):
-            raise ValueError(unknown(name, value, choices))
+            raise ValueError(unknown_name(name, value, choices))
         raise ValueError(f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}")
 
 

@@ -11,14 +11,14 @@ TERM = re.compile(r"(\w+\+*)\s*(\(.*\))?", re.DOTALL)
 FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
 
 
-class Component(NamedTuple):
+class ParsedComponent(NamedTuple):
     """The name of a sampler, a cache or the like, and its settings."""
 
     name: str
     settings: dict[str, Any]
 
 
-def parse_components(kind: str, text: str) -> list[Component]:
+def parse_components(kind: str, text: str) -> list[ParsedComponent]:
     """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts.
 
     A "+" joins where a name follows it, and else ends a name: "lantern++(k=5)".
@@ -38,10 +38,10 @@ def parse_components(kind: str, text: str) -> list[Component]:
                 terms.append(part)
         return [_parse_term(term) for term in terms]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        raise unreadable(kind, text) from None
+        raise unreadable_error(kind, text) from None
 
 
-def unreadable(kind: str, text: str) -> ValueError:
+def unreadable_error(kind: str, text: str) -> ValueError:
     """The error for a text of another form."""
     joined = "; samplers are joined by '+'" if kind == "sampler" else ""
     shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
@@ -51,7 +51,7 @@ def unreadable(kind: str, text: str) -> ValueError:
     )
 
 
-def parse_component(kind: str, text: str) -> Component:
+def parse_component(kind: str, text: str) -> ParsedComponent:
     """Parse one name with or without settings. Args and errors: as for `parse_components`."""
     components = parse_components(kind, text)
     if len(components) > 1:
@@ -100,7 +100,7 @@ def split_outside(text: str, sign: str) -> list[str]:
     return parts
 
 
-def _parse_term(term: str) -> Component:
+def _parse_term(term: str) -> ParsedComponent:
     parts = TERM.fullmatch(term.strip())
     if parts is None:
         raise ValueError(term)
@@ -112,5 +112,5 @@ def _parse_term(term: str) -> Component:
                     raise ValueError(term)
                 value = keyword.value  # a name is a text: a shell takes quotes away
                 settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
-            return Component(parts[1], settings)
+            return ParsedComponent(parts[1], settings)
     raise ValueError(term)

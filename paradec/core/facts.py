@@ -11,7 +11,7 @@ from paradec.core.checks import LARGEST_INT64, check_choice, check_int
 PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
-ALIGNED = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
+TOPOLOGY_ALIGNS = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
 """Aligns of each topology; the others have "absolute" only."""
 HOLE = -1
 """Id of a position to fill, for models of canvases, which have no mask token."""
@@ -81,7 +81,7 @@ class ModelFacts:
             raise ValueError(
                 f"block_length={self.block_length} is only for topology='block_causal', 'causal_context' or 'canvas'"
             )
-        if self.block_align not in (known := ALIGNED.get(self.topology, ("absolute",))):
+        if self.block_align not in (known := TOPOLOGY_ALIGNS.get(self.topology, ("absolute",))):
             raise ValueError(
                 f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={known[0]!r}"
             )

@@ -49,7 +49,7 @@ class AnyOrderQuery(Query):
 class CanvasQuery(Query):
     """A call of a model with canvases; shapes as in `Query`."""
 
-    soft: Tensor | None = None
+    soft_embeddings: Tensor | None = None
     """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
     soften: Callable[[Tensor], Tensor] | None = None
     """From the model, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
@@ -65,7 +65,7 @@ class GroupQuery(Query):
     then the cells from the first to be decided to the last. What a slot held before is overwritten before it is read.
     """
 
-    sees: Tensor | None = None
+    visible_end: Tensor | None = None
     """[R, Q] int64: each column sees the slots below this one, and no others."""
 
 
@@ -77,7 +77,7 @@ class RankedQuery(AnyOrderQuery):
 
     ranks: Tensor
     """[N, Q] int64: of each column in its row's order, prompt first, whether it is decided or not."""
-    asked: Tensor
+    is_wanted: Tensor
     """[N, W] bool: which of the wanted columns are."""
     scale: Tensor
     """[N, W] float64: guidance of each wanted position; of one branch nothing."""
@@ -119,7 +119,7 @@ class LatentProposal:
     """What was evaluated: "full", "window", or "forecast" (nothing)."""
 
 
-def whole_rows(
+def build_rows_query(
     model: Any, rows: Sequence[Sequence[int]], at: Sequence[Sequence[int]], prompts: Sequence[int], begin: int = 0
 ) -> WindowQuery:
     """One call that evaluates rows of ids, padded on the right, on the model's device.

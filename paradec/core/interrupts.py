@@ -19,10 +19,10 @@ from typing import Any
 
 EXIT_CODE = 130
 _held = False
-"""Whether the main thread is in a block of `held_back`."""
+"""Whether the main thread is in a block of `hold_interrupt`."""
 
 
-def debugging() -> bool:
+def is_debugging() -> bool:
     """Whether tracebacks are wanted."""
     return os.environ.get("PARADEC_DEBUG", "0") not in ("", "0")
 
@@ -38,23 +38,23 @@ def is_command(argv: list[str], original: list[str]) -> bool:
     return bool(argv) and Path(argv[0]).stem == "paradec"
 
 
-def end_at_once() -> None:
-    """Until `raise_again`, let Ctrl-C end the process, if it is the command."""
+def exit_on_interrupt() -> None:
+    """Until `restore_interrupt`, let Ctrl-C end the process, if it is the command."""
     if not is_command(getattr(sys, "argv", []), getattr(sys, "orig_argv", [])):
         return
     # ignored is ignored: shells start background jobs so
     if threading.current_thread() is threading.main_thread() and _handler() is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, _exit)
 
 
-def raise_again() -> None:
+def restore_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, as it does in every other program."""
-    if _handler() is _end:
+    if _handler() is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def hold_interrupt() -> Iterator[None]:
     """Let Ctrl-C wait until the block has been left, the outermost of several: what is half printed could not be told
     from what is missing."""
     global _held
@@ -78,8 +78,8 @@ def _handler() -> Any:
     return signal.getsignal(signal.SIGINT)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    if debugging():
+def _exit(number: int, frame: FrameType | None) -> None:
+    if is_debugging():
         traceback.print_stack(frame)
         sys.stderr.flush()
     if os.isatty(2):
@@ -87,4 +87,4 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_CODE)
 
 
-end_at_once()
+exit_on_interrupt()

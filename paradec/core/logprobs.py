@@ -36,11 +36,11 @@ class StepLogProbs:
     """[R, W, k] float64: of the likeliest tokens, in descending order."""
     best_tokens: Tensor
     """[R, W, k] int64: these."""
-    tempered: Tensor | None = None
+    at_temperature: Tensor | None = None
     """[R, W] float64: as `chosen`, at the temperature of the request; for rollouts alone."""
 
     @classmethod
-    def of_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
+    def from_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
         """Of softmax(logits [R, W, V]), for tokens [R, W] and the `count` likeliest. probability: [R, W] of the tokens,
         where it is known: logits are not read for it again."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
@@ -51,14 +51,14 @@ class StepLogProbs:
             part = part.to(torch.promote_types(part.dtype, torch.float32))
             chosen = part.gather(-1, index)
             total = part.logsumexp(-1, keepdim=True) if p is None else chosen.double() - p.log()
-            best, best_tokens = _likeliest(part, count)
+            best, best_tokens = _top_k(part, count)
             parts.append(((chosen - total).squeeze(-1), best - total, best_tokens))
         chosen, best, best_tokens = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         shape = tokens.shape
         return cls(chosen.double().view(shape), best.double().view(*shape, -1), best_tokens.view(*shape, -1))
 
     @classmethod
-    def of_log(cls, log_p: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
+    def from_log_probabilities(cls, log_p: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
         """Of logarithms of probabilities [R, W, V], for tokens [R, W] and the `count` likeliest."""
         best, best_tokens = log_p.topk(count, -1)
         chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -98,12 +98,15 @@ class StepLogProbs:
         log-probability], ...]], None for what is not finite. Waits for the device."""
         chosen, best, tokens = (getattr(self, name).cpu()[index, column].tolist() for name in NAMES)
         return [
-            [_finite(value), [[token, _finite(other)] for token, other in zip(ids, values, strict=True)]]
+            [
+                _finite_or_none(value),
+                [[token, _finite_or_none(other)] for token, other in zip(ids, values, strict=True)],
+            ]
             for value, values, ids in zip(chosen, best, tokens, strict=True)
         ]
 
 
-def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of [n, V] in descending order, and where they are. Of a large vocabulary they are in the
     segments that have the largest ones."""
     size = logits.shape[-1]
@@ -119,7 +122,7 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best, places.gather(-1, index)
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -164,7 +167,7 @@ class LogProbs:
             write_columns(getattr(self, name), rows, positions, selected, getattr(values, name))
         write_columns(self.step, rows, positions, selected, when.masked_fill(values.chosen.isnan(), -1))
 
-    def placed(self, place: Callable[[Tensor, Any], Tensor]) -> LogProbs:
+    def map_columns(self, place: Callable[[Tensor, Any], Tensor]) -> LogProbs:
         """Every tensor [B, L] as `place(tensor, fill)` gives it, of the alternatives one after the other."""
         chosen = place(self.chosen, torch.nan)
 

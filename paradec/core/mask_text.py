@@ -11,7 +11,7 @@ HOLE_TEXT = "\ufdd0"
 """Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
 
 
-MOST_MASKS = 1_000_000
+MAX_MASKS = 1_000_000
 """Masks that one placeholder can mean, where the model states no length."""
 
 
@@ -21,7 +21,7 @@ def check_placeholder(placeholder: Any) -> None:
         raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
 
 
-def with_masks(model: Any, text: str, placeholder: str) -> str:
+def replace_placeholders(model: Any, text: str, placeholder: str) -> str:
     """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
 
     A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
@@ -33,7 +33,7 @@ def with_masks(model: Any, text: str, placeholder: str) -> str:
 
     def masks(match: re.Match[str]) -> str:
         count = int(match["count"] or 1)
-        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MOST_MASKS)
+        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MAX_MASKS)
         return name * count
 
     last = placeholder[-1]

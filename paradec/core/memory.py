@@ -127,7 +127,7 @@ class Memory:
         for name, spec in self.specs.items():
             for axis, own in enumerate(spec.dims, start=1):
                 if own == dim and len(rows):
-                    self.tensors[name] = _shifted(self.tensors[name], axis, rows, by, spec.fill)
+                    self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, by, spec.fill)
 
     def before_row_change(self, other: Memory | None) -> None:
         """Let rows that come bring what is known once a step has been taken."""
@@ -140,7 +140,7 @@ class Memory:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def _shifted(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
+def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
     """A copy of `tensor` with `rows` [N] moved down by [N] places along `axis`, filled up with `fill`."""
     index = torch.as_tensor(rows, device=tensor.device)
     own = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
@@ -165,12 +165,12 @@ def check_memory(needed: int, device: Any, max_memory: int | None, what: str) ->
         return
     if needed > limit:
         raise ValueError(
-            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows or "
-            "blocks; of a store a narrower store_dtype, or cache='none'"
+            f"{what} would take {_format_bytes(needed)}, more than {source} ({_format_bytes(limit)}): use fewer "
+            "or shorter rows or blocks; of a store a narrower store_dtype, or cache='none'"
         )
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

@@ -37,11 +37,11 @@ from paradec.core.registry import Component, Registry
 class OrderDraws(Protocol):
     """Where an order takes a row's random choices from. Asked again, it answers the same."""
 
-    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+    def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
         """`cells` [N] int64 in a random order, at this group."""
         ...
 
-    def one_of(self, step: int, cells: np.ndarray) -> int:
+    def choose(self, step: int, cells: np.ndarray) -> int:
         """One of `cells` [N] int64, at this group."""
         ...
 
@@ -53,10 +53,10 @@ class KeyedDraws:
 
     key: tuple[int, int]
 
-    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+    def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
         return cells[self._numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
 
-    def one_of(self, step: int, cells: np.ndarray) -> int:
+    def choose(self, step: int, cells: np.ndarray) -> int:
         return int(cells[self._numbers(step, cells)[:, 1].argmax()])
 
     def _numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
@@ -64,12 +64,12 @@ class KeyedDraws:
         return rng.uniform(key, torch.tensor([step]), positions, 2, rng.POSITION_STREAM)[0].numpy()
 
 
-def keyed(keys: Any) -> list[OrderDraws]:
+def draws_from_keys(keys: Any) -> list[OrderDraws]:
     """Make the draws of every row from its key: [B, 2] int64."""
     return [KeyedDraws((int(first), int(second))) for first, second in keys.tolist()]
 
 
-ONE: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
+SINGLE_ROW: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
 """Draws of a single row."""
 
 
@@ -77,7 +77,7 @@ ONE: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
 
 Sizes = int | Sequence[int] | None
 """Of groups: a list, or how many groups in the numbers of `group_sizes`, or None for an order's own."""
-PUBLISHED: Mapping[int, Mapping[int, tuple[int, ...]]] = {
+PUBLISHED_SIZES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
     256: {
         8: (1, 15, 24, 32, 40, 45, 49, 50),
         12: (1, 7, 11, 15, 19, 22, 25, 28, 30, 32, 33, 33),
@@ -95,14 +95,14 @@ PUBLISHED: Mapping[int, Mapping[int, tuple[int, ...]]] = {
     },
 }
 """LPD's published numbers, by cells and groups."""
-USUAL = {256: 20, 1024: 48}
+DEFAULT_GROUPS = {256: 20, 1024: 48}
 """Groups of LPD's published pictures, by cells."""
 
 
 @lru_cache(maxsize=256)
 def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
     """Sizes in which `cells` are decided in `groups` groups: LPD's published ones where there are such, else the
-    published list that is likest (by groups per side of the picture) stretched to fit (`scaled`).
+    published list that is likest (by groups per side of the picture) stretched to fit (`scale_sizes`).
 
     Args:
         groups: 1 to `cells`; None is the published 20 of 256 cells and 48 of 1024, else 1.25 per cell of a side.
@@ -113,16 +113,20 @@ def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
     check_int("cells", cells, low=1)
     check_int("groups", groups, low=1, high=cells, none=True)
     if groups is None:
-        groups = USUAL.get(cells, min(max(round(1.25 * math.sqrt(cells)), 1), cells))
-    if groups in PUBLISHED.get(cells, {}):
-        return PUBLISHED[cells][groups]
+        groups = DEFAULT_GROUPS.get(cells, min(max(round(1.25 * math.sqrt(cells)), 1), cells))
+    if groups in PUBLISHED_SIZES.get(cells, {}):
+        return PUBLISHED_SIZES[cells][groups]
     density = groups / math.sqrt(cells)
-    lists = [(abs(count / math.sqrt(size) - density), size, count) for size in PUBLISHED for count in PUBLISHED[size]]
+    lists = [
+        (abs(count / math.sqrt(size) - density), size, count)
+        for size in PUBLISHED_SIZES
+        for count in PUBLISHED_SIZES[size]
+    ]
     _, size, count = min(lists)
-    return scaled(PUBLISHED[size][count], cells, groups)
+    return scale_sizes(PUBLISHED_SIZES[size][count], cells, groups)
 
 
-def scaled(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
+def scale_sizes(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
     """A list of sizes for another number of cells, in the same share of cells at the same share of groups; of at least
     one each. groups: as many as before by default, where there are cells for all."""
     groups = min(len(sizes) if groups is None else groups, cells)
@@ -150,7 +154,7 @@ def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
     return tuple(int(size) for size in sizes)
 
 
-def sizes_for(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "sizes") -> tuple[int, ...]:
+def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "sizes") -> tuple[int, ...]:
     """Resolve sizes for a raster of `cells`. default: for None.
 
     Raises:
@@ -166,7 +170,7 @@ def sizes_for(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "s
     return tuple(sizes)
 
 
-def left_after(size: int, steps: int) -> np.ndarray:
+def remaining_counts(size: int, steps: int) -> np.ndarray:
     """MAR's numbers: [steps + 1] int64, the positions that are undecided before each step, and 0 after the last. Of
     `size` positions floor(size cos(pi / 2 (t + 1) / steps)) are left after step t, at least one fewer than before."""
     left = [size]
@@ -178,7 +182,7 @@ def left_after(size: int, steps: int) -> np.ndarray:
 
 # ---- cells one by one -----------------------------------------------------------------------------------------------
 
-POINTS = 10_000
+NUM_POINTS = 10_000
 """Points of Halton's sequence that are looked at, as in the public code; cells that none of them hits come last."""
 
 
@@ -186,10 +190,10 @@ POINTS = 10_000
 def halton_order(height: int, width: int) -> np.ndarray:
     """[height * width] int64: the rank of each cell, row by row. Point n of the two-dimensional Halton sequence (bases
     2 and 3, from n = 1) falls into a cell, its row by base 2; cells come in the order in which they are first hit."""
-    n = np.arange(1, POINTS + 1)
+    n = np.arange(1, NUM_POINTS + 1)
     cells = (_radical_inverse(n, 2) * height).astype(int) * width + (_radical_inverse(n, 3) * width).astype(int)
     hit, first = np.unique(cells, return_index=True)
-    rank = np.full(height * width, POINTS, np.int64)
+    rank = np.full(height * width, NUM_POINTS, np.int64)
     rank[hit] = first
     rank[rank.argsort(kind="stable")] = np.arange(height * width)
     rank.setflags(write=False)
@@ -240,11 +244,11 @@ def lpd_order(
     for step, size in enumerate(sizes):
         cells, taken = np.flatnonzero(~known), list[int]()
         if not known.any():
-            taken = [draws.one_of(step, cells)]
+            taken = [draws.choose(step, cells)]
             cells = cells[cells != taken[0]]
         if len(taken) < size:
             score = _nearness(known.reshape(height, width)).reshape(-1)
-            cells = draws.shuffled(step, cells)
+            cells = draws.shuffle(step, cells)
             cells = cells[(-score[cells]).argsort(kind="stable")]
             near = score[cells] >= proximity
             skipped = []
@@ -257,7 +261,7 @@ def lpd_order(
                     taken.append(cell)
             if len(taken) < size:  # all that are near were reached
                 pool = np.array([*cells[~near].tolist(), *skipped], np.int64)
-                taken += _farthest(place, pool, taken, size - len(taken), step, draws)
+                taken += _sample_farthest(place, pool, taken, size - len(taken), step, draws)
         known[taken] = True
         order += taken
     return np.array(order, np.int64)
@@ -277,7 +281,7 @@ def _nearness(known: np.ndarray) -> np.ndarray:
     return beside + across / math.sqrt(2)
 
 
-def _farthest(
+def _sample_farthest(
     place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: OrderDraws
 ) -> list[int]:
     """`count` cells of a pool [N], each the farthest from what is taken so far; the first of several."""
@@ -285,7 +289,7 @@ def _farthest(
         return pool.tolist()
     chosen: list[int] = []
     if not taken:
-        chosen = [draws.one_of(step, pool)]
+        chosen = [draws.choose(step, pool)]
         pool = pool[pool != chosen[0]]
     squares = ((place[pool][:, None] - place[[*taken, *chosen]][None]) ** 2).sum(-1).min(1)
     while len(chosen) < count:
@@ -317,7 +321,7 @@ class Groups:
         return np.cumsum(self.sizes)
 
     @property
-    def left(self) -> np.ndarray:
+    def num_left(self) -> np.ndarray:
         """[G + 1] int64: undecided cells before each group, and 0 after the last."""
         return self.order.shape[1] - np.concatenate(([0], self.ends))
 
@@ -352,18 +356,18 @@ class Order(Component):
     random: ClassVar[bool] = False
     """Whether rows differ by what they draw."""
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         """The groups of a raster of `height` x `width` cells, counted row by row.
 
         Args:
-            draws: one of each row (`keyed`), which orders that are not `random` only count; a single row by default.
+            draws: one for each row (`draws_from_keys`). Orders that are not `random` only count them.
 
         Raises:
             ValueError: settings that do not fit the raster; the message names them.
         """
         raise NotImplementedError
 
-    def planned(self, steps: int | None) -> Order:
+    def with_steps(self, steps: int | None) -> Order:
         """The same order in so many groups; None leaves them to the order.
 
         Raises:
@@ -403,10 +407,10 @@ class Sized(Order):
         """[S] int64: one row's cells, from the first to the last."""
         raise NotImplementedError
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
-        sizes = sizes_for(self.sizes, height * width, (1,) * (height * width))
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
+        sizes = resolve_sizes(self.sizes, height * width, (1,) * (height * width))
         distinct = draws if self.random else draws[:1]
-        return Groups(_rows([self.sequence(height, width, row) for row in distinct], len(draws)), sizes)
+        return Groups(_stack_rows([self.sequence(height, width, row) for row in distinct], len(draws)), sizes)
 
 
 @dataclass(frozen=True)
@@ -429,12 +433,12 @@ class Random(Sized):
     random = True
 
     def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
-        return draws.shuffled(0, np.arange(height * width))
+        return draws.shuffle(0, np.arange(height * width))
 
 
 @dataclass(frozen=True)
 class Cosine(Order):
-    """MAR's: a random order for each row, of which few cells come at first and many at last (`left_after`).
+    """MAR's: a random order for each row, of which few cells come at first and many at last (`remaining_counts`).
 
     Args:
         steps: groups; None is 64, or as many as there are cells.
@@ -449,12 +453,12 @@ class Cosine(Order):
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1, none=True)
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         cells = height * width
         check_int("steps", self.steps, low=1, high=cells, none=True)
-        left = left_after(cells, min(64, cells) if self.steps is None else self.steps)
-        order = [row.shuffled(0, np.arange(cells)) for row in draws]
-        return Groups(_rows(order, len(draws)), tuple((-np.diff(left)).tolist()))
+        left = remaining_counts(cells, min(64, cells) if self.steps is None else self.steps)
+        order = [row.shuffle(0, np.arange(cells)) for row in draws]
+        return Groups(_stack_rows(order, len(draws)), tuple((-np.diff(left)).tolist()))
 
 
 @dataclass(frozen=True)
@@ -475,11 +479,11 @@ class Diagonal(Order):
     name = "diagonal"
     summary = "one anti-diagonal after the other"
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         row, column = np.divmod(np.arange(height * width), width)
         diagonal = row + column
         order = diagonal.argsort(kind="stable")
-        return Groups(_rows([order], len(draws)), tuple(np.bincount(diagonal).tolist()))
+        return Groups(_stack_rows([order], len(draws)), tuple(np.bincount(diagonal).tolist()))
 
 
 @dataclass(frozen=True)
@@ -499,11 +503,11 @@ class ZipAR(Order):
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         row, column = np.divmod(np.arange(height * width), width)
         step = row * min(self.window, width) + column
         order = step.argsort(kind="stable")
-        return Groups(_rows([order], len(draws)), tuple(np.bincount(step).tolist()))
+        return Groups(_stack_rows([order], len(draws)), tuple(np.bincount(step).tolist()))
 
 
 @dataclass(frozen=True)
@@ -532,13 +536,13 @@ class Given(Order):
         object.__setattr__(self, "cells", tuple(listed if cells.ndim == 1 else map(tuple, listed)))
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         size, order = height * width, np.atleast_2d(np.array(self.cells, np.int64))
         if order.shape[1] != size or (np.sort(order, 1) != np.arange(size)).any():
             raise ValueError(f"cells={shown(self.cells)} must list each of {size} cells once")
         if len(order) not in (1, len(draws)):
             raise ValueError(f"cells lists {len(order)} orders for {len(draws)} rows; give one, or one for each row")
-        return Groups(_rows(list(order), len(draws)), sizes_for(self.sizes, size, (1,) * size))
+        return Groups(_stack_rows(list(order), len(draws)), resolve_sizes(self.sizes, size, (1,) * size))
 
 
 @dataclass(frozen=True)
@@ -563,15 +567,15 @@ class LPD(Sized):
         check_number("repulsion", self.repulsion, low=0, none=True)
         check_number("proximity", self.proximity, low=0)
 
-    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         size = height * width
-        sizes = group_sizes(size) if self.sizes is None else sizes_for(self.sizes, size, ())
+        sizes = group_sizes(size) if self.sizes is None else resolve_sizes(self.sizes, size, ())
         apart = lpd_repulsion(size) if self.repulsion is None else self.repulsion
         order = [lpd_order(height, width, sizes, row, apart, self.proximity) for row in draws]
-        return Groups(_rows(order, len(draws)), sizes)
+        return Groups(_stack_rows(order, len(draws)), sizes)
 
 
-def _rows(orders: Sequence[np.ndarray], count: int) -> np.ndarray:
+def _stack_rows(orders: Sequence[np.ndarray], count: int) -> np.ndarray:
     """[count, S] int64, not to be written to: one order for all rows, or one for each."""
     stacked = np.stack(orders) if orders else np.zeros((0, 0), np.int64)
     return np.broadcast_to(stacked, (count, stacked.shape[1]))
@@ -584,7 +588,7 @@ names = registry.names
 create = registry.create
 
 
-def resolve(order: Any) -> Order:
+def resolve_order(order: Any) -> Order:
     """An order from a name, its plain data, or an order.
 
     Raises:
@@ -599,7 +603,7 @@ def resolve(order: Any) -> Order:
     return order
 
 
-def order_of(name: str, value: Any) -> Any:
+def check_request_order(name: str, value: Any) -> Any:
     """What a request keeps of an order: a name, an `Order`, or lists of places as tuples. Whether these are all of a
     row's is checked with the prompts.
 

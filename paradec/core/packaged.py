@@ -46,12 +46,12 @@ VERBS = ("Copy", "Reverse", "Sort", "Insert", "Remove", "Replace", "Rotations", 
 EXAMPLE = {"items": "pear fig apple", "word": "kiwi", "target": "fig", "index": 1}
 
 
-def example(task: str) -> str:
+def example_prompt(task: str) -> str:
     """A prompt of a task."""
     return TEMPLATES[task].format(**EXAMPLE if task != "latin_square" else {"items": "A B C"})
 
 
-def advice(words: Sequence[str], known: Container[str]) -> str:
+def vocabulary_hint(words: Sequence[str], known: Container[str]) -> str:
     """What to tell somebody who asked the packaged model with words that it does not know; empty for other models.
 
     Args:
@@ -64,18 +64,18 @@ def advice(words: Sequence[str], known: Container[str]) -> str:
     return (
         (f". Did you mean {hints}?" if hints else ".")
         + f" The packaged model answers {', '.join(VERBS)} with lists of {LIST_LENGTHS[0]} to {LIST_LENGTHS[-1]} of "
-        + f"{len(WORDS)} words ({', '.join(WORDS[:3])}, ... {WORDS[-1]}), such as '{example('sort')}': "
+        + f"{len(WORDS)} words ({', '.join(WORDS[:3])}, ... {WORDS[-1]}), such as '{example_prompt('sort')}': "
         + "`paradec tasks` lists them all"
     )
 
 
-def lengths(task: str) -> str:
+def describe_lengths(task: str) -> str:
     """How long the lists of a task are, in words: "3 to 6"."""
     sizes = SQUARE_SIZES if task == "latin_square" else LIST_LENGTHS
     return f"{sizes[0]} to {sizes[-1]}"
 
 
-def unknown_words(tokenizer: Any, text: str) -> ValueError:
+def unknown_words_error(tokenizer: Any, text: str) -> ValueError:
     """The error that names the words of a text that a tokenizer cannot express; byte-level ones never have such."""
     unk = tokenizer.unk_token_id
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
@@ -84,4 +84,4 @@ def unknown_words(tokenizer: Any, text: str) -> ValueError:
         plain = plain.replace(special, " ")
     words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
     what = repr(", ".join(words) or text)
-    return ValueError(f"prompt has words outside the model's vocabulary: {what}{advice(words, vocabulary)}")
+    return ValueError(f"prompt has words outside the model's vocabulary: {what}{vocabulary_hint(words, vocabulary)}")

@@ -33,7 +33,7 @@ def _is_integral(tensor: Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
+def to_tensor(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -41,7 +41,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
         raise TypeError(f"{name} of type {type(value).__name__} must be a tensor of integers: {reason}") from error
 
 
-def rows_of_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
+def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
     """The rows of a tensor without its padding, and whether it is one row, [length], or a batch, [batch, length].
 
     Raises:
@@ -54,7 +54,7 @@ def rows_of_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], b
     single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
     keep = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
-        mask = torch.atleast_2d(tensor_of("attention_mask", attention_mask)).cpu()
+        mask = torch.atleast_2d(to_tensor("attention_mask", attention_mask)).cpu()
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
         if not ((mask == 0) | (mask == 1)).all():
@@ -65,7 +65,7 @@ def rows_of_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], b
     return [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)], single
 
 
-def rows_of_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
+def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
     """The same of a list of ids, or of rows of ids. Raises TypeError for a list of anything else."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
@@ -73,35 +73,37 @@ def rows_of_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list
         if attention_mask is not None:
             if len({len(row) for row in prompt}) != 1:
                 raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
-            return rows_of_tensor(tensor_of("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
+            return rows_from_tensor(to_tensor("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
         return [[int(i) for i in row] for row in prompt], False
     kinds = sorted({type(item).__name__ for item in prompt})
     raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
 
 
-PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What processors return beside images; token types say nothing that ids do not."""
 
 
-PASSED_OVER = ("special_tokens_mask", "offset_mapping", "length")
+IGNORED_FIELDS = ("special_tokens_mask", "offset_mapping", "length")
 """What tokenizers return when asked, and nothing here needs."""
 
 
-PICTURED = ("pixel_values", "image_position_ids")
+IMAGE_FIELDS = ("pixel_values", "image_position_ids")
 
 
 def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     """Ids and attention mask of what a tokenizer or processor returns, which holds nothing else than is known."""
-    ids, mask = _of_tokenizer(inputs, attention_mask)
+    ids, mask = _read_tokenized(inputs, attention_mask)
     for name in sorted(map(str, inputs)):
-        if name not in (*PROCESSED, *PICTURED, *PASSED_OVER):
-            raise ValueError(f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED, *PICTURED))} are taken")
+        if name not in (*TEXT_FIELDS, *IMAGE_FIELDS, *IGNORED_FIELDS):
+            raise ValueError(
+                f"prompt holds {name!r}; of a processor {', '.join((*TEXT_FIELDS, *IMAGE_FIELDS))} are taken"
+            )
     return ids, mask
 
 
-def embed_pictures(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -> list[Tensor | None] | None:
+def embed_images(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -> list[Tensor | None] | None:
     """The embeddings of the images that a processor returned, at their tokens in each row; None on models without."""
-    pictures = [inputs.get(name) for name in PICTURED]
+    pictures = [inputs.get(name) for name in IMAGE_FIELDS]
     if hasattr(model, "embed_images"):
         return model.embed_images(rows, *pictures)
     if any(value is not None for value in pictures):
@@ -109,7 +111,7 @@ def embed_pictures(model: Any, rows: list[list[int]], inputs: Mapping[str, Any])
     return None
 
 
-def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
+def _read_tokenized(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
     """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
 
     Raises:
@@ -126,4 +128,4 @@ def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any
     rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
     if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
         return ids, None
-    return (rows, masks) if rows is ids else (tensor_of("input ids", ids), tensor_of("attention_mask", mask))
+    return (rows, masks) if rows is ids else (to_tensor("input ids", ids), to_tensor("attention_mask", mask))

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from paradec.core.checks import check_bool
 from paradec.core.facts import HOLE
-from paradec.core.mask_text import HOLE_TEXT, check_placeholder, with_masks
-from paradec.core.packaged import unknown_words
+from paradec.core.mask_text import HOLE_TEXT, check_placeholder, replace_placeholders
+from paradec.core.packaged import unknown_words_error
 from paradec.core.prompt_ids import (
     BYTES,
-    embed_pictures,
+    embed_images,
     is_rows_of_ids,
     read_processed,
-    rows_of_lists,
-    rows_of_tensor,
-    tensor_of,
+    rows_from_lists,
+    rows_from_tensor,
+    to_tensor,
 )
 
 
@@ -35,28 +35,28 @@ class Prompts:
     single: bool
     starts: list[int]
     """Where the text of an infill begins in each row: at its last turn."""
-    before: list[int] | None = None
+    copy_indices: list[int] | None = None
     """Equal rows before each row, those of other batches included; None where this is the only batch."""
     images: list[Tensor | None] | None = None
     """The embeddings at the image tokens of each row, [N, D], on models that read images."""
-    among: bool = False
+    joins_batch: bool = False
     """Whether they join a running batch (`paradec.batching`)."""
 
-    def repeated(self, times: int) -> Prompts:
+    def repeat(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         images = None if self.images is None else [part for part in self.images for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts, images=images)
 
-    def numbered(self) -> Prompts:
-        """The same rows, so that a `part` of them draws as among all."""
+    def number_duplicates(self) -> Prompts:
+        """The same rows, so that `select_rows` of them draws as among all."""
         seen = defaultdict[tuple[int, ...], Any](itertools.count)
-        return replace(self, before=[next(seen[row]) for row in map(tuple, self.rows)])
+        return replace(self, copy_indices=[next(seen[row]) for row in map(tuple, self.rows)])
 
-    def part(self, first: int, stop: int) -> Prompts:
+    def select_rows(self, first: int, stop: int) -> Prompts:
         """The rows from `first` to `stop` (exclusive)."""
-        before = None if self.before is None else self.before[first:stop]
+        before = None if self.copy_indices is None else self.copy_indices[first:stop]
         images = None if self.images is None else self.images[first:stop]
         return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before, images)
 
@@ -73,7 +73,7 @@ def check_rows(model: Any, rows: list[list[int]]) -> None:
             raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
 
 
-def right_aligned(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tensor:
+def align_right(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tensor:
     """Rows [B, L] that start at column 0 and have `length` [B] entries -> [B, L] rows that end at the last column."""
     source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(length)).unsqueeze(1)
     return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
@@ -102,30 +102,30 @@ def encode(
     if isinstance(prompt, Mapping):
         ids, mask = read_processed(prompt, attention_mask)
         prompts = encode(model, ids, mask)
-        prompts.images = embed_pictures(model, prompts.rows, prompt)
+        prompts.images = embed_images(model, prompts.rows, prompt)
         return prompts
     if chat is not None:
         check_bool("chat", chat)
     if placeholder is not None:
         check_placeholder(placeholder)
     if isinstance(prompt, (Tensor, np.ndarray)):
-        return _from_ids(model, *rows_of_tensor(tensor_of("input ids", prompt), attention_mask))
+        return _from_ids(model, *rows_from_tensor(to_tensor("input ids", prompt), attention_mask))
     if attention_mask is not None and not is_rows_of_ids(prompt):
         raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
     if isinstance(prompt, str):
-        rows, single = [from_text(model, prompt, chat, placeholder)], True
+        rows, single = [encode_text(model, prompt, chat, placeholder)], True
     elif not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
         raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
     elif len(prompt) == 0:
         raise ValueError("prompt is empty; give at least one token, text or message")
     elif all(isinstance(item, str) for item in prompt):
-        rows, single = [from_text(model, item, chat, placeholder) for item in prompt], False
+        rows, single = [encode_text(model, item, chat, placeholder) for item in prompt], False
     elif all(isinstance(item, dict) for item in prompt):
-        rows, single = [from_messages(model, prompt, placeholder)], True
+        rows, single = [encode_chat(model, prompt, placeholder)], True
     elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
-        rows, single = [from_messages(model, item, placeholder) for item in prompt], False
+        rows, single = [encode_chat(model, item, placeholder) for item in prompt], False
     else:
-        return _from_ids(model, *rows_of_lists(prompt, attention_mask))
+        return _from_ids(model, *rows_from_lists(prompt, attention_mask))
     ids, starts = [row for row, _ in rows], [start for _, start in rows]
     check_rows(model, ids)
     mask = model.facts.hole_id
@@ -143,7 +143,7 @@ def _from_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
     return Prompts(rows, single, [0] * len(rows))
 
 
-def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
+def encode_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
     """The ids of a text, and the start of its last turn in them."""
     tokenizer = _tokenizer(model)
     if not text.strip():
@@ -152,15 +152,15 @@ def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None)
     if chat and not template:
         raise ValueError("chat=True needs a tokenizer with a chat template; this one has none")
     if chat or (chat is None and placeholder is None and template):
-        return from_messages(model, [{"role": "user", "content": text}], placeholder)
+        return encode_chat(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
         # a causal model was trained with the special tokens of its tokenizer
-        return ids_of(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
+        return tokenize(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
     # a masked language model was trained on whole inputs, with its special tokens around them
-    return ids_of(tokenizer, with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
+    return tokenize(tokenizer, replace_placeholders(model, text, placeholder), special=model.kind == "encoder"), 0
 
 
-def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
+def encode_chat(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
     """The ids of a chat, and the start of its last turn in them."""
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
@@ -169,17 +169,17 @@ def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: s
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
     if placeholder is None:
-        return ids_of(tokenizer, render(tokenizer, messages)), 0
-    messages = [{**m, "content": with_masks(model, m["content"], placeholder)} for m in messages]
+        return tokenize(tokenizer, render_chat(tokenizer, messages)), 0
+    messages = [{**m, "content": replace_placeholders(model, m["content"], placeholder)} for m in messages]
     if messages[-1]["role"] != "assistant":
-        return ids_of(tokenizer, render(tokenizer, messages)), 0
-    ids = ids_of(tokenizer, render(tokenizer, messages, open_turn=False))
-    before = ids_of(tokenizer, render(tokenizer, messages[:-1])) if len(messages) > 1 else []
+        return tokenize(tokenizer, render_chat(tokenizer, messages)), 0
+    ids = tokenize(tokenizer, render_chat(tokenizer, messages, open_turn=False))
+    before = tokenize(tokenizer, render_chat(tokenizer, messages[:-1])) if len(messages) > 1 else []
     # a tokenizer may merge tokens across turns; then the text includes the earlier turns
     return ids, len(before) if ids[: len(before)] == before else 0
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
     """The chat as text, tokenized later, so that no special token is added twice. variables: of the template."""
     from jinja2 import TemplateError  # transformers' template engine
 
@@ -193,14 +193,14 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool =
     return text
 
 
-def ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Tokenize a text, with special tokens if `special`. Raises ValueError for words without a token."""
     if HOLE_TEXT in text:  # of a model without a mask token
-        parts = [ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
+        parts = [tokenize(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
         return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        raise unknown_words(tokenizer, text)
+        raise unknown_words_error(tokenizer, text)
     return ids
 
 

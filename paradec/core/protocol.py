@@ -29,7 +29,7 @@ from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.query import CallCost, Cost, branch_rows
 from paradec.core.recording import evaluated_spans, record_step
-from paradec.core.registry import Component, Registry, check_declared
+from paradec.core.registry import Component, Registry, check_class
 from paradec.core.rows import ROWS, clear_rows, count_rows, row_layout
 from paradec.core.trace import Notes, Trace
 
@@ -107,7 +107,7 @@ class State:
     trace: Trace | None = field(init=False, default=None)
     features: dict[str, Any] = field(init=False, default_factory=dict, metadata=ROWS)
     """Optional features of the request (`paradec.samplers.features`) by name, in the order of their calls."""
-    noted: bool = field(init=False, default=True)
+    has_notes: bool = field(init=False, default=True)
     """Whether a trace also has what `Sampler.observe` returns."""
     logprobs: LogProbs | None = field(init=False, default=None, metadata=ROWS)
     """Of the decided tokens, in the columns of the canvas, where the request asks for it."""
@@ -150,7 +150,7 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
 
     @contextmanager
-    def freed_store(self) -> Iterator[None]:
+    def release_stores_on_exit(self) -> Iterator[None]:
         """Release `stores` on exit: a traceback would keep the state alive."""
         try:
             yield
@@ -167,7 +167,7 @@ class State:
         """Why the cache cannot win for this request, if it cannot."""
         return None
 
-    def fixed(self) -> str | None:
+    def why_rows_fixed(self) -> str | None:
         """Why rows cannot be replaced; None where they can."""
         return f"{type(self).__name__} does not give its rows away"
 
@@ -195,11 +195,11 @@ class State:
         """Take `rows` [N] out of the decoding."""
         raise NotImplementedError
 
-    def final(self, rows: np.ndarray) -> np.ndarray:
+    def final_ends(self, rows: np.ndarray) -> np.ndarray:
         """[N] int64: the position up to which all of each row is final, and stays so."""
         raise NotImplementedError
 
-    def extent(self, rows: np.ndarray) -> int:
+    def num_columns(self, rows: np.ndarray) -> int:
         """Columns that `rows` [N] need."""
         raise NotImplementedError
 
@@ -246,7 +246,7 @@ class Sampler(Component):
     """The family's defaults, where they differ from those of `paradec.Request`."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        check_declared("sampler", cls)
+        check_class("sampler", cls)
         return super().__new__(cls)
 
     def check_model(self, model: Any) -> None:

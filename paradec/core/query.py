@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 
-class Changeable:
+class CopyWithFields:
     """Plain values that are copied with other fields at every step."""
 
-    def but(self, **changes: Any) -> Self:
+    def with_fields(self, **changes: Any) -> Self:
         """A copy with other fields (`dataclasses.replace`, without its cost)."""
         copy = object.__new__(self.__class__)
         copy.__dict__ = self.__dict__ | changes
@@ -20,7 +20,7 @@ class Changeable:
 
 
 @dataclass
-class StoreCall(Changeable):
+class StoreCall(CopyWithFields):
     """What one model call reads of a key/value store and writes to it. Shapes: as in `Query`."""
 
     rows: Tensor
@@ -39,7 +39,7 @@ class StoreCall(Changeable):
 
 
 @dataclass
-class Query(Changeable):
+class Query(CopyWithFields):
     """One model call, for the rows of one shape bucket.
 
     Shapes: `N` rows of this bucket, `R = branches * N` rows in the call, `Q` positions each, `W` wanted positions each.
@@ -74,7 +74,7 @@ class Query(Changeable):
 
 
 @dataclass
-class WindowLogits(Changeable):
+class WindowLogits(CopyWithFields):
     """Places of a call's logits in the running rows' windows."""
 
     index: np.ndarray

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from paradec.core.family_queries import LatentProposal
-from paradec.core.thumbnails import of_latent
-from paradec.core.trace import Span, Trace, spans
+from paradec.core.thumbnails import preview_latent
+from paradec.core.trace import Span, Trace, to_spans
 
 
 def record_step(sampler: Any, model: Any, state: Any, trace: Trace) -> Any:
     """Take one step with its commit, and append it to the trace."""
     begin = time.perf_counter()
     proposal = sampler.step(model, state)
-    notes = sampler.observe(state, proposal) if state.noted else None
+    notes = sampler.observe(state, proposal) if state.has_notes else None
     commit = sampler.commit(state, proposal)
     commits, pictures = commit.to_list(), None
     seconds = time.perf_counter() - begin
     if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
-        pictures = of_latent(commit.values, len(trace.steps))
+        pictures = preview_latent(commit.values, len(trace.steps))
     forwarded = proposal.cost.forwarded.tolist()
     trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
     return commit
@@ -43,4 +43,4 @@ def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | No
         is_real = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
         for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), is_real, strict=True):
             positions[row].update(places[real].tolist())
-    return [spans(places) for places in positions] if has_positions else None
+    return [to_spans(places) for places in positions] if has_positions else None

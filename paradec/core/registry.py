@@ -12,10 +12,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-MOST_SHOWN = 24
-"""Names that a message lists; of longer lists, and of registries with more than `NEAREST`, it shows the nearest."""
-NEAREST = 3
-LONGEST_GUESSED = 80
+MAX_LISTED = 24
+"""Names that a message lists; of longer lists, and of registries with more than `NUM_NEAREST`, it shows the nearest."""
+NUM_NEAREST = 3
+MAX_GUESSED_LENGTH = 80
 
 
 class Component:
@@ -36,17 +36,17 @@ class Component:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data: the name under the `kind`, then every setting."""
-        return {self.kind: self.name} | {key: plain(getattr(self, key)) for key in self.settings()}
+        return {self.kind: self.name} | {key: to_data(getattr(self, key)) for key in self.settings()}
 
 
-def plain(value: Any) -> Any:
+def to_data(value: Any) -> Any:
     """Turn a setting into JSON data: a sampler becomes its `to_dict`, a model or function its name."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "facts"):
         return value.facts.name
     if isinstance(value, tuple):
-        return [plain(entry) for entry in value]
+        return [to_data(entry) for entry in value]
     return value.__name__ if callable(value) and hasattr(value, "__name__") else value
 
 
@@ -108,20 +108,20 @@ class Registry:
         """Add a class, or the text "module:Class".
 
         Raises:
-            ValueError: the name is taken, or the text has another form. TypeError: as `check_declared`.
+            ValueError: the name is taken, or the text has another form. TypeError: as `check_class`.
         """
         if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
         if isinstance(target, type) and hasattr(target, "name"):
-            check_declared(self.kind, target)
+            check_class(self.kind, target)
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
         """The class of a name. Raises ValueError for an unknown name."""
         if not isinstance(name, str) or name not in self:
-            raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
+            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
         target = self._targets[name]
         if isinstance(target, str):
             try:
@@ -138,7 +138,7 @@ class Registry:
         targets = self._targets.items()
         return {at.partition(":")[2] if isinstance(at, str) else at.__name__: name for name, at in targets}
 
-    def named(self, name: str, package: str) -> Any:
+    def attribute(self, name: str, package: str) -> Any:
         """The registered class or the module called `name`, for the `__getattr__` of `package`."""
         if name in (known := self.classes()):
             return self.get(known[name])
@@ -155,7 +155,7 @@ class Registry:
         if is_composed(name) and name not in self:
             self.create(name)
         elif name not in self:
-            raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
+            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make one by name. Settings win over the preset, which wins over the defaults.
@@ -176,12 +176,12 @@ class Registry:
         presets = getattr(cls, "presets", {})
         if preset is not None:
             if not isinstance(preset, str) or preset not in presets:
-                raise ValueError(unknown(f"preset of {what}", preset, presets))
+                raise ValueError(unknown_name(f"preset of {what}", preset, presets))
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
         for setting in settings:
             if setting not in allowed:
-                raise ValueError(unknown(f"setting of {what}", setting, allowed))
+                raise ValueError(unknown_name(f"setting of {what}", setting, allowed))
         return cls(**settings)
 
     def from_dict(self, data: Mapping[str, Any]) -> Any:
@@ -208,21 +208,21 @@ def read_stub(file: Path) -> dict[str, str]:
     return {name: module for module, name in imports}
 
 
-def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:
+def unknown_name(what: str, given: object, allowed: Any, listed: str = "") -> str:
     """The message for a name that is not one of `allowed`, with the closest names, and where all are `listed`."""
     names = sorted(allowed)
-    text, said = str(given)[:LONGEST_GUESSED], repr(given)
+    text, said = str(given)[:MAX_GUESSED_LENGTH], repr(given)
     said = said if len(said) <= 80 else f"{said[:77]}..."
     close = difflib.get_close_matches(text, names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    if len(names) <= (NEAREST if listed else MOST_SHOWN):
+    if len(names) <= (NUM_NEAREST if listed else MAX_LISTED):
         return f"unknown {what}: {said}{hint}; allowed: {', '.join(names) or 'none'}"
-    near = ", ".join(difflib.get_close_matches(text, names, n=NEAREST, cutoff=0))
+    near = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
     where = f"; {listed} lists all" if listed else ""
     return f"unknown {what}: {said}{hint}; the nearest of {len(names)} names: {near}{where}"
 
 
-def check_declared(kind: str, cls: type) -> None:
+def check_class(kind: str, cls: type) -> None:
     """Raise TypeError for a class of a sampler or cache without a name, or with settings but no dataclass."""
     if not getattr(cls, "name", ""):
         raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')

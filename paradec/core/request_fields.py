@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 from paradec.core.checks import check_int, shown
-from paradec.core.registry import Registry, import_lazily, plain, unknown
+from paradec.core.registry import Registry, import_lazily, to_data, unknown_name
 
-ELSEWHERE = {
+NAMES_ELSEWHERE = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
     "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
     "steps": ("diffusion_steps", "num_inference_steps"),
@@ -19,7 +19,7 @@ ELSEWHERE = {
 """Fields, and their names in other libraries."""
 
 
-def check_by(target: str) -> Callable[[str, Any], Any]:
+def check_lazily(target: str) -> Callable[[str, Any], Any]:
     """A check that another module makes, "module:function"."""
     return lambda name, value: import_lazily(target)(name, _to_lists(value))
 
@@ -79,7 +79,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
             )
     if name == "blocks":
         return import_lazily("paradec.samplers.masked.policies:policy_data")(value)
-    data = plain(value)
+    data = to_data(value)
     try:
         json.dumps(data)
     except (TypeError, ValueError):
@@ -87,9 +87,9 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     return data
 
 
-def unknown_argument(name: str, allowed: Collection[str]) -> TypeError:
+def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
     """The error for a name that is none of the `allowed` arguments, with what was probably meant."""
-    for ours, others in ELSEWHERE.items():
+    for ours, others in NAMES_ELSEWHERE.items():
         if name in others and ours in allowed:
             # of text; the codes of image models add 1 or not
             value = f", and {ours} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
@@ -103,4 +103,4 @@ def unknown_argument(name: str, allowed: Collection[str]) -> TypeError:
                 f"unknown argument: {name!r}; it is a setting of a sampler: "
                 f"sampler=paradec.samplers.create({sampler!r}, {name}=...)"
             )
-    return TypeError(unknown("argument", name, allowed))
+    return TypeError(unknown_name("argument", name, allowed))

@@ -21,9 +21,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 PAIR = np.array(MULTIPLIERS, np.uint64)
 KEYS = np.multiply.outer(np.arange(10), WEYL).astype(np.uint32)
 """[10, 2]: what is added to a key in each round."""
-LOWER = int(sys.byteorder == "big")
+LOWER_HALF = int(sys.byteorder == "big")
 """Where the lower half of a 64-bit number lies."""
-CACHED = 3 * 2**12
+CALLS_IN_CACHE = 3 * 2**12
 """Calls of philox at once on the CPU."""
 
 TOKEN_STREAM = 0
@@ -62,7 +62,7 @@ def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple
     keys = np.empty((2, *[1] * (len(shape) - len(narrow)), *narrow), np.uint32)
     keys[0], keys[1] = key
     halves = even.view(np.uint32).reshape(*even.shape, 2)[::-1]  # of the products, which change places
-    lower, upper = halves[..., LOWER], halves[..., 1 - LOWER]
+    lower, upper = halves[..., LOWER_HALF], halves[..., 1 - LOWER_HALF]
     multipliers = PAIR.reshape(2, *[1] * len(shape))
     for key_of_round in keys + KEYS.reshape(10, 2, *[1] * len(shape)):
         even *= multipliers
@@ -96,32 +96,32 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
         host = np.empty((5, rows, width), np.uint64)
         for index, numbers in enumerate(each):
             host[index] = numbers
-        draws = torch.from_numpy(_on_host(host.reshape(5, -1, 1), count))
+        draws = torch.from_numpy(_uniform_on_cpu(host.reshape(5, -1, 1), count))
     else:
         wide = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
         place: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in wide]
         place += [] if isinstance(stream, Tensor) else [stream]  # a tensor of it would wait for the device
-        bits = torch.stack(_bits(torch.arange(count, device=keys.device), place), -1)
+        bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), place), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
-def _bits(calls: Integers, place: Sequence[Any]) -> tuple[Integers, Integers]:
+def _two_draws(calls: Integers, place: Sequence[Any]) -> tuple[Integers, Integers]:
     """Two draws of 53 bits per call; one of philox gives four 32-bit words. place: position, step, keys, stream."""
     position, step, key0, key1, stream = place
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _on_host(place: np.ndarray, count: int) -> np.ndarray:
+def _uniform_on_cpu(place: np.ndarray, count: int) -> np.ndarray:
     """Draws [N, count, 2] of N places; in pieces that stay in the processor's cache, which is several times faster."""
     draws = np.empty((place.shape[1], count, 2))
-    wide = min(max(count, 1), CACHED)
-    tall = CACHED // wide
+    wide = min(max(count, 1), CALLS_IN_CACHE)
+    tall = CALLS_IN_CACHE // wide
     for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
         part = draws[top : top + tall, left : left + wide]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _bits(calls, [*place[:, top : top + tall]])
+        part[..., 0], part[..., 1] = _two_draws(calls, [*place[:, top : top + tall]])
         part += 0.5
         part *= 2.0**-53
     return draws

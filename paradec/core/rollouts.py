@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.core.rows import resize_axis
 
 FORMAT = "paradec-rollout/1"
@@ -23,9 +23,9 @@ GIVEN, NEVER, FORCED = -1, -2, -3
 TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": float("nan")}
 """Those with a column for every position, and what is after a row's end."""
 WRITES = ("writes", "writes_logp", "writes_logp_drawn")
-OF_ROWS = ("length", "prompt_length")
-NAMED = ("model", "sampler", "topology")
-SHARED = (*NAMED, "temperature", "guidance_scale")
+ROW_FIELDS = ("length", "prompt_length")
+MODEL_SETTINGS = ("model", "sampler", "topology")
+SHARED = (*MODEL_SETTINGS, "temperature", "guidance_scale")
 """Settings that the log-probabilities depend on."""
 
 
@@ -91,7 +91,7 @@ class Rollout:
         """One row alone, as wide as it is."""
         width, at = int(self.length[row]), slice(row, row + 1)
         found: dict[str, Any] = {name: value[at, :width].clone() for name, value in self._present(TENSORS)}
-        found |= {name: getattr(self, name)[at].clone() for name in (*OF_ROWS, "suppressed")}
+        found |= {name: getattr(self, name)[at].clone() for name in (*ROW_FIELDS, "suppressed")}
         if self.writes is not None:
             own = self.writes[:, 0] == row
             found |= {name: value[own] for name, value in self._present(WRITES)}
@@ -99,7 +99,7 @@ class Rollout:
         return replace(self, **found)
 
     @classmethod
-    def joined(cls, rollouts: Sequence[Rollout]) -> Rollout:
+    def concatenate(cls, rollouts: Sequence[Rollout]) -> Rollout:
         """Several as one, those of `generate_many`, say; settings of single prompts (seeds) are those of the first.
 
         Raises:
@@ -122,7 +122,7 @@ class Rollout:
             for name, _ in first._present(TENSORS)
         }
         suppressed = [resize_axis(each.suppressed, count, -1) for each in rollouts]
-        for name in OF_ROWS:
+        for name in ROW_FIELDS:
             found[name] = torch.cat([getattr(each, name) for each in rollouts])
         if first.writes is not None:
             found |= {name: torch.cat([getattr(each, name) for each in rollouts]) for name, _ in first._present(WRITES)}
@@ -133,13 +133,13 @@ class Rollout:
         return replace(first, **found, suppressed=torch.cat(suppressed))
 
     @staticmethod
-    def named(facts: ModelFacts, sampler: Any) -> dict[str, Any]:
+    def model_settings(facts: ModelFacts, sampler: Any) -> dict[str, Any]:
         """What `settings` say of a model and a sampler."""
         return {"model": facts.name, "sampler": sampler.name, "topology": facts.topology}
 
-    def of_request(self, request: Any) -> Rollout:
+    def with_request(self, request: Any) -> Rollout:
         """The same with the settings of a row's own `paradec.Request`."""
-        return replace(self, settings=settings_of(request, self.settings))
+        return replace(self, settings=request_settings(request, self.settings))
 
     def to(self, device: Any) -> Rollout:
         """The same on another device."""
@@ -192,13 +192,13 @@ class Rollout:
         return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
 
-def settings_of(request: Any, named: dict[str, Any]) -> dict[str, Any]:
+def request_settings(request: Any, named: dict[str, Any]) -> dict[str, Any]:
     """A rollout's settings: what of a `paradec.Request` differs from the defaults as data (what no file can hold
     as text), beside the model's and sampler's names, which are in `named`."""
-    found = {name: named[name] for name in NAMED}
+    found = {name: named[name] for name in MODEL_SETTINGS}
     for name, value in request.changes().items():
         try:
-            found[name] = json.loads(json.dumps(plain(value)))
+            found[name] = json.loads(json.dumps(to_data(value)))
         except (TypeError, ValueError):
             found[name] = shown(value)
     return found

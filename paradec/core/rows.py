@@ -77,7 +77,7 @@ def resize_axis(values: Values, size: int, fill: Any, axis: int = 1) -> Values:
     count = values.shape[axis]
     if count == size:
         return values
-    more = _filled(values, axis, max(size - count, 0), fill)
+    more = _full_like(values, axis, max(size - count, 0), fill)
     if isinstance(values, np.ndarray):
         return np.concatenate((values.take(np.arange(min(size, count)), axis), more), axis)
     return torch.cat((values.narrow(axis, 0, min(size, count)), more), axis)
@@ -89,7 +89,7 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
     Args:
         added_columns: columns that the copy has more than the state; negative where it has fewer.
     """
-    _call(owner, "before_row_change", None)
+    _call_hook(owner, "before_row_change", None)
     other, count = object.__new__(type(owner)), count_rows(owner)
     vars(other).update(vars(owner))
 
@@ -117,7 +117,7 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
 
     for name, layout in _row_fields(owner).items():
         vars(other)[name] = select(getattr(owner, name), layout)
-    _call(other, "after_row_change")
+    _call_hook(other, "after_row_change")
     return other
 
 
@@ -134,7 +134,7 @@ def clear_rows(owner: Any, slots: np.ndarray) -> None:
 
 def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
     """`replace_rows`, with `more` columns in `owner` than in `other`; `clear_rows` where that is None."""
-    _call(owner, "before_row_change", other)
+    _call_hook(owner, "before_row_change", other)
     count, other_count = count_rows(owner), count_rows(other)
 
     def exchange(own: Any, new: Any, layout: Layout, key: Any = None) -> Any:
@@ -142,7 +142,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
         if sample is None:
             return None
         if isinstance(sample, (dict, tuple)):
-            mine, theirs = _parts(own), _parts(new)
+            mine, theirs = _index_parts(own), _index_parts(new)
             made = {key: exchange(mine.get(key), theirs.get(key), layout, key) for key in mine | theirs}
             return made if isinstance(sample, dict) else tuple(made.values())
         if not isinstance(sample, (list, np.ndarray, Tensor)):
@@ -160,7 +160,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
                 own[slot] = _copy_entry(at.fill if new is None else new[index])
             return own
         if own is None:
-            own = _filled(new, at.axis, count * new.shape[at.axis] // other_count, at.fill)
+            own = _full_like(new, at.axis, count * new.shape[at.axis] // other_count, at.fill)
             own = own if at.columns is None else resize_axis(own, own.shape[at.columns] + more, at.fill, at.columns)
         elif at.shared:
             own = own.clone()
@@ -168,7 +168,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
 
     for name, layout in _row_fields(owner).items():
         vars(owner)[name] = exchange(getattr(owner, name), getattr(other, name, None), layout)
-    _call(owner, "after_row_change")
+    _call_hook(owner, "after_row_change")
 
 
 def _exchange_values(own: Any, index: np.ndarray, new: Any, at: RowLayout) -> Any:
@@ -191,7 +191,7 @@ def _exchange_values(own: Any, index: np.ndarray, new: Any, at: RowLayout) -> An
     return own
 
 
-def _filled(like: Values, axis: int, size: int, fill: Any) -> Values:
+def _full_like(like: Values, axis: int, size: int, fill: Any) -> Values:
     """Nothing but `fill`, of another size along an axis."""
     shape = [*like.shape]
     shape[axis] = size
@@ -223,7 +223,7 @@ def _layout_of(layout: Layout, owner: Any, key: Any) -> RowLayout | None:
     return layout if isinstance(layout, RowLayout) else layout(owner, key)
 
 
-def _parts(value: dict[Any, Any] | tuple[Any, ...] | None) -> dict[Any, Any]:
+def _index_parts(value: dict[Any, Any] | tuple[Any, ...] | None) -> dict[Any, Any]:
     if isinstance(value, tuple):
         return {at if isinstance(part, Tensor) else type(part): part for at, part in enumerate(value)}
     return value or {}
@@ -233,6 +233,6 @@ def _copy_entry(entry: Any) -> Any:
     return [*entry] if isinstance(entry, list) else entry
 
 
-def _call(owner: Any, hook: str, *arguments: Any) -> None:
+def _call_hook(owner: Any, hook: str, *arguments: Any) -> None:
     if method := getattr(owner, hook, None):
         method(*arguments)

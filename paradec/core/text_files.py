@@ -19,11 +19,11 @@ from uuid import uuid4
 from paradec.core.checks import shown
 
 T = TypeVar("T")
-MOST_NESTED = 100
+MAX_DEPTH = 100
 """Lists and objects inside of each other that JSON may have: what handles the data calls itself once for each."""
 
 
-def decoded(data: bytes, name: str) -> str:
+def decode_utf8(data: bytes, name: str) -> str:
     """UTF-8 as text, without a mark of the byte order at its start.
 
     Raises:
@@ -41,10 +41,10 @@ def read_text(file: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: other bytes; the message begins with the file's name. OSError: it cannot be read.
     """
-    return decoded(Path(file).read_bytes(), repr(os.fspath(file)))
+    return decode_utf8(Path(file).read_bytes(), repr(os.fspath(file)))
 
 
-def lines_of(text: str) -> list[tuple[int, str]]:
+def number_lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, with their numbers from 1; "\\n" and a "\\r" before it are no part of them."""
     return [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
@@ -52,7 +52,7 @@ def lines_of(text: str) -> list[tuple[int, str]]:
 def read_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
     """What `read` makes of each line of a file that is not blank. Raises what it raises; ValueErrors name the line."""
     found = []
-    for number, line in lines_of(read_text(file)):
+    for number, line in number_lines(read_text(file)):
         try:
             found.append(read(line))
         except ValueError as error:
@@ -64,7 +64,7 @@ def parse_json(text: str) -> Any:
     """The data of a JSON text.
 
     Raises:
-        ValueError: another text, or lists and objects more than `MOST_NESTED` deep.
+        ValueError: another text, or lists and objects more than `MAX_DEPTH` deep.
     """
     try:
         data = json.loads(text)
@@ -73,7 +73,7 @@ def parse_json(text: str) -> Any:
     except ValueError as error:  # an integer of thousands of digits is one too
         raise ValueError(f"no JSON: {error}") from None
     inside = [data]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_DEPTH):
         inside = [
             value
             for outer in inside
@@ -87,7 +87,7 @@ def parse_json(text: str) -> Any:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"no JSON that can be used: lists and objects are more than {MOST_NESTED} deep")
+    return ValueError(f"no JSON that can be used: lists and objects are more than {MAX_DEPTH} deep")
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:
@@ -114,7 +114,7 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
 
 
 @contextmanager
-def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
+def replace_file(file: str | os.PathLike[str]) -> Iterator[Path]:
     """A path next to a file, of this call alone, that takes the file's place at the end unless an error is raised.
 
     Of several processes that write one file the last one wins. One that is killed may leave its draft behind, which
@@ -136,7 +136,7 @@ def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_bytes(data)
         return
-    with replacing(path) as draft:
+    with replace_file(path) as draft:
         draft.write_bytes(data)
 
 
@@ -148,7 +148,7 @@ def write_json(file: str | os.PathLike[str], data: Any, indent: int | None = 1) 
 # ---- dataclasses from plain data ------------------------------------------------------------------------------------
 
 Reader = Callable[[Any], Any]
-NAMES = {int: "an integer", str: "a text"}
+KEY_TYPES = {int: "an integer", str: "a text"}
 
 
 def from_fields(cls: type[T], data: Any) -> T:
@@ -168,7 +168,7 @@ def from_fields(cls: type[T], data: Any) -> T:
     return value
 
 
-def wrong(value: Any, allowed: str) -> ValueError:
+def value_error(value: Any, allowed: str) -> ValueError:
     """Make the error of a check."""
     return ValueError(f"={shown(value)} must be {allowed}")
 
@@ -176,19 +176,19 @@ def wrong(value: Any, allowed: str) -> ValueError:
 def _read_int(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return value
-    raise wrong(value, "an integer of 64 bits")
+    raise value_error(value, "an integer of 64 bits")
 
 
 def _read_float(value: Any) -> Any:
     if isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return value
-    raise wrong(value, "a number, or an integer of 64 bits")
+    raise value_error(value, "a number, or an integer of 64 bits")
 
 
 def _read_text(value: Any) -> Any:
     if isinstance(value, str):
         return value
-    raise wrong(value, "a text")
+    raise value_error(value, "a text")
 
 
 @functools.cache
@@ -228,32 +228,32 @@ def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:
 
 def _read_list(read: Reader, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        raise wrong(value, "a list")
+        raise value_error(value, "a list")
     return _read_entries((index, read, entry) for index, entry in enumerate(value))
 
 
 def _read_tuple(readers: list[Reader], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != len(readers):
-        raise wrong(value, f"a list of {len(readers)}")
+        raise value_error(value, f"a list of {len(readers)}")
     return tuple(_read_entries(zip(range(len(value)), readers, value, strict=True)))
 
 
 def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        raise wrong(value, "an object")
+        raise value_error(value, "an object")
     keys = []
     for name in value:
         try:
             keys.append(_read_int(int(name)) if key is int else _read_text(name))  # JSON's names are texts
         except (ValueError, TypeError):
-            raise ValueError(f" has the name {shown(name)}; it must be {NAMES[key]}") from None
+            raise ValueError(f" has the name {shown(name)}; it must be {KEY_TYPES[key]}") from None
     entries = _read_entries((f"[{shown(name)}]", read, entry) for name, entry in value.items())
     return dict(zip(keys, entries, strict=True))
 
 
 def _read_object(cls: Any, readers: Mapping[str, Reader], required: list[str], value: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise wrong(value, "an object")
+        raise value_error(value, "an object")
     for name in required:
         if name not in value:
             raise ValueError(f".{name} is missing")

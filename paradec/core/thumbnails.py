@@ -12,24 +12,24 @@ from torch import Tensor
 
 from paradec.core.trace import Notes, Trace
 
-SIDE = 512
+MAX_SIDE = 512
 """Pixels along the longer side of a final picture, at most."""
-LATENT_SIDE = 64
+MAX_LATENT_SIDE = 64
 """The same of a latent's, after each step."""
-STAGE_SIDE = 128
+MAX_STEP_SIDE = 128
 """The same of a picture's, after each step."""
-MOST_ROWS = 8
+MAX_ROWS = 8
 """Rows of a latent or picture that are drawn after each step."""
-MOST_STEPS = 200
+MAX_STEPS = 200
 """Steps of a latent that are drawn: the first ones."""
-MOST_PIXELS = 2**16
+MAX_PNG_PIXELS = 2**16
 """Of what is kept without loss."""
 PREFIX = "data:image/"
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Dark blue to yellow, evenly bright steps apart."""
 
 
-def pillow() -> Any:
+def import_pillow() -> Any:
     """The library's `Image`, or an ImportError that says what to do."""
     try:
         from PIL import Image
@@ -46,18 +46,18 @@ def to_pil(images: Tensor) -> list[Any]:
     Raises:
         ImportError: pillow is missing.
     """
-    library = pillow()
+    library = import_pillow()
     pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
 
 
-def as_uri(image: Any, side: int = SIDE) -> str:
+def to_uri(image: Any, side: int = MAX_SIDE) -> str:
     """A PIL image as text: PNG where it is small, JPEG where it is large; no longer than `side` pixels."""
     if image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     if max(image.size) > side:
         image.thumbnail((side, side))
-    kind = "png" if image.width * image.height <= MOST_PIXELS else "jpeg"
+    kind = "png" if image.width * image.height <= MAX_PNG_PIXELS else "jpeg"
     data = io.BytesIO()
     image.save(data, format=kind, **({"optimize": True} if kind == "png" else {"quality": 85}))
     return f"{PREFIX}{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
@@ -68,28 +68,28 @@ def from_uri(text: str) -> Any:
     if not text.startswith(PREFIX):
         return None
     try:
-        return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+        return import_pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
     except (ValueError, OSError, SyntaxError):  # of Pillow, by what is wrong with the file
         return None
 
 
-def of_images(images: Any) -> list[str] | None:
+def images_to_uris(images: Any) -> list[str] | None:
     """Of what `generate_images` returns, PIL images or a tensor [B, C, H, W] in [0, 1]; None of anything else."""
     if isinstance(images, Tensor):
         if images.ndim != 4 or images.shape[1] not in (1, 3):
             return None
         images = to_pil(images)
-    return [as_uri(image.copy()) for image in images]
+    return [to_uri(image.copy()) for image in images]
 
 
-def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
+def trace_from_steps(steps: Any, images: Any, sampler: Any) -> Trace:
     """The trace of pictures of which no more is known than the step [B, h, w] int64 that made each token final, from 0,
     -1 where none did; and what came of them. `unit` is the tokens that a step made final."""
     rows, height, width = steps.shape
     flat = steps.reshape(rows, -1)
     trace = Trace([[None] * (height * width) for _ in range(rows)], sampler.to_dict(), family="masked")  # type: ignore[list-item]
     trace.grid, trace.cells = (height, width), [list(range(height * width)) for _ in range(rows)]
-    trace.unit, trace.images = "tokens", of_images(images)
+    trace.unit, trace.images = "tokens", images_to_uris(images)
     for index in range(int(flat.max(initial=-1)) + 1):
         made = [(int(row), int(cell), 1, 1.0) for row, cell in np.argwhere(flat == index)]
         counts = np.bincount([row for row, *_ in made], minlength=rows).tolist()
@@ -97,25 +97,25 @@ def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
     return trace
 
 
-def of_stage(images: Tensor) -> list[str]:
+def preview_images(images: Tensor) -> list[str]:
     """Of the first rows of pictures [B, C, H, W] in [0, 1] as they are after a step."""
-    return [as_uri(image, STAGE_SIDE) for image in to_pil(images[:MOST_ROWS])]
+    return [to_uri(image, MAX_STEP_SIDE) for image in to_pil(images[:MAX_ROWS])]
 
 
-def of_latent(latent: Tensor, step: int) -> list[str] | None:
+def preview_latent(latent: Tensor, step: int) -> list[str] | None:
     """Of the first rows of a latent [B, C, H, W] after a step, each by its own brightest and darkest value: the first
     three channels as colours, one as grey. None where it is no raster, after too many steps, and without pillow."""
     try:
-        library = pillow()
+        library = import_pillow()
     except ImportError:
         return None
-    if latent.ndim != 4 or step >= MOST_STEPS:
+    if latent.ndim != 4 or step >= MAX_STEPS:
         return None
-    rows = latent[:MOST_ROWS, : 3 if latent.shape[1] >= 3 else 1].float().cpu().numpy()
+    rows = latent[:MAX_ROWS, : 3 if latent.shape[1] >= 3 else 1].float().cpu().numpy()
     found = []
     for row in rows:
         low, high = float(row.min()), float(row.max())
         pixels = np.round((row - low) / max(high - low, 1e-12) * 255).astype(np.uint8).transpose(1, 2, 0)
         image = library.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
-        found.append(as_uri(image, LATENT_SIDE))
+        found.append(to_uri(image, MAX_LATENT_SIDE))
     return found

@@ -12,32 +12,32 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from paradec.core.checks import count, shown
+from paradec.core.checks import format_count, shown
 from paradec.core.registry import Registry
-from paradec.core.text_files import from_fields, parse_json, read_text, write_bytes, wrong
+from paradec.core.text_files import from_fields, parse_json, read_text, value_error, write_bytes
 
-MOST_COUNTED = 2**53
+MAX_COUNT = 2**53
 """What browsers count exactly."""
 Span = tuple[int, int]
 """First position, and the one after the last."""
 
 
-def _token(value: Any) -> Any:
+def _check_token(value: Any) -> Any:
     numbers = isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
     if value is None or numbers or isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise wrong(value, "an id, the numbers of a continuous token, or null")
+    raise value_error(value, "an id, the numbers of a continuous token, or null")
 
 
-def _counts(value: Any) -> Any:
-    if 0 <= min(value, default=0) and max(value, default=0) < MOST_COUNTED:
+def _check_counts(value: Any) -> Any:
+    if 0 <= min(value, default=0) and max(value, default=0) < MAX_COUNT:
         return value
-    raise wrong(value, f"counts from 0 to {MOST_COUNTED}")
+    raise value_error(value, f"counts from 0 to {MAX_COUNT}")
 
 
-Token = Annotated[Any, _token]
+Token = Annotated[Any, _check_token]
 """An id; of continuous tokens the numbers, None where undecided."""
-Counts = Annotated[list[int], _counts]
+Counts = Annotated[list[int], _check_counts]
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Notes:
     """What writes at (row, position), where that is not the sampler as a whole."""
 
 
-DRAFTED, DRAWN = "accepted draft", "own token"
+DRAFTED_RULE, SAMPLED_RULE = "accepted draft", "own token"
 """Names in `Trace.rules` of tokens that were drafted, and of those that the model chose itself."""
 
 
@@ -172,8 +172,8 @@ class Trace:
         if not self.canvas:
             return []
         if self.family and (self.mask_id is not None or None in self.canvas[row]):
-            return spans(i for i, token in enumerate(self.canvas[row]) if token in (self.mask_id, None))
-        return spans({position for step in self.steps for at, position, _, _ in step.commits if at == row})
+            return to_spans(i for i, token in enumerate(self.canvas[row]) if token in (self.mask_id, None))
+        return to_spans({position for step in self.steps for at, position, _, _ in step.commits if at == row})
 
     @property
     def row_nfe(self) -> list[int]:
@@ -208,7 +208,7 @@ class Trace:
         if notes.drafts is not None:
             written = {(row, position, token) for row, position, token, _ in commits}
             step.rejected = sorted(notes.drafts - written)
-            named = [DRAFTED if entry[:3] in notes.drafts else DRAWN for entry in commits]
+            named = [DRAFTED_RULE if entry[:3] in notes.drafts else SAMPLED_RULE for entry in commits]
         elif notes.rules is not None:
             named = [notes.rules.get(entry[:2], "") for entry in commits]
         else:
@@ -318,7 +318,7 @@ class Trace:
         Raises:
             ValueError: another suffix. ImportError: pillow or matplotlib is missing for what they draw.
         """
-        drawing("file")([self], path)
+        get_drawing("file")([self], path)
 
     load = from_json
 
@@ -339,7 +339,7 @@ class Trace:
             beside: further runs, stepped through together with this one.
             names: what to call the runs; by default their samplers.
         """
-        text: str = drawing("page")(self._with(beside), names)
+        text: str = get_drawing("page")(self._with(beside), names)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -360,7 +360,7 @@ class Trace:
         Raises:
             ImportError: pillow is missing. ValueError: as `paradec.tools.traces.gif.write`.
         """
-        drawing("animation")(self._with(beside), path, names, **how)
+        get_drawing("animation")(self._with(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
         """A matplotlib figure: when each position became final, and what the steps cost.
@@ -368,28 +368,28 @@ class Trace:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        return drawing("plot")(self._with(beside), names)
+        return get_drawing("plot")(self._with(beside), names)
 
     def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
         return [self, beside] if isinstance(beside, Trace) else [self, *beside]
 
     def _repr_html_(self) -> str:
-        return str(drawing("frame")(self))
+        return str(get_drawing("frame")(self))
 
     def __repr__(self) -> str:
         sampler = self.settings.get("sampler", "?")
         return (
-            f"Trace({sampler!r}: {count(self.batch, 'row')}, {count(len(self.steps), 'step')}, "
-            f"{count(max(self.row_nfe, default=0), 'forward')})"
+            f"Trace({sampler!r}: {format_count(self.batch, 'row')}, {format_count(len(self.steps), 'step')}, "
+            f"{format_count(max(self.row_nfe, default=0), 'forward')})"
         )
 
 
-def drawing(name: str) -> Callable[..., Any]:
+def get_drawing(name: str) -> Callable[..., Any]:
     """A function that draws; `paradec.tools.traces` says which there are."""
     return Registry.by_kind["drawing"].get(name)
 
 
-def spans(positions: Iterable[int]) -> list[Span]:
+def to_spans(positions: Iterable[int]) -> list[Span]:
     """Runs of neighbours among positions, ascending."""
     found: list[Span] = []
     for position in sorted(positions):
@@ -403,12 +403,12 @@ def spans(positions: Iterable[int]) -> list[Span]:
 # ---- texts of tokens, for those who look at a trace without the model ------------------------------------------------
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-MOST_JOINED = 8
+MAX_MERGED_TOKENS = 8
 """Tokens that one character can be spread over."""
 METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-def name_tokens(trace: Trace, tokenizer: Any) -> None:
+def record_token_texts(trace: Trace, tokenizer: Any) -> None:
     """Write down the text of every token of a trace, and which final tokens make a character together alone."""
     if tokenizer is None or not trace.canvas:
         return
@@ -420,7 +420,7 @@ def name_tokens(trace: Trace, tokenizer: Any) -> None:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*getattr(tokenizer, "all_special_ids", ()), *(i for i, token in added.items() if token.special)}
     trace.special = sorted(ids & special)
-    trace.joined = [joined(tokenizer, row, trace.texts) for row in trace.replay()]
+    trace.joined = [merge_characters(tokenizer, row, trace.texts) for row in trace.replay()]
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
@@ -436,13 +436,13 @@ def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
     return found
 
 
-def joined(tokenizer: Any, row: Sequence[int], texts: dict[int, str]) -> list[tuple[int, int, str]]:
+def merge_characters(tokenizer: Any, row: Sequence[int], texts: dict[int, str]) -> list[tuple[int, int, str]]:
     """(first position, the one after the last, text) of neighbours that are parts of one character each."""
     found, start = [], 0
     while start < len(row):
         stop = start + 1
         if BROKEN in texts.get(row[start], ""):
-            for end in range(start + 2, min(start + MOST_JOINED, len(row)) + 1):
+            for end in range(start + 2, min(start + MAX_MERGED_TOKENS, len(row)) + 1):
                 if BROKEN not in texts.get(row[end - 1], ""):
                     break
                 text = tokenizer.decode(row[start:end], skip_special_tokens=False)

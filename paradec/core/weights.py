@@ -58,7 +58,7 @@ class WeightsLock:
 
     def version(self, module: nn.Module) -> int:
         """How often the weights were seen to have changed."""
-        fingerprint = weights_of(module)
+        fingerprint = fingerprint_weights(module)
         self._version += self._fingerprint not in (None, fingerprint)
         self._fingerprint = fingerprint
         return self._version
@@ -67,7 +67,7 @@ class WeightsLock:
 _locks: weakref.WeakKeyDictionary[nn.Module, WeightsLock] = weakref.WeakKeyDictionary()
 
 
-def lock_of(module: nn.Module) -> WeightsLock:
+def get_lock(module: nn.Module) -> WeightsLock:
     """The lock of a module's weights, shared by all models of it."""
     return _locks.setdefault(module, WeightsLock())
 
@@ -77,27 +77,27 @@ def weights_lock(model: Any) -> WeightsLock:
     return getattr(model, "weights_lock", None) or WeightsLock()
 
 
-def weights_of(module: nn.Module) -> int:
+def fingerprint_weights(module: nn.Module) -> int:
     """Fingerprint that changes when a parameter is exchanged, moves or is written in place (not through its `data`),
     by an update, and when an adapter of peft is added, removed, switched, merged or scaled."""
-    states: list[Any] = [lock_of(module).updates]
+    states: list[Any] = [get_lock(module).updates]
     seen, parts = {module}, [module]
     for part in parts:  # `module.parameters()` spells every name on the way, for each request
         for child in part._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 parts.append(child)
-        states += [_state_of(parameter) for parameter in part._parameters.values() if parameter is not None]
+        states += [_fingerprint_value(parameter) for parameter in part._parameters.values() if parameter is not None]
         if isinstance(getattr(type(part), ADAPTERS[0], None), property):
             states += [str(getattr(part, name)) for name in ADAPTERS]
             layer: Any = part
             for name in layer.other_param_names:  # rank, alpha, scaling, ... by adapter, as each kind of layer has them
                 if isinstance(settings := vars(layer).get(name), dict):
-                    states += [(name, adapter, _state_of(value)) for adapter, value in settings.items()]
+                    states += [(name, adapter, _fingerprint_value(value)) for adapter, value in settings.items()]
     return hash(tuple(states))
 
 
-def _state_of(value: Any) -> Any:
+def _fingerprint_value(value: Any) -> Any:
     """Something hashable that changes with a number, or when a tensor moves or is written."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str) else id(value)

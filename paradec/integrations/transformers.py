@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from paradec.api.generate import generate
 from paradec.caches.base import Cache
 from paradec.core.checks import shown
-from paradec.core.weights import lock_of
+from paradec.core.weights import get_lock
 from paradec.models.cache_argument import NAMES as CACHE_NAMES
 from paradec.models.wrapping import wrap
 from paradec.request import FIELDS, Preset
@@ -172,7 +172,7 @@ def hf_generate(
     mask = next((value for value in mask_ids if value is not None), None)
     if topology is None and (prediction is not None or mask is not None):
         topology = "bidirectional"
-    with lock_of(model), _training_flags(model):
+    with get_lock(model), _training_flags(model):
         wrapped = wrap(
             model,
             mask_token_id=mask,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
-from paradec.core.weights import WeightsLock, lock_of
+from paradec.core.weights import WeightsLock, get_lock
 from paradec.models.saving import Published, plan_writes, save
 
 
@@ -125,7 +125,7 @@ class Model(Adapter):
     @cached_property
     def weights_lock(self) -> WeightsLock:
         """Lock between running requests and weight updates."""
-        return lock_of(self.module)
+        return get_lock(self.module)
 
     @property
     def _takes_masks(self) -> bool:

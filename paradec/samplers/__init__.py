@@ -29,7 +29,7 @@ create = registry.create
 
 def __getattr__(name: str) -> Any:
     """A class of the registry by its own name: `paradec.samplers.Threshold(threshold=0.8)`."""
-    return registry.named(name, __name__)
+    return registry.attribute(name, __name__)
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from paradec import samplers
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
-from paradec.core.registry import plain, unknown
+from paradec.core.registry import to_data, unknown_name
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import MaskedProposal
@@ -136,13 +136,13 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         own = set(inspect.signature(cls.__init__).parameters) - {"self"}
         for name in kwargs:
             if name not in own:
-                raise ValueError(unknown(f"config key of {cls.__name__}", name, own))
+                raise ValueError(unknown_name(f"config key of {cls.__name__}", name, own))
         if not isinstance(config, Mapping):
             return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
         known = own | _keys_of_others(config.get("_class_name"))
         for name in config:
             if not name.startswith("_") and name not in known:
-                raise ValueError(unknown(f"config key of {cls.__name__}", name, own))
+                raise ValueError(unknown_name(f"config key of {cls.__name__}", name, own))
         defaults = {**cls.family_settings, **cls.sampler_settings()}
         left = config.get("_use_default_values", ())
         given: dict[str, Any] = {}
@@ -218,12 +218,12 @@ def _config_init(settings: Mapping[str, Any]) -> Callable[..., None]:
     def __init__(self: SamplerScheduler, **given: Any) -> None:
         for name in given:
             if name not in settings:
-                raise ValueError(unknown(f"config key of {type(self).__name__}", name, settings))
+                raise ValueError(unknown_name(f"config key of {type(self).__name__}", name, settings))
         self._setup()
 
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=plain(default))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=to_data(default))
         for name, default in settings.items()
     ]
     __init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from paradec import samplers
 from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.kernels.token_stats import token_statistics
 from paradec.request import Preset, Request
 from paradec.samplers.distributions import divided
@@ -445,7 +445,7 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
         return CombinationScheduler(**{"combination": request.to_dict()["sampler"], **config})
     for cls in BlockScheduler.__subclasses__():
         if cls.sampler_name == method.name:
-            return cls(**{name: plain(getattr(method, name)) for name in cls.sampler_settings()} | config)
+            return cls(**{name: to_data(getattr(method, name)) for name in cls.sampler_settings()} | config)
     raise ValueError(f"sampler {method.name!r} of the preset has no scheduler: use paradec.generate")
 
 

@@ -92,7 +92,7 @@ def test_what_the_packaged_model_can_do(width: int, monkeypatch: pytest.MonkeyPa
     assert words(" ".join(packaged.WORDS)) <= words(text)
     flat = " ".join(text.split())
     for task in TASKS:
-        assert packaged.example(task) in flat or width == 50  # where it goes on in the next line
+        assert packaged.example_prompt(task) in flat or width == 50  # where it goes on in the next line
     assert json.loads(ok("tasks", "--json"))["words"] == [*packaged.WORDS]
     assert len(ok("tasks").splitlines()) == 1 + len(TASKS) + 1
 
@@ -104,10 +104,10 @@ def test_what_is_said_of_the_packaged_model_is_so() -> None:
     assert {task: packaged.TEMPLATES[task] for task in TASKS} == {name: task.template for name, task in TASKS.items()}
     for task in TASKS.values():
         assert packaged.TEMPLATES[task.name].startswith(packaged.VERBS)
-        assert packaged.lengths(task.name) == f"{min(task.sizes)} to {max(task.sizes)}"
-        out = paradec.generate(model, packaged.example(task.name))
+        assert packaged.describe_lengths(task.name) == f"{min(task.sizes)} to {max(task.sizes)}"
+        out = paradec.generate(model, packaged.example_prompt(task.name))
         example = next(e for e in load_prompts(task.name, 1))
         drawn: dict[str, Any] = packaged.EXAMPLE if task.name != "latin_square" else {"items": "A B C"}
         fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
-        asked = type(example)(task.name, packaged.example(task.name), tuple(drawn["items"].split()), **fields)
+        asked = type(example)(task.name, packaged.example_prompt(task.name), tuple(drawn["items"].split()), **fields)
         assert task.check(asked, out.text), (asked.prompt, out.text)

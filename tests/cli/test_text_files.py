@@ -113,7 +113,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         text_files.write_json(file, {"a": object()})
     assert file.read_bytes() == before
-    with pytest.raises(ZeroDivisionError), text_files.replacing(file) as draft:
+    with pytest.raises(ZeroDivisionError), text_files.replace_file(file) as draft:
         draft.write_text("half")
         raise ZeroDivisionError
     assert file.read_bytes() == before

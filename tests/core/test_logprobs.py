@@ -304,7 +304,7 @@ def test_the_likeliest_of_a_large_vocabulary(dtype: torch.dtype) -> None:
     tokens[0, 2] = 7
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     for known in (None, chosen.exp()):
-        found = StepLogProbs.of_logits(logits, tokens, 6, known)
+        found = StepLogProbs.from_logits(logits, tokens, 6, known)
         best = log_p.topk(6)
         assert torch.equal(found.best_tokens, best.indices)
         torch.testing.assert_close(found.best, best.values, rtol=1e-6, atol=1e-6)

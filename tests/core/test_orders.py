@@ -18,7 +18,15 @@ from recorded import replays
 import paradec
 from paradec import samplers
 from paradec.core import orders, rng
-from paradec.core.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
+from paradec.core.orders import (
+    PUBLISHED_SIZES,
+    Groups,
+    draws_from_keys,
+    group_sizes,
+    halton_order,
+    lpd_order,
+    scale_sizes,
+)
 from paradec.samplers.start import row_keys
 
 KEYS = row_keys([1, 1, 2], [[5], [6], [5]])
@@ -28,7 +36,7 @@ MADE += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosin
 
 
 def groups_of(order: orders.Order, height: int, width: int) -> Groups:
-    return order.groups(height, width, keyed(torch.as_tensor(KEYS)))
+    return order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS)))
 
 
 @pytest.mark.parametrize("order", MADE, ids=str)
@@ -39,12 +47,12 @@ def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> 
     assert sum(groups.sizes) == size and min(groups.sizes) > 0
     assert (np.concatenate(list(groups), 1) == groups.order).all()
     assert [part.shape[1] for part in groups] == list(groups.sizes)
-    assert groups.left.tolist() == [size, *(size - groups.ends)]
+    assert groups.num_left.tolist() == [size, *(size - groups.ends)]
     assert (np.take_along_axis(groups.order, groups.rank, 1) == np.arange(size)).all()
     again = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
     assert (again.order == groups.order).all() and again.sizes == groups.sizes
     # a row's order is its own key's
-    alone = order.groups(height, width, keyed(torch.as_tensor(KEYS[1:2])))
+    alone = order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS[1:2])))
     assert (alone.order[0] == groups.order[1]).all()
     same = (groups.order[0] == groups.order[1]).all()
     assert same if not order.random or size == 1 else not same or size < 4
@@ -62,7 +70,7 @@ def test_orders_by_hand() -> None:
     assert listed(orders.ZipAR(9), 2, 3) == [[0], [1], [2], [3], [4], [5]]
     assert listed(orders.Halton((2, 2)), 2, 2) == halton_order(2, 2).argsort().reshape(2, 2).tolist()
     assert listed(orders.Given((2, 0, 1), (1, 2)), 1, 3) == [[2], [0, 1]]
-    two = orders.Given([[1, 0], [0, 1]], 1).groups(1, 2, keyed(torch.as_tensor(KEYS[:2])))
+    two = orders.Given([[1, 0], [0, 1]], 1).groups(1, 2, draws_from_keys(torch.as_tensor(KEYS[:2])))
     assert [part.tolist() for part in two] == [[[1, 0], [0, 1]]]
 
 
@@ -72,7 +80,7 @@ def test_mar_s_order_is_the_one_it_drew() -> None:
     expected = draws.argsort(1).flip(1).numpy()
     assert (groups_of(orders.Random(), 3, 4).order == expected).all()
     cosine = groups_of(orders.Cosine(4), 3, 4)
-    assert (cosine.order == expected).all() and cosine.left.tolist() == [12, 11, 8, 4, 0]
+    assert (cosine.order == expected).all() and cosine.num_left.tolist() == [12, 11, 8, 4, 0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_mar_s_order_is_the_one_it_drew() -> None:
         (lambda: orders.create("lpd", steps=3), "unknown setting of order 'lpd': 'steps'"),
         (lambda: orders.create("rasta"), "unknown order: 'rasta' .did you mean 'raster'"),
         (lambda: orders.Order.from_dict({"name": "raster"}), "data has no key 'order'"),
-        (lambda: orders.Diagonal().planned(3), "steps=3 has no meaning for Diagonal"),
+        (lambda: orders.Diagonal().with_steps(3), "steps=3 has no meaning for Diagonal"),
     ],
 )
 def test_bad_orders(make: Any, message: str) -> None:
@@ -100,7 +108,7 @@ def test_bad_orders(make: Any, message: str) -> None:
 
 
 def test_published_sizes_add_up() -> None:
-    for cells, lists in PUBLISHED.items():
+    for cells, lists in PUBLISHED_SIZES.items():
         for count, sizes in lists.items():
             assert len(sizes) == count and sum(sizes) == cells
             assert group_sizes(cells, count) == sizes
@@ -113,8 +121,8 @@ def test_other_sizes_grow_as_the_published() -> None:
             if groups <= cells:
                 found = group_sizes(cells, groups)
                 assert len(found) == groups and sum(found) == cells and min(found) >= 1
-    assert scaled((1, 3, 4), 16) == (2, 6, 8) and scaled((2, 2), 8, 4) == (2, 2, 2, 2)
-    assert scaled((1, 99), 3, 3) == (1, 1, 1) and scaled((5, 5, 5), 2) == (1, 1)
+    assert scale_sizes((1, 3, 4), 16) == (2, 6, 8) and scale_sizes((2, 2), 8, 4) == (2, 2, 2, 2)
+    assert scale_sizes((1, 99), 3, 3) == (1, 1, 1) and scale_sizes((5, 5, 5), 2) == (1, 1)
     half = group_sizes(64, 10)
     assert half[0] == 1 and half[-1] > half[4] > half[0]
 
@@ -125,12 +133,12 @@ class Recorded:
     def __init__(self, said: dict[str, Any]):
         self.first, self.lists, self.starts = said["first"], said["shuffled_candidates"], list(said["random_starts"])
 
-    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+    def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
         found = np.array(self.lists[step - 1])
         assert sorted(found) == sorted(cells)
         return found
 
-    def one_of(self, step: int, cells: np.ndarray) -> int:
+    def choose(self, step: int, cells: np.ndarray) -> int:
         found = self.starts.pop(0) if step else self.first
         assert found in cells
         return found
@@ -159,7 +167,7 @@ def test_equal_neighbourhoods_are_ties() -> None:
         def __init__(self, cell: int):
             self.cell = cell
 
-        def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+        def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
             return np.array(sorted(cells, key=lambda cell: cell != self.cell))
 
     for cell in (above, below):
@@ -194,7 +202,7 @@ def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None
     prompts = [[model.class_token(label)] for label in (1, 2)]
     out = paradec.generate(model, prompts, sampler=sampler, **request)
     options = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
-    groups = orders.LPD(sizes, **options).groups(4, 4, keyed(torch.as_tensor(row_keys([4, 4], prompts))))
+    groups = orders.LPD(sizes, **options).groups(4, 4, draws_from_keys(torch.as_tensor(row_keys([4, 4], prompts))))
     for row in (0, 1):
         assert written(out, row) == [sorted(part[row].tolist()) for part in groups]
 
@@ -206,8 +214,8 @@ def test_a_given_part_is_decided_from_the_start() -> None:
     sampler = samplers.create("lpd", groups=[1, 5, 10], height=4, width=4)
     out = paradec.generate(model, [row], sampler=sampler, seed=4, trace=True)
     there = np.arange(16) < 8
-    sizes = scaled((1, 5, 10), 8)
-    key = keyed(torch.as_tensor(row_keys([4], [row])))[0]
+    sizes = scale_sizes((1, 5, 10), 8)
+    key = draws_from_keys(torch.as_tensor(row_keys([4], [row])))[0]
     order = lpd_order(4, 4, sizes, key, decided=there)
     assert written(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
     assert order[0] // 4 == 2

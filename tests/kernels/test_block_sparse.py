@@ -524,7 +524,7 @@ def test_every_step_is_the_rule(cache: str, selection: str, guidance_scale: floa
                     continue
                 seen |= set(query.attention.modes.tolist())
                 oracle = Oracle(query.attention, query.positions.numpy(), chosen, lists, new=16)
-                expected = model(query.but(attention=oracle), state.store)
+                expected = model(query.with_fields(attention=oracle), state.store)
                 wanted = torch.isfinite(answer)
                 assert wanted.all() and (answer - expected).abs().max() < 1e-10
                 query.attention.attended = True
@@ -669,10 +669,10 @@ def test_a_mask_per_position_is_dense_and_said_once() -> None:
     with torch.inference_mode():
         query = sampler.query(state)[0]
         columns = query.positions.shape[1]
-        trees = query.but(visible=torch.ones(1, columns, columns, dtype=torch.bool))
+        trees = query.with_fields(visible=torch.ones(1, columns, columns, dtype=torch.bool))
         with pytest.warns(UserWarning, match="attends to everything the mask allows"):
             answer = model(trees)
-        assert torch.allclose(answer, model(query.but(attention=None)), atol=1e-12)
+        assert torch.allclose(answer, model(query.with_fields(attention=None)), atol=1e-12)
         sampler.commit(state, sampler.propose(state, [answer], [trees]))
     assert state.attention_state.found_at.tolist() == [-1]  # nothing was found
 

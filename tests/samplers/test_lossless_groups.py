@@ -109,9 +109,9 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
 
 
 def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
-    from paradec.core.orders import keyed
+    from paradec.core.orders import draws_from_keys
 
-    return keyed(torch.as_tensor(row_keys(seeds, rows)))
+    return draws_from_keys(torch.as_tensor(row_keys(seeds, rows)))
 
 
 @pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])

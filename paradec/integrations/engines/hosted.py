@@ -24,7 +24,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.core.rows import select_rows
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.masked.loop import MaskedSampler
@@ -151,7 +151,7 @@ class Hosted:
                     f"{name}={shown(fields[name])} has no meaning for a row inside an engine: leave it out"
                 )
             if name not in FIELDS:
-                raise TypeError(unknown("argument", name, FIELDS))
+                raise TypeError(unknown_name("argument", name, FIELDS))
         if isinstance(prompt_ids, (str, bytes, Mapping)):
             raise TypeError(f"prompt_ids={shown(prompt_ids)} must be token ids")
         check_int("max_new_tokens", max_new_tokens, low=0)
@@ -165,7 +165,7 @@ class Hosted:
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:
             raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
-        if why := state.fixed():
+        if why := state.why_rows_fixed():
             raise ValueError(f"this row cannot run in an engine: {why}")
         self._enter(key, request, state)
 
@@ -178,7 +178,7 @@ class Hosted:
             self._groups.append(row.group)
         else:
             with _plain():
-                group.make_room(MOST_ROWS, 0, max(group.width, state.extent(np.zeros(1, np.int64))))
+                group.make_room(MOST_ROWS, 0, max(group.width, state.num_columns(np.zeros(1, np.int64))))
         with _plain():
             row.group.enter([row], state, self._answering)  # type: ignore[list-item] # a ticket elsewhere
         self._rows[key] = row
@@ -251,7 +251,7 @@ class Hosted:
     def answer(self, key: Hashable) -> list[int]:
         """The ids of the answer that are final: all of them once the row is done, its end token included."""
         state, slot = self._place(key)
-        final = int(state.final(np.array([slot]))[0])
+        final = int(state.final_ends(np.array([slot]))[0])
         ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
         return ids
 

@@ -22,7 +22,7 @@ from paradec import samplers
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import MemorySpec
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
 from paradec.request import Request
 from paradec.samplers.masked.loop import MaskedSampler
@@ -143,7 +143,7 @@ class BlockSteps:
         allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
         for key in given:
             if key not in allowed and key not in (*REQUEST, *FACTS, *ENGINE):
-                raise ValueError(unknown(f"key for {type(self).__name__}", key, [*allowed, *REQUEST, *FACTS]))
+                raise ValueError(unknown_name(f"key for {type(self).__name__}", key, [*allowed, *REQUEST, *FACTS]))
         settings = {key: given[key] for key in given if key in allowed}
         if name is not None:
             return samplers.create(name, **settings)

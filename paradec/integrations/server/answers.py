@@ -172,7 +172,9 @@ class Answer:
         ids = output.sequences[0, output.filled[0]][: output.tokens[0]].tolist()
         if self.scores is not None and output.logprobs is not None:
             new = slice(self.num_tokens, len(ids))
-            self.scores.add(ids[new], output.logprobs.placed(lambda tensor, _: tensor[:, output.filled[0]][:, new]))
+            self.scores.add(
+                ids[new], output.logprobs.map_columns(lambda tensor, _: tensor[:, output.filled[0]][:, new])
+            )
         self.num_tokens, self.num_reused = len(ids), sum(output.reused)
         text = self._tokenizer.decode(self._in_text(ids))
         piece = self._cut(text.removeprefix(self._text) if text.startswith(self._text) else "", True)

@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from paradec.core.checks import shown
-from paradec.core.prompts import ids_of
+from paradec.core.prompts import tokenize
 from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.integrations.server.logprobs import TokenScore
 from paradec.integrations.server.request_body import ChatBody
@@ -201,6 +201,6 @@ def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) 
         reason = f"the chat template does not take this: {error}"
         raise ApiError(reason, 400, "tools" if tools else "messages") from error
     try:
-        return ids_of(model.tokenizer, text), text
+        return tokenize(model.tokenizer, text), text
     except ValueError as error:
         raise to_api_error(error, "messages") from error

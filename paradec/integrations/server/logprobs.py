@@ -11,7 +11,7 @@ import torch
 from openai.types.completion_choice import Logprobs
 
 from paradec.constraints.spelling import spelling_of
-from paradec.core.family_queries import whole_rows
+from paradec.core.family_queries import build_rows_query
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
 from paradec.core.weights import weights_lock
 
@@ -98,9 +98,9 @@ def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
     with torch.inference_mode(), weights_lock(model):
         for begin in range(0, len(ids), size):
             positions = [*range(begin, min(begin + size, len(ids)))]
-            logits = model(whole_rows(model, [ids], [positions], [len(ids)]))
+            logits = model(build_rows_query(model, [ids], [positions], [len(ids)]))
             tokens = torch.tensor([ids[begin : begin + size]], device=logits.device)
-            parts.append(StepLogProbs.of_logits(logits, tokens, count))
+            parts.append(StepLogProbs.from_logits(logits, tokens, count))
     scores = StepLogProbs.combine(parts, lambda tensors: torch.cat(tensors, 1).cpu())
     return scores.fill(torch.arange(len(ids)).unsqueeze(0) == 0)
 

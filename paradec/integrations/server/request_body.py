@@ -14,7 +14,7 @@ from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
 from paradec.core.checks import shown
 from paradec.core.component_text import parse_components
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
@@ -184,7 +184,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *ONLY, *IGNORED)
     for name, value in (body.model_extra or {}).items():
         if name not in known:
-            raise ApiError(unknown("field", name, {*known}), 422, shown(name)[1:-1])
+            raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
         if name in ONLY and value is not None and value != ONLY[name]:
             allowed = json.dumps(ONLY[name])
             raise ApiError(f"{name}={shown(value)} is not supported; leave it out, or give {allowed}", 422, name)
@@ -215,7 +215,7 @@ def _read_own(body: Body) -> dict[str, Any]:
     """Read the fields in `OWN` that go to `paradec.Request`, but the constraint. Raises ApiError."""
     for name, value in body.paradec.items():
         if name not in (*FIELDS, "drafts"):
-            raise ApiError(unknown(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
+            raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
         if name in ("drafts", "chat") and not isinstance(value, bool):
             raise ApiError(f"{name}={shown(value)} must be true or false", 422, OWN)
         if name in ("sampler", "cache", "blocks"):

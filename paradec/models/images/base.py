@@ -20,7 +20,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query, WindowQuery, take_columns
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.models.decoder import Decoder, keeps_hidden
 from paradec.models.images.grid import Grid, pixels_to_codes
 
@@ -292,7 +292,7 @@ def merge_defaults(published: Mapping[str, Any], overrides: Mapping[str, Any] | 
     """Merge a request's defaults into the published ones. Raises ValueError for an unknown field."""
     for name in overrides or ():
         if name not in published:
-            raise ValueError(unknown("default of requests", name, published))
+            raise ValueError(unknown_name("default of requests", name, published))
     return {**published, **(overrides or {})}
 
 

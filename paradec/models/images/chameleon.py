@@ -153,13 +153,13 @@ def load_chameleon(
     Raises:
         CheckpointError: no checkpoint of this kind. ValueError: an unknown layout.
     """
-    from paradec.core.registry import unknown
+    from paradec.core.registry import unknown_name
 
     if layout is None:
         layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
     if isinstance(layout, str):
         if layout not in LAYOUTS:
-            raise ValueError(unknown("layout", layout, LAYOUTS))
+            raise ValueError(unknown_name("layout", layout, LAYOUTS))
         layout = LAYOUTS[layout]
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq, "chameleon")

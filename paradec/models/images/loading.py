@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 
 if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
     from paradec.models.images.base import PictureModel
@@ -132,6 +132,6 @@ def load_image_model(model_type: str, source: str, options: Mapping[str, Any], *
     allowed = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
     for name in options:
         if name not in allowed:
-            raise ValueError(unknown(f"option of {model_type!r} models", name, allowed))
+            raise ValueError(unknown_name(f"option of {model_type!r} models", name, allowed))
     common_options = {name: value for name, value in common.items() if name in allowed and value is not None}
     return loader(os.fspath(source), **common_options, **options)

@@ -269,10 +269,10 @@ class LPDModel(ImageModel):
         raise ValueError(f"{self.facts.name} is called over a store, with queries that say what each column sees")
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        if not isinstance(query, GroupQuery) or query.sees is None:
+        if not isinstance(query, GroupQuery) or query.visible_end is None:
             raise ValueError(f"{self.facts.name} is called with queries that say what each column sees")
         mask, slots = store.visible(query)
-        visible = (slots.unsqueeze(1) < query.sees.unsqueeze(2)).unsqueeze(1)
+        visible = (slots.unsqueeze(1) < query.visible_end.unsqueeze(2)).unsqueeze(1)
         return visible if mask is None else visible & mask
 
 
@@ -385,7 +385,7 @@ def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
     is_decided = query.tokens != blank
     if query.valid is not None:
         is_decided &= query.valid
-    num_tokens, is_queried = int(is_decided.sum(1).max()), query.asked
+    num_tokens, is_queried = int(is_decided.sum(1).max()), query.is_wanted
     token_columns = (~is_decided).int().argsort(dim=1, stable=True)[:, :num_tokens]
     query_columns = query.wanted[:, : is_queried.shape[1]]
     columns = torch.cat((token_columns, query_columns), 1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention, silu
 
 from paradec.core.checks import check_bool, check_int, shown
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.loading import count_blocks
 from paradec.models.weights import read_weights
@@ -87,7 +87,7 @@ class VQConfig:
         """Inverse of `to_dict`. Raises ValueError for an unknown field, or one out of its range."""
         for name in data:
             if name not in cls.__dataclass_fields__:
-                raise ValueError(unknown("field of a VQ configuration", name, cls.__dataclass_fields__))
+                raise ValueError(unknown_name("field of a VQ configuration", name, cls.__dataclass_fields__))
         return cls(**data)
 
 
@@ -327,7 +327,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
     elif isinstance(config, str):
         if config not in PUBLISHED:
-            raise ValueError(unknown("VQ configuration", config, PUBLISHED))
+            raise ValueError(unknown_name("VQ configuration", config, PUBLISHED))
         config = PUBLISHED[config]
     state = from_taming(state)
     model = VQModel(config)

@@ -25,7 +25,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.query import Query, take_columns
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.core.rows import row_layout
 from paradec.models.adapter import Opaque
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
@@ -61,7 +61,7 @@ class Residues:
         """The ids of a text. Raises ValueError for an unknown letter or structure."""
         pieces = re.findall(r"<[^>]*>|\S", text)
         if unknown_pieces := [piece for piece in pieces if piece not in self._ids]:
-            raise ValueError(unknown("residue", unknown_pieces[0], self.tokens))
+            raise ValueError(unknown_name("residue", unknown_pieces[0], self.tokens))
         return {"input_ids": [self._ids[piece] for piece in pieces]}
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
@@ -275,7 +275,7 @@ class ProteinMPNNModel(Opaque):
     def _find_structure(self, structure: int | str) -> int:
         if isinstance(structure, str):
             if structure not in self.names:
-                raise ValueError(unknown("structure", structure, self.names))
+                raise ValueError(unknown_name("structure", structure, self.names))
             return self.names.index(structure)
         check_int("structure", structure, low=0, high=len(self.structures) - 1)
         return int(structure)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, check_number, shown
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.models.proteins.structure import LETTERS, Structure
 
 AMINO_ACIDS = LETTERS[:20]
@@ -124,4 +124,4 @@ class Columns:
 
 def _check_letter(name: str, letter: str) -> None:
     if not isinstance(letter, str) or letter not in AMINO_ACIDS or len(letter) != 1:
-        raise ValueError(f"{name}: " + unknown("letter", letter, list(AMINO_ACIDS)))
+        raise ValueError(f"{name}: " + unknown_name("letter", letter, list(AMINO_ACIDS)))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, shown
-from paradec.core.registry import unknown
-from paradec.core.text_files import lines_of
+from paradec.core.registry import unknown_name
+from paradec.core.text_files import number_lines
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 """The residues in the order of ProteinMPNN's ids; X is an unknown one."""
@@ -140,7 +140,7 @@ class Structure:
         selected = [*labels] if chains is None else list(chains)
         for chain in selected:
             if chain not in labels:
-                raise ValueError(unknown("chain", chain, labels))
+                raise ValueError(unknown_name("chain", chain, labels))
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
@@ -197,7 +197,7 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     groups: dict[tuple[str, str, str], dict[str, tuple[list[float], str]]] = {}
     letters: dict[tuple[str, str, str], str] = {}
     protein = set[tuple[str, str, str]]()
-    for line_number, line in lines_of(path.read_bytes().decode("utf-8-sig", "replace")):
+    for line_number, line in number_lines(path.read_bytes().decode("utf-8-sig", "replace")):
         record, chain, residue = line[:6].strip(), line[21:22], line[17:20].strip()
         if record == "ENDMDL":
             break

@@ -144,7 +144,9 @@ class DiffusionGemmaModel(Model):
         """Hidden states [R, Q, D] of a canvas: the decoder's parts, as its forward calls them."""
         decoder, types = self.module.model.decoder, self.text_config.layer_types
         hidden = decoder.embed_tokens(query.tokens)
-        hidden = decoder.self_conditioning(hidden, torch.zeros_like(hidden) if query.soft is None else query.soft)
+        hidden = decoder.self_conditioning(
+            hidden, torch.zeros_like(hidden) if query.soft_embeddings is None else query.soft_embeddings
+        )
         angles = {kind: decoder.rotary_emb(hidden, query.positions, kind) for kind in decoder.unique_layer_types}
         cache = cache_keyword(decoder, store)
         for kind, layer in zip(types, decoder.layers):

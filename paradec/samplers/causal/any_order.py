@@ -25,7 +25,7 @@ from torch import Tensor
 from paradec.core import orders
 from paradec.core.checks import shown
 from paradec.core.family_queries import AnyOrderQuery
-from paradec.core.orders import keyed
+from paradec.core.orders import draws_from_keys
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis
@@ -112,7 +112,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
         row_cells = [np.empty(0, np.int64)] * len(sizes)
         for size in {*sizes[sizes > 0].tolist()}:
             of_size = np.flatnonzero(sizes == size)
-            cells = order.groups(1, size, keyed(keys[torch.as_tensor(of_size, device=keys.device)])).order
+            cells = order.groups(1, size, draws_from_keys(keys[torch.as_tensor(of_size, device=keys.device)])).order
             for row_index, cells_in_order in zip(of_size.tolist(), cells, strict=True):
                 row_cells[row_index] = cells_in_order
     every_order: list[np.ndarray] = []
@@ -181,7 +181,7 @@ class OrderedState(CausalState):
     def undecided(self) -> Tensor:
         return self._where(self._undecided(np.arange(self.batch)))
 
-    def final(self, rows: np.ndarray) -> np.ndarray:
+    def final_ends(self, rows: np.ndarray) -> np.ndarray:
         undecided = self._undecided(rows)
         return np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
 
@@ -262,7 +262,9 @@ class OrderedState(CausalState):
         if store is None:
             return query
         store_slots = torch.as_tensor(np.where(valid, column_positions, -1), device=device)
-        return query.but(store=StoreCall(torch.as_tensor(rows, device=device), store_slots, rows, step=self.commits))
+        return query.with_fields(
+            store=StoreCall(torch.as_tensor(rows, device=device), store_slots, rows, step=self.commits)
+        )
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         end_ids = self.facts.eos_token_ids
@@ -291,7 +293,10 @@ class OrderedState(CausalState):
 
     def _end_rows(self, rows: np.ndarray, end_ids: np.ndarray) -> None:
         """End the rows whose text, from left to right, has come to one of the ids, or to a stop string."""
-        canvas, final = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(), self.final(rows)
+        canvas, final = (
+            self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(),
+            self.final_ends(rows),
+        )
         for index, row in enumerate(rows.tolist()):
             text = canvas[index, self.reached[row] : final[index]]
             if not len(text):

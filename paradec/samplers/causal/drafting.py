@@ -261,7 +261,7 @@ class DraftingSampler(CausalSampler):
             queries = [step_query(state, self.tree_layout(state), state.memory.read(state.rows)["drafts"])]
         if not self.reads_features:
             return queries
-        return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
+        return [query.with_fields(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] counts its nodes. "features"

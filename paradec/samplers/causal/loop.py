@@ -206,7 +206,7 @@ class CausalSampler(Sampler):
             starts, ends: [B] int64: where answers begin and end. width: of the window.
         """
         facts, device, prompts = model.facts, model.device, encoded.rows
-        keys, _ = keys_of(request, prompts, device, encoded.before)
+        keys, _ = keys_of(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
         guess = allowed.to(device).double()
         features: dict[str, Any] = {}
@@ -292,7 +292,7 @@ class CausalSampler(Sampler):
         logprobs = None
         if state.logprobs is not None:
             log_p = proposal.quantities["log_p"]
-            logprobs = StepLogProbs.of_log(log_p, verified.tokens.clamp(min=0), state.logprobs.count)
+            logprobs = StepLogProbs.from_log_probabilities(log_p, verified.tokens.clamp(min=0), state.logprobs.count)
             state.logprobs.write(rows, proposal.positions, selected, logprobs, state.row_step[rows])
         state.count(proposal.cost)
         state.row_step[rows] += 1
@@ -310,7 +310,7 @@ class CausalSampler(Sampler):
             notes.draft_nfe = state.draft_nfe.tolist()
         notes.drafts, notes.blocks = set(), [None] * state.batch
         window_ends = np.minimum(proposal.positions.amax(1).cpu().numpy() + 1, state.length[rows])
-        for row, first, last in zip(rows.tolist(), state.final(rows).tolist(), window_ends.tolist(), strict=True):
+        for row, first, last in zip(rows.tolist(), state.final_ends(rows).tolist(), window_ends.tolist(), strict=True):
             notes.blocks[row] = (first, last)
         for query in proposal.cost.queries:
             count = len(query.rows)

@@ -394,7 +394,7 @@ class CausalState(State):
 
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
-    def fixed(self) -> str | None:
+    def why_rows_fixed(self) -> str | None:
         if self.trace is not None:
             return "a trace is of the rows that it began with"
         drafter: Any = None if self.drafting is None else self.drafting.model
@@ -415,12 +415,12 @@ class CausalState(State):
         self._find_rows()
 
     def finish(self, rows: np.ndarray) -> None:
-        self.end[rows] = self.final(rows)  # commits ask which rows have not reached their ends
+        self.end[rows] = self.final_ends(rows)  # commits ask which rows have not reached their ends
 
-    def final(self, rows: np.ndarray) -> np.ndarray:
+    def final_ends(self, rows: np.ndarray) -> np.ndarray:
         return np.minimum(self.committed[rows], self.end[rows])
 
-    def extent(self, rows: np.ndarray) -> int:
+    def num_columns(self, rows: np.ndarray) -> int:
         return int((self.length[rows] + self.shift[:, rows]).max())
 
     def widen(self, width: int) -> None:

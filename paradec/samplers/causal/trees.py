@@ -29,7 +29,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import StoreCall
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.distributions import probability, residual
@@ -242,7 +242,7 @@ class Tree:
         otherwise."""
         if isinstance(tree, str):
             if tree not in TREES:
-                raise ValueError(unknown("tree", tree, TREES))
+                raise ValueError(unknown_name("tree", tree, TREES))
             return cls(TREES[tree])
         if not isinstance(tree, Sequence) or len(tree) == 0:
             raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
+from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
 from paradec.core.rows import ROWS
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
@@ -82,7 +82,7 @@ class AdaptiveBlocks(BlockPolicy):
         check_choice("delimiter_match", self.delimiter_match, ("exact", "ends"))
         check_number("window", self.window, low=0, high=1)
         check_int("min_length", self.min_length, low=1)
-        check_order("min_length", self.min_length, "length", self.length)
+        check_at_most("min_length", self.min_length, "length", self.length)
         check_int("model_block", self.model_block, low=1, none=True)
         object.__setattr__(self, "delimiters", check_delimiters(self.delimiters))
 

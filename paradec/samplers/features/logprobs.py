@@ -39,12 +39,12 @@ def step_logprobs(
 ) -> StepLogProbs:
     """Those of tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the request's
     temperature as well. known: as `known_probabilities` gives it."""
-    values = StepLogProbs.of_logits(logits, tokens, count, known)
+    values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:
-        values.tempered = values.chosen
+        values.at_temperature = values.chosen
         if request.temperature != 1:
             upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            values.tempered = StepLogProbs.of_logits(upcast / request.temperature, tokens, 0).chosen
+            values.at_temperature = StepLogProbs.from_logits(upcast / request.temperature, tokens, 0).chosen
     return values
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paradec.caches.table import EXACT, verdict
 from paradec.core.checks import shown
 from paradec.core.logprobs import StepLogProbs, write_columns
-from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
+from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, request_settings
 from paradec.core.rows import row_layout
 from paradec.samplers.features.feature import Ends, Feature, overrides
 from paradec.samplers.features.logprobs import step_logprobs
@@ -61,7 +61,7 @@ class RecordedRollout(Feature):
             logp=logp,
             drawn=logp.clone(),
             writes=[[] for _ in range(state.batch)] if masked and sampler.needs.revises else None,
-            settings=settings_of(state.request, Rollout.named(state.facts, sampler)),
+            settings=request_settings(state.request, Rollout.model_settings(state.facts, sampler)),
             version=getattr(model, "weights_version", 0),
             approximation=None if exact else f"cache={state.cache.name!r}",
         )
@@ -85,7 +85,7 @@ class RecordedRollout(Feature):
         self, state: Any, proposal: Any, values: Tensor, selected: Tensor, logprobs: StepLogProbs, steps: np.ndarray
     ) -> None:
         rows, positions = proposal.rows, proposal.positions
-        drawn_logp = logprobs.chosen if logprobs.tempered is None else logprobs.tempered
+        drawn_logp = logprobs.chosen if logprobs.at_temperature is None else logprobs.at_temperature
         step = torch.as_tensor(steps, device=values.device).unsqueeze(1).expand(values.shape)
         when = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
         targets = self.tokens, self.steps, self.logp, self.drawn

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 RIDGE = 1e-8
@@ -290,5 +290,5 @@ def basis_from(value: Any) -> Basis | None:
         raise ValueError(f"how={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
     for key in settings:
         if key not in BASES[name].settings():
-            raise ValueError(unknown(f"setting of how={name!r}", key, BASES[name].settings()))
+            raise ValueError(unknown_name(f"setting of how={name!r}", key, BASES[name].settings()))
     return BASES[name](**settings)

@@ -10,7 +10,7 @@ from typing import Any
 
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
@@ -107,11 +107,11 @@ def rule_from(value: Any) -> Rule | None:
     settings = dict(data)
     name = settings.pop("when")
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(unknown("when", name, RULES))
+        raise ValueError(unknown_name("when", name, RULES))
     allowed = [field.name for field in fields(RULES[name])]
     for key in settings:
         if key not in allowed:
-            raise ValueError(unknown(f"setting of when={name!r}", key, allowed))
+            raise ValueError(unknown_name(f"setting of when={name!r}", key, allowed))
     rule: Rule = RULES[name](**settings)
     return rule
 

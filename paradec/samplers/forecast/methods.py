@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from paradec.core.checks import check_int, shown
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast, read_bytes
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
@@ -172,7 +172,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     if plain in NAMES:
         raise ValueError(f"sampler={name!r} is called {NAMES[plain]!r} here")
     if plain not in spelt:
-        raise ValueError(unknown("sampler", name, METHODS))
+        raise ValueError(unknown_name("sampler", name, METHODS))
     settings = {**in_text, **settings}
     make, kind = METHODS[spelt[plain]], spelt[plain]
     if make is not ReCAP:  # which checks its settings itself
@@ -184,7 +184,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
             if key not in allowed and ours is not None:
                 raise ValueError(f"{kind} has no setting {key!r}; it is called {ours!r} here")
             if key not in allowed:
-                raise ValueError(unknown(f"setting of {kind}", key, allowed))
+                raise ValueError(unknown_name(f"setting of {kind}", key, allowed))
     return make(**settings)
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
+from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
@@ -243,7 +243,7 @@ class Verification(StepRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_order("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
+        check_at_most("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
 
     def is_full(self, course: RunProgress) -> bool:
         if course.forecasts == 0:

@@ -494,7 +494,7 @@ def leave_out_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
         undecided = undecided[torch.as_tensor(query.window.index, device=undecided.device)]
     columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
     both = columns.repeat(query.branches, 1) if query.branches > 1 else columns
-    return query.but(wanted=query.wanted.gather(1, both), window=query.window.but(columns=columns))
+    return query.with_fields(wanted=query.wanted.gather(1, both), window=query.window.with_fields(columns=columns))
 
 
 def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, shown
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks, WholeCanvas
@@ -45,7 +45,7 @@ def policy_data(value: Any) -> Any:
     """
     for name, kind in POLICIES.items():
         if type(value) is kind:
-            return {"blocks": name} | {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.init}
+            return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
     if not isinstance(value, str):
         raise ValueError(f"blocks={shown(value)} is no data and cannot be saved: leave it out")
     return value

@@ -60,7 +60,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
     gaps = bool((answers > starts).any())
     if request.steps is not None:
-        check_steps(request.steps, policy, starts, lengths + new, alone=not prompts.among)
+        check_steps(request.steps, policy, starts, lengths + new, alone=not prompts.joins_batch)
     suppressed = _suppressed(request, facts, gaps)
     cache: Cache = NoCache()
     if request.cache not in (None, "none"):
@@ -108,7 +108,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         length=ends,
         asked=lengths + new,
         max_new_tokens=new,
-        keys=torch.as_tensor(row_keys(seeds, rows, prompts.before), device=device),
+        keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.needs.revises,

@@ -247,7 +247,7 @@ class MaskedState(State):
             whole=len(rows) == self.batch,
         )
 
-    def fixed(self) -> str | None:
+    def why_rows_fixed(self) -> str | None:
         for feature in self.features.values():
             if feature.why_rows_stay is not None:
                 return str(feature.why_rows_stay)
@@ -303,7 +303,7 @@ class MaskedState(State):
     def finish(self, rows: np.ndarray) -> None:
         self.running[rows] = False
 
-    def final(self, rows: np.ndarray) -> np.ndarray:
+    def final_ends(self, rows: np.ndarray) -> np.ndarray:
         undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
         undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
         final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
@@ -311,7 +311,7 @@ class MaskedState(State):
             final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
         return np.asarray(final)
 
-    def extent(self, rows: np.ndarray) -> int:
+    def num_columns(self, rows: np.ndarray) -> int:
         return int(np.maximum(self.length[rows], self.asked[rows]).max())
 
     def stores(self) -> tuple[Any, ...]:

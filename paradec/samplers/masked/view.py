@@ -14,7 +14,7 @@ from paradec.core.checks import check_choice
 from paradec.core.facts import TOPOLOGIES
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Proposal
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.kernels.token_stats import QUANTITIES
 from paradec.samplers.features.pipelined_blocks import best_of_blocks
 
@@ -79,7 +79,7 @@ class Needs:
         reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # commits check the first
         if wrong := [name for name in reads if name not in QUANTITIES]:
             said = f"score={self.score!r}" if wrong[0] == self.score else f"reads={self.reads!r}"
-            raise ValueError(f"{said}: {unknown('quantity', wrong[0], QUANTITIES)}")
+            raise ValueError(f"{said}: {unknown_name('quantity', wrong[0], QUANTITIES)}")
         check_choice("score_from", self.score_from, ("raw", "sampled"))
         check_choice("reference_draws", self.reference_draws, ("canvas", "masked"))
         object.__setattr__(self, "reads", reads)

@@ -16,7 +16,7 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number
 from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
-from paradec.core.orders import Cosine, keyed, left_after
+from paradec.core.orders import Cosine, draws_from_keys, remaining_counts
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
@@ -72,7 +72,7 @@ class ContinuousSampler(Sampler):
         """Make the state of a request.
 
         Args:
-            num_left: [T + 1] int64, of `left_after`. fields: of `ContinuousState`, all but `left`.
+            num_left: [T + 1] int64, of `remaining_counts`. fields: of `ContinuousState`, all but `left`.
         """
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class ContinuousSampler(Sampler):
         device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
         keys = torch.as_tensor(row_keys(seeds, [[label] for label in labels]), device=device)
         if order is None:
-            groups = Cosine(steps).groups(module.side, module.side, keyed(keys))
+            groups = Cosine(steps).groups(module.side, module.side, draws_from_keys(keys))
             order = torch.as_tensor(groups.order[:, ::-1].copy())
         order = torch.as_tensor(order, device=device)
         if order.shape != (len(labels), size) or not (order.sort(-1).values == torch.arange(size, device=device)).all():
@@ -134,7 +134,7 @@ class ContinuousSampler(Sampler):
             "keys": keys,
             "guidance_scale": request.guidance_scale,
         }
-        state = self._state(left_after(size, steps), fields)
+        state = self._state(remaining_counts(size, steps), fields)
         trace_settings = {"steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
         state.trace = trace_of_labels(self, request, labels, size, **trace_settings)
         return state

@@ -25,7 +25,7 @@ from paradec.core.checks import check_bool, check_choice, check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery, RankedQuery
 from paradec.core.memory import Memory
-from paradec.core.orders import Order, keyed
+from paradec.core.orders import Order, draws_from_keys
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost, StoreCall
@@ -105,7 +105,7 @@ class GroupState(WrittenState):
 
     @property
     def progress(self) -> tuple[int, int]:
-        num_left = self.groups.left
+        num_left = self.groups.num_left
         return int(num_left[0] - num_left[self.index]) * self.batch, int(num_left[0]) * self.batch
 
     def end(self, group: int) -> int:
@@ -247,7 +247,7 @@ class RankedState(OrderedState):
                 "branches": 1 if self.guidance == 1 else 2,
                 "ranks": ranks,
                 "scale": torch.as_tensor(scale, device=device),
-                "asked": torch.as_tensor(slot[: num_left.max()] < num_left[:, None], device=device),
+                "is_wanted": torch.as_tensor(slot[: num_left.max()] < num_left[:, None], device=device),
                 "store": StoreCall(query.store.rows, None, rows, final, step=self.commits),
             }
         )
@@ -301,7 +301,7 @@ class Groups(GroupWriter):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"lpd": {"order": "lpd"}}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", orders.resolve(self.order))
+        object.__setattr__(self, "order", orders.resolve_order(self.order))
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
         check_bool("lossless", self.lossless)
         check_choice("verify", self.verify, METHODS)
@@ -322,7 +322,7 @@ class Groups(GroupWriter):
         branches, contexts = 1 + bool(negative), [*rows, *negative]
         keys, _ = keys_of(request, rows, torch.device("cpu"))
         assert isinstance(self.order, Order)
-        groups = self.order.planned(request.steps).groups(grid.height, grid.width, keyed(keys))
+        groups = self.order.with_steps(request.steps).groups(grid.height, grid.width, draws_from_keys(keys))
         if self.lossless:
             masked = [[*row, *[model.blank_id] * grid.length] for row in rows]
             order = groups.order.tolist()
@@ -376,7 +376,7 @@ class Groups(GroupWriter):
                 positions=positions,
                 wanted=torch.arange(previous_positions.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),
                 store=StoreCall(row_index, ranks.expand(len(rows), -1), rows, state.end(group), step=state.commits),
-                sees=visible_end.expand(len(rows), -1),
+                visible_end=visible_end.expand(len(rows), -1),
                 branches=state.branches,
                 forwarded=np.full(state.batch, len(ranks)),
                 kind="window" if state.index else "full",

@@ -99,7 +99,7 @@ class NAR(GroupWriter):
             contexts = [*prompts, *negative]
         longest = int(lengths.max()) + grid.length
         model.facts.check_length(longest, grid.length)
-        keys, _ = keys_of(request, prompts, model.device, encoded.before)
+        keys, _ = keys_of(request, prompts, model.device, encoded.copy_indices)
         state = NARState(
             batch=len(prompts),
             memory=Memory(),

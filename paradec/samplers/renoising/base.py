@@ -141,7 +141,7 @@ class CanvasSampler(Sampler):
             store=StoreCall(state.index(rows), None, rows, int(visible[rows].max()), begin, state.commits),
             forwarded=np.full(len(rows), state.width),
             kind="canvas",
-            soft=None if is_first else memory["soft"],
+            soft_embeddings=None if is_first else memory["soft"],
         )
         return [*queries, canvas]
 
@@ -165,7 +165,7 @@ class CanvasSampler(Sampler):
             statistics.append(token_statistics(piece, names, piece_tokens))
             if state.logprobs is not None:
                 piece_logits, best_tokens = piece.unsqueeze(1), statistics[-1][0].unsqueeze(1)
-                step_logprobs.append(StepLogProbs.of_logits(piece_logits, best_tokens, state.logprobs.count))
+                step_logprobs.append(StepLogProbs.from_logits(piece_logits, best_tokens, state.logprobs.count))
         tokens = torch.cat([entry[0] for entry in statistics]).view(shape)
         quantities = {name: torch.cat([entry[1][name] for entry in statistics]).view(shape) for name in names}
         is_given = state.read(state.given, rows, positions)

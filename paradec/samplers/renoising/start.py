@@ -15,7 +15,7 @@ from paradec.core.facts import HOLE
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.trace import spans
+from paradec.core.trace import to_spans
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.features.early_stops import split_stop_rules
 from paradec.samplers.features.stop_strings import StopStrings
@@ -104,7 +104,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         length=lengths_with_canvases,
         asked=requested_length,
         max_new_tokens=num_new,
-        keys=torch.as_tensor(row_keys(seeds, rows, prompts.before), device=device),
+        keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
         generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
@@ -120,7 +120,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         source, counts = reuse
         state.store.load(request.prefix, source, counts)
         state.encoded, state.reused = counts.copy(), counts
-    filled = [spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
+    filled = [to_spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
     state.trace = make_trace(sampler, request, state.canvas, lengths_with_canvases, score="probability", filled=filled)
     if request.logprobs is not None:
         state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)

@@ -21,7 +21,7 @@ from paradec.batching.slots import why_unsupported
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.values import Constraint, of_sequences
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
-from paradec.core.prompts import ids_of
+from paradec.core.prompts import tokenize
 from paradec.request import Preset, Request
 from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
 from paradec.tools.evaluation.recipe import CHOICES, cut_at_stops, generation_fields, request_from_arguments
@@ -167,7 +167,7 @@ class Answering:
         it, but not where a chat template has rendered it. Raises ValueError: words that the tokenizer cannot
         express."""
         causal = self.model.facts.topology == "causal" and string not in self._rendered
-        return ids_of(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
+        return tokenize(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of both, split where the context's end; spaces at its end go with the continuation."""

@@ -31,7 +31,7 @@ from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
 from paradec.core.protocol import Commit, Interrupted, State
-from paradec.core.registry import plain
+from paradec.core.registry import to_data
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model
@@ -144,7 +144,7 @@ class Comparison:
         rows = []
         for result in self.results:
             row: dict[str, Any] = {"sampler": result.configuration.sampler}
-            row["changes"] = {name: plain(value) for name, value in result.configuration.changes.items()}
+            row["changes"] = {name: to_data(value) for name, value in result.configuration.changes.items()}
             row["tasks"] = {name: list(counts) for name, counts in result.tasks.items()}
             row |= {name: getattr(result, name) for name in (*READ, "nfe", "tokens_per_forward", "answers")}
             row |= {"accuracy": result.accuracy(), "interval": list(wilson(*result.right()))}
@@ -347,7 +347,7 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     # None has no entry, as in earlier results
     if request["constraint"] is not None:
         setup["constraint"] = request["constraint"].to_dict()
-    return setup | {name: plain(request[name]) for name in ("attention", "suffix") if request[name] is not None}
+    return setup | {name: to_data(request[name]) for name in ("attention", "suffix") if request[name] is not None}
 
 
 def _constraint_field(request: Mapping[str, Any], question: Question) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paradec import samplers
 from paradec.core.protocol import Sampler
-from paradec.core.registry import is_composed, plain
+from paradec.core.registry import is_composed, to_data
 from paradec.request import Request
 
 BASELINE = "threshold"
@@ -40,7 +40,7 @@ class Configuration:
     @property
     def setting(self) -> str:
         """What is changed, in short."""
-        return ", ".join(f"{name}={plain(value)}" for name, value in self.changes.items()) or "default"
+        return ", ".join(f"{name}={to_data(value)}" for name, value in self.changes.items()) or "default"
 
     def make(self) -> Sampler:
         """The sampler. Raises ValueError: an unknown name, a value out of its range, or a change that neither takes."""

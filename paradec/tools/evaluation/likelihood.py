@@ -34,7 +34,7 @@ from paradec.api.generate import generate
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_int, check_model
 from paradec.core.facts import ModelFacts
-from paradec.core.family_queries import whole_rows
+from paradec.core.family_queries import build_rows_query
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
@@ -369,13 +369,13 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
     branches = 1 if scale == 1 else 2
     unconditional = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
     branch_rows = rows * branches
-    query = whole_rows(
+    query = build_rows_query(
         model,
         [row.tokens for row in rows] + unconditional,
         [row.at for row in branch_rows],
         [row.context for row in branch_rows],
     )
-    query = query.but(
+    query = query.with_fields(
         rows=np.arange(len(rows)),
         window=WindowLogits(np.arange(len(rows))),
         branches=branches,
@@ -384,7 +384,7 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
     with torch.inference_mode():
         logits = model(query)
         logits = logits if branches == 1 else guided(logits, scale)
-        log_probs = StepLogProbs.of_logits(logits, ids.to(model.device), 1)
+        log_probs = StepLogProbs.from_logits(logits, ids.to(model.device), 1)
         chosen, is_best = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == ids)
     wrong = (log_probs.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
     if len(wrong):

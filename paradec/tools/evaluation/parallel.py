@@ -106,7 +106,7 @@ def parallel(
     arguments: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
     arguments["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
     for configuration in configurations:  # not after hours
-        with configuration.make().start(model, questions[0].prompt, **arguments).freed_store():
+        with configuration.make().start(model, questions[0].prompt, **arguments).release_stores_on_exit():
             pass
     if all(configuration.sampler != BASELINE for configuration in configurations):
         # it is measured anyway, and gets a curve as well

@@ -10,7 +10,7 @@ from typing import Any
 
 from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, check_text, shown
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
@@ -91,7 +91,7 @@ def read_questions(
     task_names = list(by_task) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in task_names:
         if name not in by_task:
-            raise ValueError(unknown(f"task in {str(file)!r}", name, by_task))
+            raise ValueError(unknown_name(f"task in {str(file)!r}", name, by_task))
     if not questions:
         raise ValueError(f"{str(file)!r} has no prompts")
     return [question for name, group in by_task.items() if name in task_names for question in spread(group, limit)]
@@ -114,7 +114,7 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
     for name in fields:
         if allowed is not None and name not in allowed:
-            raise ValueError(unknown("field", name, allowed))
+            raise ValueError(unknown_name("field", name, allowed))
     if ids and ("prompt" in fields) == ("input_ids" in fields):
         raise ValueError("give either prompt or input_ids")
     prompt = fields.get("prompt")

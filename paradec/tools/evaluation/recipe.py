@@ -22,7 +22,7 @@ from typing import Any
 
 from paradec import samplers
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.core.text_files import read_text
 from paradec.request import FIELDS, Preset, Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
@@ -166,7 +166,7 @@ class Recipe:
         try:
             for name in data:
                 if name not in names:
-                    raise ValueError(unknown("field", name, names))
+                    raise ValueError(unknown_name("field", name, names))
             if "tasks" not in data:
                 raise ValueError("it names no tasks")
             for name in PATHS:
@@ -195,7 +195,7 @@ def request_from_arguments(
         )
         for name, value in settings.items():
             if name not in known_settings:
-                raise TypeError(f"{name}={shown(value)}: " + unknown("argument", name, [*FIELDS, *known_settings]))
+                raise TypeError(f"{name}={shown(value)}: " + unknown_name("argument", name, [*FIELDS, *known_settings]))
         request_fields["sampler"] = samplers.create(str(sampler), **settings)
     check_int("seed", seed, low=0, high=2**63 - 1)
     request_fields.setdefault("seed", seed)

@@ -27,7 +27,7 @@ from random import Random
 from typing import Any, cast
 
 from paradec.core.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES, WORDS
-from paradec.core.text_files import lines_of
+from paradec.core.text_files import number_lines
 
 Lines = list[list[str]]
 """An answer split into lines, each split into words."""
@@ -253,7 +253,7 @@ def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = N
         raise ValueError(f"limit={limit} must be at least 1, or None for all prompts")
     by_task: dict[str, list[Example]] = {name: [] for name in TASKS if name in task_names}
     source = files("paradec.tools.evaluation") / "data" / "prompts.jsonl"
-    for _, line in lines_of(source.read_text(encoding="utf-8")):
+    for _, line in number_lines(source.read_text(encoding="utf-8")):
         fields = json.loads(line)
         if fields["task"] in task_names:
             example = Example(**{**fields, "items": tuple(fields["items"])})

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import count, per_forward
+from paradec.core.checks import format_count, throughput_unit
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_matplotlib, check_runs, run_data
 
@@ -114,8 +114,8 @@ def of_output(output: Any) -> str:
     ]
     more = f"<p>... {len(texts) - MOST_TEXTS} more</p>" if len(texts) > MOST_TEXTS else ""
     cost = (
-        f"<p>{count(sum(output.tokens), 'token')}, {count(output.nfe, 'forward')}, {output.tokens_per_forward:.1f} "
-        f"{per_forward(len(output.tokens))}, {output.seconds:.2f} s</p>"
+        f"<p>{format_count(sum(output.tokens), 'token')}, {format_count(output.nfe, 'forward')}, "
+        f"{output.tokens_per_forward:.1f} {throughput_unit(len(output.tokens))}, {output.seconds:.2f} s</p>"
     )
     answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
     return f"<div>{answers}{more}{cost}{'' if output.trace is None else of_trace(output.trace)}</div>"

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from paradec.core.checks import check_int, check_number, count, shown
-from paradec.core.thumbnails import RAMP, from_uri, pillow
+from paradec.core.checks import check_int, check_number, format_count, shown
+from paradec.core.thumbnails import RAMP, from_uri, import_pillow
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_runs
 
@@ -36,7 +36,7 @@ def write(
         ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or no font
             file. OSError: the file cannot be written.
     """
-    library, names = pillow(), check_runs(traces, names)
+    library, names = import_pillow(), check_runs(traces, names)
     from PIL import ImageFont
 
     check_int("width", width, low=160, high=4000)
@@ -98,7 +98,7 @@ def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: in
 
     pen, steps, over = ImageDraw.Draw(image), trace.steps[:moment], moment >= len(trace.steps)
     calls = [sum(step.nfe[i] if step.nfe else step.forwarded[i] > 0 for step in steps) for i in range(trace.batch)]
-    title = f"{name}\n{count(max(calls, default=0), 'forward')}{', done' * over}"
+    title = f"{name}\n{format_count(max(calls, default=0), 'forward')}{', done' * over}"
     pen.text((left, MARGIN), title, font=letters, fill=INK, spacing=5)
     recorded = next((step.pictures for step in reversed(steps) if step.pictures), [])
     pictures = [from_uri(uri) for uri in (trace.images if over or trace.cells is not None else None) or recorded]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.core.checks import count
+from paradec.core.checks import format_count
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_matplotlib, check_runs
 
@@ -25,7 +25,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     picture = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
     axes = picture.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
     for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
-        above.set_title(f"{name}: {count(max(trace.row_nfe, default=0), 'forward')}")
+        above.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
         _positions(picture, above, trace)
         _costs(below, trace)
     return picture

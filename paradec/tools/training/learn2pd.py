@@ -28,7 +28,7 @@ from paradec.api.generate import generate
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, Interrupted, State
-from paradec.core.text_files import read_lines, replacing
+from paradec.core.text_files import read_lines, replace_file
 from paradec.models.base import Model
 from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
@@ -107,7 +107,7 @@ class Records:
         """Write a safetensors file, whole or not at all."""
         tensors = {f.name: getattr(self, f.name).contiguous() for f in dataclasses.fields(self)[2:]}
         about = {"format": FORMAT, "setup": self.setup, "done": self.done}
-        with replacing(file) as draft:
+        with replace_file(file) as draft:
             save_file(tensors, draft, metadata={"learn2pd": json.dumps(about)})
 
     @classmethod
@@ -226,7 +226,7 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
     for row, start in enumerate(state.asked - state.max_new_tokens):
         canvas[row, start : state.asked[row]] = targets[row]
     last_values = torch.full_like(canvas, -1)
-    with torch.inference_mode(), state.freed_store():
+    with torch.inference_mode(), state.release_stores_on_exit():
         while not state.done:
             proposal, window = sampler.step(model, state), state.window
             target = window.read(canvas)

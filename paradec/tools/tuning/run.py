@@ -221,9 +221,11 @@ class _Work:
         lengths = spaces.default_block_lengths(self.model, self.positions) if blocks is None else tuple(blocks)
         for half in (self.choosing, self.reporting):  # whatever is wrong with the request itself is an error
             method = Request(**self.base, sampler=spaces.REFERENCE, seed=self.seed)
-            with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).freed_store():
+            with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).release_stores_on_exit():
                 pass
-        return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
+        return spaces.build_space(
+            self.model, self.choosing.prompts.select_rows(0, 1), self.base, names, cache_names, lengths
+        )
 
     def setup(self, space: Space, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
         """Build the facts that all processes of a study share."""

@@ -143,7 +143,7 @@ class Half:
         # numbered among all: what a row draws does not depend on the batch that it is decoded in
         self.prompts: Prompts = encode(
             model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
-        ).numbered()
+        ).number_duplicates()
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -155,7 +155,7 @@ class Half:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # advice for one request; here they are compared
                 sampler = make_sampler(self.model, request.sampler)
-                output = decode_request(self.model, self.prompts.part(first, stop), request, sampler)
+                output = decode_request(self.model, self.prompts.select_rows(first, stop), request, sampler)
         except FAILURES as error:
             raise Failed(str(error) or type(error).__name__) from error
         filled = [

@@ -15,7 +15,7 @@ from typing import Any
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import check_int
-from paradec.core.registry import is_composed, plain
+from paradec.core.registry import is_composed, to_data
 from paradec.request import Request
 from paradec.samplers.masked.start import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
@@ -55,10 +55,10 @@ class Choice:
 
     def suggest(self, trial: Any, name: str) -> Any:
         """A value that Optuna draws; lists travel as text."""
-        return json.loads(trial.suggest_categorical(name, [json.dumps(plain(value)) for value in self.values]))
+        return json.loads(trial.suggest_categorical(name, [json.dumps(to_data(value)) for value in self.values]))
 
     def to_data(self) -> list[Any]:
-        return ["one of", *(plain(value) for value in self.values)]
+        return ["one of", *(to_data(value) for value in self.values)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Candidate:
         return ", ".join([self.configuration.name, *parts])
 
     def to_data(self) -> dict[str, Any]:
-        changes = {name: plain(value) for name, value in self.changes.items()}
+        changes = {name: to_data(value) for name, value in self.changes.items()}
         return {"sampler": self.sampler, "changes": changes, "cache": self.cache, "block_length": self.block_length}
 
 
@@ -125,7 +125,7 @@ class Space:
             setting: domain.suggest(trial, f"{sampler}.{setting}") for setting, domain in self.settings[sampler].items()
         }
         default = self.defaults(sampler)
-        changes = {setting: value for setting, value in values.items() if value != plain(default[setting])}
+        changes = {setting: value for setting, value in values.items() if value != to_data(default[setting])}
         cache, length = self.caches[sampler][0], self.block_lengths[0]
         if len(self.caches[sampler]) > 1:
             cache = trial.suggest_categorical(self._cache_name(sampler), list(self.caches[sampler]))
@@ -140,7 +140,7 @@ class Space:
         default = self.defaults(sampler)
         for setting, domain in self.settings[sampler].items():
             value = candidate.changes.get(setting, default[setting])
-            values[f"{sampler}.{setting}"] = json.dumps(plain(value)) if isinstance(domain, Choice) else value
+            values[f"{sampler}.{setting}"] = json.dumps(to_data(value)) if isinstance(domain, Choice) else value
         if len(self.caches[sampler]) > 1:
             values[self._cache_name(sampler)] = candidate.cache
         if len(self.block_lengths) > 1:
@@ -238,7 +238,7 @@ def _start(model: Any, prompts: Any, request: Any) -> None:
     """Begin to decode, and leave it at that. Raises: what the sampler's `start` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for one request; here it is asked whether it works at all
-        with request.sampler.start(model, prompts, request).freed_store():
+        with request.sampler.start(model, prompts, request).release_stores_on_exit():
             pass
 
 
@@ -267,7 +267,7 @@ def domains(cls: type[Any]) -> dict[str, Span | Choice]:
 def _domain(cls: type[Any], setting: str, values: list[Any]) -> Span | Choice:
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
-        return Choice(tuple({json.dumps(plain(value), sort_keys=True): value for value in values}.values()))
+        return Choice(tuple({json.dumps(to_data(value), sort_keys=True): value for value in values}.values()))
     is_integer = all(isinstance(value, int) for value in numbers)
     low, high = min(numbers), max(numbers)
     log = low > 0 and high >= LOG * low

@@ -126,7 +126,7 @@ def test_ragged_captions_do_not_see_each_other() -> None:
         tokens = torch.tensor([alone.prompts.rows[0] + [5, 9, 30]])
         positions = torch.arange(tokens.shape[1]).unsqueeze(0)
         query = Query(rows=np.array([0]), tokens=tokens, positions=positions)
-        assert torch.allclose(request.model(query.but(rows=np.array([row]))), alone.model(query), atol=1e-12)
+        assert torch.allclose(request.model(query.with_fields(rows=np.array([row]))), alone.model(query), atol=1e-12)
 
 
 def test_captions_are_replaced_by_the_last_learned_features() -> None:

@@ -239,7 +239,7 @@ def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype)
     query = sampler.query(state)[0]
     logits = torch.randn(1, CANVAS, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
-        ours = model(query.but(soft=model.soften(logits)), state.store)
+        ours = model(query.with_fields(soft_embeddings=model.soften(logits)), state.store)
         state.store.bind(query)
         theirs = module(
             decoder_input_ids=query.tokens,
@@ -249,4 +249,4 @@ def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype)
             decoder_position_ids=query.positions,
         ).logits
     assert torch.equal(ours, theirs)
-    assert not torch.equal(ours, model(query.but(soft=None), state.store))
+    assert not torch.equal(ours, model(query.with_fields(soft_embeddings=None), state.store))

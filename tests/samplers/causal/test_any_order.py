@@ -18,7 +18,7 @@ from torch import Tensor
 import paradec
 from paradec.core import orders, rng
 from paradec.core.facts import ModelFacts
-from paradec.core.orders import keyed
+from paradec.core.orders import draws_from_keys
 from paradec.core.protocol import decode
 from paradec.core.query import Query, take_columns
 from paradec.core.rows import replace_rows
@@ -119,7 +119,7 @@ def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel,
         for row, prompt in enumerate(prompts):
             size, found = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
             named = orders.create("raster" if order == "chain" else "random").groups(
-                1, size, keyed(keys[row : row + 1])
+                1, size, draws_from_keys(keys[row : row + 1])
             )
             places = listed[row] if order is listed else named.order[0].tolist()
             wanted, _ = sequential(model, prompt, places, keys[row], Request(**asked))
@@ -251,7 +251,9 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
     keys = torch.as_tensor(row_keys([seed] * 3, prompts))
     ended = 0
     for number, row in enumerate(rows):
-        order = orders.create("random").groups(1, len(row), keyed(keys[number : number + 1])).order[0].tolist()
+        order = (
+            orders.create("random").groups(1, len(row), draws_from_keys(keys[number : number + 1])).order[0].tolist()
+        )
         wanted = plain(model, row, order, keys[number], 1.0)
         assert out.sequences[number, -len(row) :].tolist() == wanted
         ended += 4 in wanted[len(prompts[number]) :]
@@ -296,7 +298,7 @@ def test_a_shorter_row_takes_the_place_of_a_longer_one(model: ProteinMPNNModel) 
     decode(sampler, model, state, lambda *_: True)
     replace_rows(state, np.array([0]), sampler.start(model, model.prompt("pair"), **asked))
     decode(sampler, model, state)
-    assert state.canvas[0, :3].tolist() == alone.sequences[0].tolist() and state.final(np.array([0])) == 3
+    assert state.canvas[0, :3].tolist() == alone.sequences[0].tolist() and state.final_ends(np.array([0])) == 3
 
 
 def test_an_answer_that_is_no_number_is_refused(model: ProteinMPNNModel) -> None:

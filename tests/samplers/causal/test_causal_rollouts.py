@@ -144,13 +144,13 @@ def test_rows_of_generate_many_files_copies_and_threads(tmp_path: Path) -> None:
     outputs = sorted(many, key=lambda output: output.index)
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
-    joined = Rollout.joined([output.rollout for output in outputs])
+    joined = Rollout.concatenate([output.rollout for output in outputs])
     assert_same(joined, together)
     together.save(tmp_path / "rollout")
     for other in (Rollout.load(tmp_path / "rollout"), copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
         assert_same(other, together)
     kept = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
-    both = Rollout.joined([together, kept])
+    both = Rollout.concatenate([together, kept])
     assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
     with torch.no_grad():
         torch.testing.assert_close(paradec.replay(model, both), both.logp, equal_nan=True, rtol=0, atol=1e-10)

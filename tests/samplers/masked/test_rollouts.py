@@ -132,13 +132,13 @@ def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) ->
     )
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
-    assert_same(Rollout.joined([output.rollout for output in outputs]), together)
+    assert_same(Rollout.concatenate([output.rollout for output in outputs]), together)
     changed = copy.copy(together)
     changed.version += 1
     with pytest.raises(ValueError, match="rollouts differ in version: 0 and 1"):
-        Rollout.joined([together, changed])
+        Rollout.concatenate([together, changed])
     with pytest.raises(ValueError, match="rollouts is empty"):
-        Rollout.joined([])
+        Rollout.concatenate([])
 
 
 def test_a_prompt_s_own_settings(model: Model) -> None:

@@ -134,7 +134,7 @@ class MostConfidentOfAll(EntropyThreshold):
 
 def own_column(query: WindowQuery) -> WindowQuery:
     """The call of a part whose first position has no neighbour to the left: it reads its own column's logits."""
-    return query.but(window=query.window.but(available=None))
+    return query.with_fields(window=query.window.with_fields(available=None))
 
 
 class WithoutLeft(DelayedCache):

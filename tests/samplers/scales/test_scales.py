@@ -233,7 +233,7 @@ def test_broken_weights_are_named_before_anything_is_written() -> None:
     before = state.tokens.clone()
     with torch.no_grad():
         model.module.head.bias[3] = torch.nan
-    with state.freed_store(), pytest.raises(NotFinite, match="row 0 at scale 1") as caught:
+    with state.release_stores_on_exit(), pytest.raises(NotFinite, match="row 0 at scale 1") as caught:
         decode(sampler, model, state)
     assert torch.equal(state.tokens, before) and state.index == 1
     assert caught.value.rows.tolist() == [0, 1, 2] and state.store is not None

@@ -16,8 +16,8 @@ from runs_by_hand import HOSTILE, hostile, scripts
 from tiny_models import tiny
 
 import paradec
-from paradec.core.thumbnails import from_uri, of_steps
-from paradec.core.trace import Trace, joined, name_tokens, token_texts
+from paradec.core.thumbnails import from_uri, trace_from_steps
+from paradec.core.trace import Trace, merge_characters, record_token_texts, token_texts
 from paradec.models.adapter import Model
 from paradec.tools.traces.files import page
 
@@ -156,7 +156,7 @@ def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
     trace.save(tmp_path / "run.gif")
     with Image.open(tmp_path / "run.gif") as drawn:
         assert drawn.n_frames == len(trace.steps) + 1
-    back = of_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
+    back = trace_from_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
     assert back.grid == trace.grid and [sum(step.forwarded) for step in back.steps] == [
         (out.steps == i).sum() for i in range(len(trace.steps))
     ]
@@ -199,11 +199,11 @@ def test_characters_of_several_tokens(bytewise: Any) -> None:
     assert len(ids) == len(text.encode())
     texts = token_texts(bytewise, ids)
     assert [texts[i] for i in (ids[0], ids[1], ids[-1])] == ["a", " ", "!"] and texts[ids[2]] == "\ufffd"
-    assert joined(bytewise, ids, texts) == [(2, 6, "🦊"), (6, 8, "é")]
-    assert joined(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # a torn one stays torn
+    assert merge_characters(bytewise, ids, texts) == [(2, 6, "🦊"), (6, 8, "é")]
+    assert merge_characters(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # a torn one stays torn
     trace = Trace([[0, 0]], family="masked", mask_id=0)
     trace.add([(0, 0, ids[6], 1.0), (0, 1, ids[7], 1.0)], [2], "full")
-    name_tokens(trace, bytewise)
+    record_token_texts(trace, bytewise)
     assert trace.joined == [[(0, 2, "é")]] and trace.texts.keys() == {0, ids[6], ids[7]}
 
 

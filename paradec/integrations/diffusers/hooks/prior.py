@@ -124,7 +124,7 @@ class PriorSession(Attached):
         laid = model.lay_out(rows, sources, grid)
         method, begin = request.sampler, time.perf_counter()
         state = model.begin(method, laid, grid, request)
-        with state.freed_store():
+        with state.release_stores_on_exit():
             decode(method, laid.model, state)
         self.latest, _ = build_output(model, state, grid, time.perf_counter() - begin)
         self.runs += 1

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.thumbnails import of_images
-from paradec.core.trace import Notes, Trace, drawing
+from paradec.core.thumbnails import images_to_uris
+from paradec.core.trace import Notes, Trace, get_drawing
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Every
 from paradec.samplers.forecast.step_masks import StepMask
@@ -130,11 +130,11 @@ class Report:
                 notes,
                 sum(call.seconds for call in calls),
             )
-        trace.images = None if images is None else of_images(images)
+        trace.images = None if images is None else images_to_uris(images)
         return trace
 
     def _repr_html_(self) -> str:
-        return str(drawing("report")(self))
+        return str(get_drawing("report")(self))
 
     def __str__(self) -> str:
         lines = [self.summary]

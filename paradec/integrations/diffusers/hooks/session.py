@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from paradec.core.checks import MODELS, check_choice, shown, wrong_model
+from paradec.core.checks import MODELS, check_choice, shown, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.diffusers.hooks.memory import choose_fitting
@@ -110,7 +110,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             accelerated or has a diffusers cache. The pipeline is then unchanged.
     """
     if getattr(pipe, "makes", None) in MODELS:
-        raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
+        raise wrong_model_error("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
     has_sampler = sampler is not None or bool(settings)
     if cache is not None:
         check_choice("cache", cache, ("block",))

@@ -18,7 +18,7 @@ from typing import Any
 from paradec import samplers
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.core.protocol import Sampler
-from paradec.core.registry import unknown
+from paradec.core.registry import unknown_name
 from paradec.integrations.engines.hosted import FIELDS
 from paradec.request import Request
 
@@ -104,7 +104,7 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
         if name in ELSEWHERE:
             raise ValueError(f"{place}: {name} is not given here, but by {ELSEWHERE[name]}")
         if name not in NAMES:
-            raise TypeError(f"{place}: {unknown('name', name, NAMES)}")
+            raise TypeError(f"{place}: {unknown_name('name', name, NAMES)}")
     return dict(value)
 
 

@@ -99,7 +99,7 @@ class DraftLayers:
             )
             token = draw(every_q[-1], uniform[:, slot])
             drafts = torch.cat((drafts, token), 1)
-            query = query.but(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
+            query = query.with_fields(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
         drafting.nfe += Cost([query], state.batch).nfe  # all layers once
         drafting.fed[rows] = state.committed[rows]
         write_drafts(state, rows, drafts, torch.cat(every_q, 1))

@@ -134,8 +134,8 @@ def batch_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], cop
     store = query.store
     if store is not None:
         assert store.index is not None
-        store = store.but(rows=store.rows[called], index=store.index[index], slots=None)
-    return query.but(
+        store = store.with_fields(rows=store.rows[called], index=store.index[index], slots=None)
+    return query.with_fields(
         tokens=_tokens_of(state, query, drafts, step, owner),
         positions=query.positions[called],
         wanted=query.wanted[called],
@@ -190,13 +190,13 @@ def tree_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], copi
         if query.valid is not None:
             valid = valid & query.valid.repeat(1, most)
     wanted = query.wanted[:, None] + width * torch.arange(most, device=device)[:, None]
-    return query.but(
+    return query.with_fields(
         tokens=tokens.transpose(1, 2).reshape(count, most * width),
         positions=positions,
         wanted=wanted.flatten(1),
         valid=valid,
         visible=visible,
-        store=None if query.store is None else query.store.but(slots=None),
+        store=None if query.store is None else query.store.with_fields(slots=None),
         forwarded=query.forwarded * copies,
         window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts, tree=True),
     )

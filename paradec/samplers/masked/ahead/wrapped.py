@@ -101,7 +101,7 @@ class DraftingSampler(MaskedSampler):
             tokens, quantities = reader.read(draft, processed, query, None)
             taken.append(take(base, draft, tokens, quantities, updates, memory, queries))
             if state.logprobs is not None:
-                taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)
+                taken[-1].proposal.logprobs = StepLogProbs.from_logits(plain, tokens, state.logprobs.count)
             if chain:
                 memory = taken[-1].memory
         return drafts, taken, copies

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, check_order
+from paradec.core.checks import check_at_most, check_int, check_number
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.masked.blocks import LONGEST_BLOCK
 from paradec.samplers.masked.loop import MaskedSampler, View
@@ -52,7 +52,7 @@ class AdaBlock(MaskedSampler):
         check_number("threshold", self.threshold, low=0, high=1)
         check_int("init_block_length", self.init_block_length, low=1, high=LONGEST_BLOCK)
         check_int("min_block_length", self.min_block_length, low=1)
-        check_order("min_block_length", self.min_block_length, "init_block_length", self.init_block_length)
+        check_at_most("min_block_length", self.min_block_length, "init_block_length", self.init_block_length)
         object.__setattr__(self, "delimiters", self.blocks().delimiters)
 
     def blocks(self, block_length: int | None = None) -> AdaptiveBlocks:

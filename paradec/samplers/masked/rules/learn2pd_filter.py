@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.core.text_files import replacing
+from paradec.core.text_files import replace_file
 from paradec.models.checkpoint import DTYPES, check_dtypes
 from paradec.samplers.masked.state import MaskedState
 
@@ -187,7 +187,7 @@ def register_filter(path: str | os.PathLike[str]) -> None:
 def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Module) -> None:
     """Write a filter, whole or not at all. Weights are kept in float32."""
     weights = {name: tensor.detach().float().contiguous() for name, tensor in network.state_dict().items()}
-    with replacing(path) as draft:
+    with replace_file(path) as draft:
         save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
     _load.cache_clear()  # a clock's tick is long: the file may be as old as the one that it replaces
 

@@ -16,7 +16,7 @@ import numpy as np
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
-from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
+from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scale_sizes
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 from paradec.samplers.masked.state import MaskedState
 
@@ -68,7 +68,7 @@ class LPD(InOrder):
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
         """The groups' sizes for so many masks of a row."""
         if isinstance(self.groups, tuple):
-            return self.groups if sum(self.groups) == masks else scaled(self.groups, masks)
+            return self.groups if sum(self.groups) == masks else scale_sizes(self.groups, masks)
         groups = self.groups if isinstance(self.groups, int) else None
         if groups is None and state.steps_per_block is not None:
             groups = int(state.steps_per_block[row])

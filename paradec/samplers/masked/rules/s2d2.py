@@ -154,7 +154,7 @@ class S2D2(MaskedSampler):
         begins = torch.where(undecided, at, stop).amin(1, keepdim=True)  # its first mask
         in_block = (at >= (begins if self.causal else first)).unsqueeze(2) & (at < stop).unsqueeze(1)
         sees = _before(state, at, self.causal, first) | in_block
-        return query.but(visible=_of_branches(sees, query), store=_final_alone(query, at < first))
+        return query.with_fields(visible=_of_branches(sees, query), store=_final_alone(query, at < first))
 
     def _verifying(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
         """The block with its drafts, which is causal, and masks beside it."""
@@ -176,9 +176,9 @@ class S2D2(MaskedSampler):
         own = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
         beside, store = _of_branches(masks, query), _final_alone(query, at < first)
         if store is not None:
-            store = store.but(slots=torch.cat((store.slots, torch.full_like(beside, -1)), 1))
+            store = store.with_fields(slots=torch.cat((store.slots, torch.full_like(beside, -1)), 1))
         tokens = torch.where(drafted == state.mask_id, query.tokens.narrow(1, 0, count), drafted)
-        return query.but(
+        return query.with_fields(
             tokens=torch.cat((tokens, torch.full_like(beside, state.mask_id)), 1),
             positions=torch.cat((query.positions, beside), 1),
             valid=torch.cat((own, _of_branches(there, query)), 1),
@@ -319,7 +319,7 @@ def _final_alone(query: WindowQuery, final: Tensor) -> Any:
     """What the call asks of the store, where final columns alone are kept."""
     if query.store is None or query.store.slots is None:
         return query.store
-    return query.store.but(slots=torch.where(_of_branches(final, query), query.store.slots, -1))
+    return query.store.with_fields(slots=torch.where(_of_branches(final, query), query.store.slots, -1))
 
 
 def _of_branches(values: Tensor, query: WindowQuery) -> Tensor:

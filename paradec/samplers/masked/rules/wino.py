@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradec.core.checks import check_int, check_number, check_order
+from paradec.core.checks import check_at_most, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import token_statistics
@@ -64,7 +64,7 @@ class Wino(MaskedSampler):
         check_number("cap_share", self.cap_share, low=0, high=1)
         check_int("cap_high", self.cap_high, low=1)
         check_int("cap_low", self.cap_low, low=1)
-        check_order("cap_low", self.cap_low, "cap_high", self.cap_high)
+        check_at_most("cap_low", self.cap_low, "cap_high", self.cap_high)
         if self.threshold_back == 0:  # no shadow, then, and nothing that is found in it
             object.__setattr__(self, "needs", Needs(decided_logits=True))
 
@@ -134,9 +134,9 @@ def with_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
         visible &= block.unsqueeze(2) >= block.unsqueeze(1)
     store = query.store
     if store is not None and store.slots is not None:
-        store = store.but(slots=torch.cat((store.slots, torch.full_like(shadow, -1)), 1))
+        store = store.with_fields(slots=torch.cat((store.slots, torch.full_like(shadow, -1)), 1))
     own = torch.arange(columns, columns + width, device=device).expand(rows, width)
-    return query.but(
+    return query.with_fields(
         tokens=pad(query.tokens, (0, width), value=state.mask_id),
         positions=positions,
         valid=valid,

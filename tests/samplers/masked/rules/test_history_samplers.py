@@ -67,7 +67,7 @@ def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
                 start = int(state.block_start[row])
                 undecided = [i for i in range(start, start + BLOCK) if state.undecided[row, i]]
                 available[n, [i - start for i in kept(script, script.at, row, undecided, start)]] = True
-            queries = [query.but(window=query.window.but(available=available))]
+            queries = [query.with_fields(window=query.window.with_fields(available=available))]
             commit = sampler.commit(state, sampler.propose(state, [script(query)], queries))
             steps.append({(r, p, t) for r, p, t, _ in commit.to_list()})
             script.at += 1
