@@ -82,28 +82,28 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def llada() -> Model:
-    from replay import loaded
+    from traces import loaded
 
     return loaded(GOLDEN / "llada-tiny", "float32")
 
 
 @pytest.fixture(scope="session")
 def dream() -> Model:
-    from replay import loaded
+    from traces import loaded
 
     return loaded(GOLDEN / "dream-tiny", "float32")
 
 
 @pytest.fixture(scope="session")
 def llada64() -> Model:
-    from replay import loaded
+    from traces import loaded
 
     return loaded(GOLDEN / "llada-tiny", "float64")
 
 
 @pytest.fixture(scope="session")
 def dream64() -> Model:
-    from replay import loaded
+    from traces import loaded
 
     return loaded(GOLDEN / "dream-tiny", "float64")
 

@@ -11,7 +11,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 import torch
 from arguments_stub import STUB, arguments_stub
-from tiny_models import tiny
+from small_models import tiny
 
 import paradec
 from paradec import caches, samplers
@@ -63,7 +63,7 @@ def test_every_field_has_another_value_here() -> None:
 
 
 def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
-    """Else run `python tests/support/arguments_stub.py`. Every entry point takes what the stub says."""
+    """Else run `python tests/arguments_stub.py`. Every entry point takes what the stub says."""
     assert arguments_stub() == STUB.read_text(encoding="utf-8")
     for entry in (paradec.generate, paradec.infill, paradec.generate_many):
         assert get_type_hints(entry)["arguments"] == Unpack[Arguments]

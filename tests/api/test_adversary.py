@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import DREAM, DREAM_PARTS, LLADA, LLADA_PARTS, changed, random_weights, write
+from checkpoints import DREAM, DREAM_PARTS, LLADA, LLADA_PARTS, changed, random_weights, write_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -55,7 +55,7 @@ def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, A
         fields |= {"num_key_value_heads": kv_heads, "intermediate_size": 20, "max_position_embeddings": 200}
         config = changed(DREAM, **common, **fields, tie_word_embeddings=rng.random() < 0.4)
     weights = random_weights(config, seed=rng.randrange(10**6))
-    write(folder, config, weights)
+    write_checkpoint(folder, config, weights)
     return config, weights
 
 

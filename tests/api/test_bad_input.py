@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import fits
+from decoding import fits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN

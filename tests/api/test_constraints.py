@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from canvases import tiny_module
+from small_models import MASK, VOCAB, tiny
 from structured import TEXTS, lettered
-from tiny_models import MASK, VOCAB, tiny
 from typer.testing import CliRunner
 
 import paradec

@@ -16,10 +16,20 @@ import numpy as np
 import pytest
 import torch
 from canvases import CANVAS, tiny_module
-from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, model_of, network
 from oracles.renoising import causal
 from recorded import replays
 from structured import CASES, named
+from tokenized_models import (
+    CHAT_END,
+    CHAT_MASK,
+    CHAT_TOKENIZER,
+    CHAT_VOCAB,
+    Constant,
+    chat_ids,
+    chat_model,
+    chat_network,
+    chat_tokenizer,
+)
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -74,8 +84,8 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
 
 @pytest.mark.parametrize("seed", range(3))
 def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
-    module, temperature = network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
-    found = paradec.decide(model_of("causal", module=module), STATE, QUESTIONS, temperature=temperature)
+    module, temperature = chat_network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
+    found = paradec.decide(chat_model("causal", module=module), STATE, QUESTIONS, temperature=temperature)
     check_answers(found, pipeline_answers(module, None, temperature), 2e-6)
     assert found.forwards == 2  # what the three prompts begin with is evaluated once
 
@@ -88,12 +98,12 @@ def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(predic
     template = (
         f"{{% set asked %}}{DECISION_PROMPT}{{% endset %}}<|turn|>user\n{{{{ asked }}}}<|end|>\n<|turn|>assistant\n"
     )
-    module = network(1, torch.float32)
+    module = chat_network(1, torch.float32)
     module.config.is_causal = False
     for layer in module.model.layers:
         layer.self_attn.is_causal = False
     expected = pipeline_answers(module, f"{template}{read}<|end|>", {})
-    check_answers(paradec.decide(model_of("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
+    check_answers(paradec.decide(chat_model("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
 
 
 FEW = {"a": Span("What?", ["level", "Yes or No", "Yes", "only level"]), "b": Span("And then?", ["No", "Answer", "x"])}
@@ -121,7 +131,7 @@ def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     """A label's log-probability, token by token. text: of the user's turn."""
     chat = f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"
-    prompt, texts = ids_of(chat), [ids_of(label) for label in labels]
+    prompt, texts = chat_ids(chat), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
     found = []
@@ -133,22 +143,22 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
         for count, ids in enumerate(follows):
             row = prompt + own[:count]
             if not is_causal:
-                row += [MASK] * (longest - count) + [END]  # the template's end token, of several
+                row += [CHAT_MASK] * (longest - count) + [CHAT_END]  # the template's end token, of several
                 begin = len(prompt) if model.facts.block_align == "prompt" else 0
-                row += [END] * (-(len(row) - begin) % model.facts.block_unit)
+                row += [CHAT_END] * (-(len(row) - begin) % model.facts.block_unit)
             total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
         found.append(total)
     return found
 
 
 MODELS = {
-    "bidirectional": lambda: model_of("bidirectional"),
-    "shifted": lambda: model_of("bidirectional", "shifted"),
-    "block_causal": lambda: model_of("block_causal", block_length=4),
-    "prompt_blocks": lambda: model_of("block_causal", block_length=4, block_align="prompt"),
-    "causal": lambda: model_of("causal"),
-    "two_ends": lambda: model_of("bidirectional", eos_token_id=(ids_of("q")[0], END)),
-    "causal_two_ends": lambda: model_of("causal", eos_token_id=(ids_of("q")[0], END)),
+    "bidirectional": lambda: chat_model("bidirectional"),
+    "shifted": lambda: chat_model("bidirectional", "shifted"),
+    "block_causal": lambda: chat_model("block_causal", block_length=4),
+    "prompt_blocks": lambda: chat_model("block_causal", block_length=4, block_align="prompt"),
+    "causal": lambda: chat_model("causal"),
+    "two_ends": lambda: chat_model("bidirectional", eos_token_id=(chat_ids("q")[0], CHAT_END)),
+    "causal_two_ends": lambda: chat_model("causal", eos_token_id=(chat_ids("q")[0], CHAT_END)),
 }
 
 
@@ -166,20 +176,20 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
 
 
 def test_together_each_reads_the_others() -> None:
-    model = model_of("bidirectional")
+    model = chat_model("bidirectional")
     questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
     found = paradec.decide(model, "Answer: level", questions, together=True)
     first = rows.text_of("Answer: level", questions["first"], None)
-    begin = ids_of(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
-    between = ids_of("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
-    two = ids_of("Yes level")
+    begin = chat_ids(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
+    between = chat_ids("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
+    two = chat_ids("Yes level")
     assert len(two) == 2
-    row = [*begin, MASK, *between, MASK, MASK, END]
+    row = [*begin, CHAT_MASK, *between, CHAT_MASK, CHAT_MASK, CHAT_END]
     at, then = len(begin), len(begin) + 1 + len(between)
-    expected = [plain_log_p(model, row, at, ids_of(label)) for label in ("Yes", "No")]
+    expected = [plain_log_p(model, row, at, chat_ids(label)) for label in ("Yes", "No")]
     assert found["first"].log_scores == pytest.approx(expected, rel=1e-9)
     expected = []
-    for begin, follows in ((ids_of("No"), [END]), (two[:1], two[1:])):
+    for begin, follows in ((chat_ids("No"), [CHAT_END]), (two[:1], two[1:])):
         begun = [*row[:then], *begin, *row[then + 1 :]]
         expected.append(plain_log_p(model, row, then, begin) + plain_log_p(model, begun, then + 1, follows))
     assert found["then"].log_scores == pytest.approx(expected, rel=1e-9)
@@ -189,22 +199,22 @@ def test_together_each_reads_the_others() -> None:
 
 
 def canvas_model(**more: Any) -> Any:
-    module = tiny_module(dtype=torch.float64, vocab=VOCAB, **more)
-    return paradec.wrap(module, eos_token_id=END, tokenizer=TOKENIZER)
+    module = tiny_module(dtype=torch.float64, vocab=CHAT_VOCAB, **more)
+    return paradec.wrap(module, eos_token_id=CHAT_END, tokenizer=CHAT_TOKENIZER)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
     model, texts = canvas_model(), ["Yes", "No only"]
     found = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
-    prompt = ids_of("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
+    prompt = chat_ids("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
     at = torch.arange(len(prompt), len(prompt) + CANVAS)
 
     def log_p(given: list[int], place: int, ids: list[int]) -> float:
         total = 0.0
         for key in torch.as_tensor(row_keys([*range(seeds)], [prompt] * seeds)):
             noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), at[None], 1, 4)[0, :, 0]
-            canvas = (noise * VOCAB).long()
+            canvas = (noise * CHAT_VOCAB).long()
             for slot, token in enumerate(given):
                 canvas[slot] = canvas[slot] if token == -1 else token
             cached = cache_keyword(model.module, DynamicCache(config=model.module.config.text_config))
@@ -221,11 +231,11 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
             total += float(logits.double().softmax(-1)[ids].sum()) / seeds
         return math.log(total)
 
-    one, two = ids_of(texts[0]), ids_of(texts[1])
+    one, two = chat_ids(texts[0]), chat_ids(texts[1])
     assert (len(one), len(two)) == (1, 2)
     expected = [
-        log_p([-1, -1, END], 0, one) + log_p([one[0], -1, END], 1, [END]),
-        log_p([-1, -1, END], 0, two[:1]) + log_p([two[0], -1, END], 1, two[1:]),
+        log_p([-1, -1, CHAT_END], 0, one) + log_p([one[0], -1, CHAT_END], 1, [CHAT_END]),
+        log_p([-1, -1, CHAT_END], 0, two[:1]) + log_p([two[0], -1, CHAT_END], 1, two[1:]),
     ]
     assert found.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
 
@@ -244,14 +254,14 @@ def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> No
 
 
 def test_models_that_take_no_padding() -> None:
-    model = model_of("bidirectional", module=Says({token: token / 50 for token in range(VOCAB)}))
+    model = chat_model("bidirectional", module=Constant({token: token / 50 for token in range(CHAT_VOCAB)}))
     assert not model.pads
     yes, no = paradec.decide(model, "only level", FEW | QUESTIONS)["spam"].log_scores
-    assert yes - no == pytest.approx((ids_of("Yes")[0] - ids_of("No")[0]) / 50)
+    assert yes - no == pytest.approx((chat_ids("Yes")[0] - chat_ids("No")[0]) / 50)
 
 
 def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
-    model = model_of("bidirectional")
+    model = chat_model("bidirectional")
     plain, empty = (paradec.decide(model, state, QUESTIONS) for state in ("only level", ""))
     found = paradec.decide(model, "only level", QUESTIONS, prior="empty", temperature=2.0)
     for name in QUESTIONS:
@@ -263,7 +273,7 @@ def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
 
 
 def test_rotated_options_have_every_label_once() -> None:
-    model, options = model_of("causal"), ["calm", "pushy", "loud"]
+    model, options = chat_model("causal"), ["calm", "pushy", "loud"]
     questions = {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}
     found = paradec.decide(model, "only level", questions, rotate=True)
     scores = dict.fromkeys(options, 0.0)
@@ -282,8 +292,10 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     draw = random.Random(0)
     decided, right = [], []
     for _ in range(60):
-        logits = {ids_of(letter)[0]: draw.gauss(0, 3) for letter in "ABC"}
-        model = model_of("causal", module=Says(logits | {ids_of("Yes")[0]: draw.gauss(0, 2), ids_of("No")[0]: 0.0}))
+        logits = {chat_ids(letter)[0]: draw.gauss(0, 3) for letter in "ABC"}
+        model = chat_model(
+            "causal", module=Constant(logits | {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0})
+        )
         asked = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         found = paradec.decide(model, "s", asked)
         weights = [math.exp(score / 2.5) for score in found["q"].log_scores]  # answers of a model that is less sure
@@ -328,9 +340,9 @@ def test_recorded_answers(name: str) -> None:
         assert question.options == case["expected"]["options"][key]
         if len(labels) <= 26 and said["type"] != "noul":
             assert type(question)(told, criteria).labels == labels  # without being told
-        ids = [ids_of(label)[0] for label in labels]
+        ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
-            model = model_of(topology, module=Says(dict(zip(ids, case["logits"][key], strict=True))))
+            model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
             found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
             check_answers(found, {key: case["expected"]["answers"][key]}, 1e-9)
             assert found[key].mass == pytest.approx(1)
@@ -338,13 +350,13 @@ def test_recorded_answers(name: str) -> None:
 
 def test_special_tokens_in_a_state_are_text() -> None:
     asked = [QUESTIONS["spam"]]
-    [[[step], _]] = rows.lay_out(model_of("bidirectional"), "a<|mask|>b<|end|>c", asked, None)
-    assert step.row.count(MASK) == 1 and step.row[step.position] == MASK and step.row.count(END) == 2
-    assert TOKENIZER.decode([token for token in step.row if token != MASK]).count("<|mask|>") == 1
+    [[[step], _]] = rows.lay_out(chat_model("bidirectional"), "a<|mask|>b<|end|>c", asked, None)
+    assert step.row.count(CHAT_MASK) == 1 and step.row[step.position] == CHAT_MASK and step.row.count(CHAT_END) == 2
+    assert CHAT_TOKENIZER.decode([token for token in step.row if token != CHAT_MASK]).count("<|mask|>") == 1
 
 
 def test_two_threads_get_what_each_gets_alone() -> None:
-    model, states = model_of("bidirectional"), [f"only level {number}<|end|>" for number in range(4)]
+    model, states = chat_model("bidirectional"), [f"only level {number}<|end|>" for number in range(4)]
     alone = [paradec.decide(model, state, QUESTIONS | FEW).to_dict() for state in states]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda state: paradec.decide(model, state, QUESTIONS | FEW).to_dict(), states)) == alone
@@ -366,13 +378,13 @@ def test_a_template_of_ones_own_and_the_packaged_model() -> None:
 
 
 def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
-    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer = copy.deepcopy(CHAT_TOKENIZER)
     tokenizer.chat_template = None
-    model = model_of("bidirectional")
+    model = chat_model("bidirectional")
     model.tokenizer = tokenizer
     found = paradec.decide(model, "only level", {"q": Span("What?", ["Yes", "No"])})["q"]
-    row = [*ids_of("only level\n\nWhat?\n"), MASK, END]
-    expected = [plain_log_p(model, row, len(row) - 2, ids_of(label)) for label in ("Yes", "No")]
+    row = [*chat_ids("only level\n\nWhat?\n"), CHAT_MASK, CHAT_END]
+    expected = [plain_log_p(model, row, len(row) - 2, chat_ids(label)) for label in ("Yes", "No")]
     assert found.log_scores == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match="'<|mask|>', a special token"):
         paradec.decide(model, "a<|mask|>b", FEW)
@@ -381,7 +393,7 @@ def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
 
 
 def test_values_are_copied_saved_and_compared() -> None:
-    model = model_of("bidirectional")
+    model = chat_model("bidirectional")
     found = paradec.decide(model, "x", QUESTIONS)
     for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert other == found and other["tone"].probabilities == found["tone"].probabilities
@@ -392,7 +404,7 @@ def test_values_are_copied_saved_and_compared() -> None:
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
 
 
-class Untouched(Says):
+class Untouched(Constant):
     """Fails when it is called."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -430,7 +442,7 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     state, questions, more, said = WRONG[name]
     topology = "causal" if name in ("long", "end") else "bidirectional"
     with pytest.raises((ValueError, TypeError), match=said) as error:
-        paradec.decide(model_of(topology, module=Untouched({})), state, questions, **more)
+        paradec.decide(chat_model(topology, module=Untouched({})), state, questions, **more)
     assert len(str(error.value)) < 500
 
 
@@ -458,19 +470,19 @@ def test_questions_that_are_none(make: Any, said: str) -> None:
 
 def test_models_that_cannot_be_asked() -> None:
     for model, more, said in (
-        (model_of("causal"), {"together": True}, "together=True needs"),
-        (model_of("block_causal", block_length=4), {"together": True}, "together=True needs"),
-        (model_of("causal_context", block_length=4, block_align="prompt"), {}, "topology='causal'"),
+        (chat_model("causal"), {"together": True}, "together=True needs"),
+        (chat_model("block_causal", block_length=4), {"together": True}, "together=True needs"),
+        (chat_model("causal_context", block_length=4, block_align="prompt"), {}, "topology='causal'"),
     ):
         with pytest.raises(ValueError, match=said):
             paradec.decide(model, "x", ONE, **more)
     with pytest.raises(TypeError, match="decide takes"):
         paradec.decide("model", "x", ONE)
-    model = model_of("bidirectional")
+    model = chat_model("bidirectional")
     model.tokenizer = None
     with pytest.raises(ValueError, match="no tokenizer"):
         paradec.decide(model, "x", ONE)
-    model = model_of("bidirectional", eos_token_id=())
+    model = chat_model("bidirectional", eos_token_id=())
     assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")
     with pytest.raises(ValueError, match="no end token"):
         paradec.decide(model, "x", FEW)
@@ -494,15 +506,15 @@ def test_answers_that_no_canvas_holds() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 def test_logits_that_are_no_numbers(value: float, topology: str) -> None:
-    module = Says({token: value for token in ids_of("Yes")} | {5: 1.0})
+    module = Constant({token: value for token in chat_ids("Yes")} | {5: 1.0})
     with pytest.raises(FloatingPointError, match="NaN"):
-        paradec.decide(model_of(topology, module=module), "x", ONE)
+        paradec.decide(chat_model(topology, module=module), "x", ONE)
 
 
 def test_labels_without_any_probability() -> None:
     with pytest.raises(FloatingPointError, match="no label of question 'q'"):
-        paradec.decide(model_of("causal", module=Says({5: 1.0})), "x", ONE)
-    half = model_of("causal", module=Says({ids_of("Yes")[0]: 1.0}))
+        paradec.decide(chat_model("causal", module=Constant({5: 1.0})), "x", ONE)
+    half = chat_model("causal", module=Constant({chat_ids("Yes")[0]: 1.0}))
     assert paradec.decide(half, "x", ONE)["q"].probabilities == {True: 1.0, False: 0.0}
     with pytest.raises(FloatingPointError, match="about an empty state"):
         paradec.decide(half, "x", ONE, prior="empty")
@@ -513,5 +525,5 @@ def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "transformers.decision", None)
     with pytest.raises(ImportError, match=r"transformers 5\.23"):
-        paradec.decide(model_of("causal"), "x", ONE)
-    assert paradec.decide(model_of("causal"), "x", FEW)["b"].value in FEW["b"].values
+        paradec.decide(chat_model("causal"), "x", ONE)
+    assert paradec.decide(chat_model("causal"), "x", FEW)["b"].value in FEW["b"].values

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pipelines import dit_pipeline
+from pipelines import dit_pipeline
 
 import paradec
 from paradec import caches, samplers

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import greedy, tiny_llamagen
+from images import greedy, tiny_llamagen
 from PIL import Image
-from scripts import load_script
+from places import load_script
 from typer.testing import CliRunner
 
 import paradec

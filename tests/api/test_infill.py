@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from byte_tokenizers import TOKENIZER, ids_of, reciting
-from fitting import MASKED, fits, taken, topology_of
+from decoding import MASKED, fits, supported, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny
+from small_models import tiny
+from tokenized_models import TOKENIZER, ids_of, reciting
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -201,7 +201,7 @@ def check_no_ends_inside(model: Model, **request: Any) -> None:
     """Holes are filled as if end tokens did not exist."""
     ending, rows = with_ends(model), [masked(model, row) for row in INSIDE]
     ends = torch.tensor(ending.facts.eos_token_ids)
-    request = taken(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
+    request = supported(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
     out = paradec.infill(ending, rows, **request)
     expected = paradec.infill(model, rows, suppress_tokens=ends, **request)
     assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe

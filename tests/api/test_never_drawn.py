@@ -22,14 +22,13 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import tokenizer_of
 from canvases import tiny_module
-from causal_models import tiny_llama
-from fitting import MASKED as MASKED_MASK
-from fitting import fits, taken, topology_of
-from hosting import Engine
-from image_models import tiny_llamagen
-from tiny_models import END, MASK, VOCAB, tiny
+from decoding import MASKED as MASKED_MASK
+from decoding import fits, supported, topology_of
+from engines import HostEngine
+from images import tiny_llamagen
+from small_models import END, MASK, VOCAB, tiny, tiny_llama
+from tokenized_models import tokenizer_of
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -107,7 +106,7 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     settings = {"drafter": model} if name == "speculative" else {}
     out = paradec.generate(
         model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
-        eos_early_stop=False, **taken(name, request),
+        eos_early_stop=False, **supported(name, request),
     )  # fmt: skip
     scores = [[round(entry[3], 9) for entry in step.commits] for step in out.trace.steps]
     return out.new_tokens.tolist(), out.row_nfe, scores
@@ -332,7 +331,7 @@ def masked_pairs() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "kind"), masked_pairs())
 def test_masked_samplers(name: str, kind: str) -> None:
     for request in REQUESTS:
-        assert_never_written(model_of(kind), name, max_new_tokens=6, **taken(name, request))
+        assert_never_written(model_of(kind), name, max_new_tokens=6, **supported(name, request))
     if "rng" not in samplers.get(name).unsupported and not samplers.get(name).needs.multi_step:
         assert_never_written(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
 
@@ -342,7 +341,7 @@ def test_samplers_of_causal_models(name: str) -> None:
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
     for request in REQUESTS:
-        assert_never_written(model, sampler, max_new_tokens=6, **taken(sampler, request))
+        assert_never_written(model, sampler, max_new_tokens=6, **supported(sampler, request))
 
 
 @pytest.mark.parametrize("kind", ["block_causal", "block_causal shifted", "causal", "causal_context"])
@@ -415,7 +414,7 @@ def test_ends_beyond_the_tokenizer_are_drawn() -> None:
 
 def test_rows_inside_an_engine_draw_what_generate_draws() -> None:
     model = model_of_textless("block_causal")
-    engine = Engine(model, Hosted("threshold", model.facts))
+    engine = HostEngine(model, Hosted("threshold", model.facts))
     engine.add(
         "row", PROMPTS_TEXTLESS[0], 12, **{name: value for name, value in DRAWN.items() if name != "max_new_tokens"}
     )

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import answers, checkpoint, exactness, tiny_base, write
-from fitting import taken
-from image_models import CODES, tiny_llamagen
-from image_models import greedy as greedy_picture
-from tiny_models import tiny
+from decoding import supported
+from drafters import answers, eagle_weights, exactness, tiny_base, write_eagle
+from images import CODES, tiny_llamagen
+from images import greedy as greedy_picture
+from small_models import tiny
 from torch import Tensor
 
 import paradec
@@ -85,7 +85,7 @@ def fits(name: str, shape: str) -> bool:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """The model and its drafter, by the drafter's kind."""
     base = tiny_base()
-    eagle = paradec.load_drafter(write(tmp_path_factory.mktemp("eagle") / "drafter", *checkpoint()), base=base)
+    eagle = paradec.load_drafter(write_eagle(tmp_path_factory.mktemp("eagle") / "drafter", *eagle_weights()), base=base)
     base.codebook = base.token_embeddings
     table = exactness.TableModel.random(5, seed=0)
     small = exactness.TableModel.random(5, seed=1, near=table)
@@ -214,7 +214,7 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
 def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Path) -> None:
     model = tiny_llamagen(grid=2)
     sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
-    drafter = paradec.load_drafter(write(tmp_path / "drafter", *checkpoint(**sizes)), base=model)
+    drafter = paradec.load_drafter(write_eagle(tmp_path / "drafter", *eagle_weights(**sizes)), base=model)
     expected = greedy_picture(model.request([3, 7], model.grid()), model.grid(), 2.0)
     out = paradec.generate_images(
         model,
@@ -279,7 +279,7 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         kinds = fitting[cache]
         turn += 1
         model, request = masked_models[kinds[turn % len(kinds)]], REQUESTS[turn % len(REQUESTS)]
-        request = taken(name, request | {"cache": cache})
+        request = supported(name, request | {"cache": cache})
         state = sampler.start(model, rows, seed=[1, 2, 3], **request)
         given = ~state.undecided
         before = state.canvas.clone()

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizers import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
-from fitting import MASKED, fits
+from decoding import MASKED, fits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from small_models import tiny
 from structured import lettered
-from tiny_models import tiny
+from tokenized_models import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import close_model, tiny_llama, wrapped
-from fitting import facts_of, taken
-from image_families import MODELS, made
-from image_models import tiny_llamagen
+from decoding import facts_of, supported
+from images import IMAGE_MODELS, image_model, tiny_llamagen
 from scipy.stats import chisquare
+from small_models import close_model, tiny_llama, wrap_causal
 from torch import Tensor
 
 import paradec
@@ -174,7 +173,7 @@ def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: flo
     if name == "sjd_pac":  # whose branches need a store: a model to which all tokens are alike
         module = tiny_llama(layers=1)
         module.get_input_embeddings().weight.data[:] = module.get_input_embeddings().weight.data[0]
-        model, logits = wrapped(module), module(torch.tensor([[0]])).logits[0, 0].detach()
+        model, logits = wrap_causal(module), module(torch.tensor([[0]])).logits[0, 0].detach()
     if name in MASKED:
         logits[model.facts.mask_token_id] = -torch.inf
     request: dict[str, Any] = {"sampler": sampler, "temperature": temperature, "max_new_tokens": 50, "seed": 3}
@@ -270,7 +269,7 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         paradec.generate(paradec.load(), "Sort: pear fig", **drawn)
-    causal = wrapped(tiny_llama())
+    causal = wrap_causal(tiny_llama())
     with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
         paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
 
@@ -342,7 +341,7 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
         model = broken(vocab, dtype, kind, **facts_of(name, 4))
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            answer(name, model, filter_file, 2, **taken(name, request))
+            answer(name, model, filter_file, 2, **supported(name, request))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -410,7 +409,7 @@ def test_broken_distributions_are_reported_at_every_temperature(name: str) -> No
 @pytest.mark.parametrize("tree", [None, (2, 1), DynamicTree(5, 2, 3)], ids=["chain", "tree", "dynamic tree"])
 def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
     """Drafts were judged by NaN else, and what replaced them was no draw from anything."""
-    model, drafter = wrapped(), wrapped(tiny_llama(1))
+    model, drafter = wrap_causal(), wrap_causal(tiny_llama(1))
     value = float("-inf" if kind == "allowed" else kind)
     every = {"allowed": 2, "-inf": 1}.get(kind, 12)
 
@@ -464,7 +463,7 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
         assert not torch.isin(out.new_tokens, torch.tensor(asked["suppress_tokens"])).any()
         return out.new_tokens
 
-    model, sampler = wrapped(mask_token_id=0), with_drafter(name, close_model, window=4)
+    model, sampler = wrap_causal(mask_token_id=0), with_drafter(name, close_model, window=4)
     model.own_drafts = OwnDrafts(4)
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         tokens(temperature), tokens(temperature, **filters)
@@ -472,9 +471,9 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_image_families_at_every_temperature(name: str) -> None:
-    model, request = made(name)
+    model, request = image_model(name)
     found = {}
     for temperature, filters in ((0.0, {}), (COLD, {}), (0.05, FILTERS[3])):
         with warnings.catch_warnings():

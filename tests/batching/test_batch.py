@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens, values_below
-from tiny_models import END, MASK, tiny
+from decoding import REQUEST, ROWS, Failing, Recorder, drain, ticket_ids, values_below
+from small_models import END, MASK, tiny
 from torch import Tensor
 
 import paradec
@@ -46,7 +46,7 @@ def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_oth
     for kind in (0, 1):
         whole = paradec.generate(model, ROWS[:6], **REQUEST, **({"top_k": 3} if kind else {}))
         for number in range(kind, 6, 2):
-            assert tokens(tickets[number]) == whole.new_tokens[number].tolist()
+            assert ticket_ids(tickets[number]) == whole.new_tokens[number].tolist()
 
 
 def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, causal: Model) -> None:
@@ -64,10 +64,10 @@ def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, cau
             tickets = [batch.add(row, **each) for row, each in zip(ROWS, changes)]
             batch.step()
             assert sum(calls) == 5 and len(batch._groups) == 1
-            drained(batch)
+            drain(batch)
         for row, each, ticket in zip(ROWS, changes, tickets):
             alone = paradec.generate(adapter, row, **{**request, **each})
-            assert tokens(ticket) == alone.new_tokens[0].tolist(), each
+            assert ticket_ids(ticket) == alone.new_tokens[0].tolist(), each
 
 
 def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
@@ -75,10 +75,10 @@ def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
     whole = paradec.generate(model, rows, **REQUEST)
     with Batch(model, batch_size=1, **REQUEST) as batch:
         found, alone = zip(*[(batch.add(row), batch.add(row, alone=True)) for row in rows])
-        drained(batch)
-    assert [tokens(ticket) for ticket in found] == whole.new_tokens.tolist()
-    assert [tokens(ticket) for ticket in alone] == [tokens(found[n]) for n in (0, 1, 0, 0, 1)]
-    assert tokens(found[0]) != tokens(found[2]) != tokens(found[3])
+        drain(batch)
+    assert [ticket_ids(ticket) for ticket in found] == whole.new_tokens.tolist()
+    assert [ticket_ids(ticket) for ticket in alone] == [ticket_ids(found[n]) for n in (0, 1, 0, 0, 1)]
+    assert ticket_ids(found[0]) != ticket_ids(found[2]) != ticket_ids(found[3])
 
 
 def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model) -> None:
@@ -92,7 +92,7 @@ def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model
             widths += [group.width for group in batch._groups]
         assert widths[0] == 8 and 78 <= max(widths) <= 96 and widths[-1] < 32
     alone = [paradec.generate(model, row, **request).new_tokens[0].tolist() for row in rows]
-    assert [tokens(ticket) for ticket in tickets] == alone
+    assert [ticket_ids(ticket) for ticket in tickets] == alone
 
 
 class Words:
@@ -154,7 +154,7 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
     method.began.clear()
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
         tickets = [batch.add(row, alone=True, **own) for row, own in asked]
-        drained(batch)
+        drain(batch)
     # the five like ones and the bad one, which then begin by themselves, as all that wait in that step
     assert method.began == [6, *[1] * 9]
     check(zip(asked, tickets, strict=True))
@@ -165,7 +165,7 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
         batch.step()
         batch.add([7])
         batch.add([8])
-        drained(batch)
+        drain(batch)
     assert method.began == [5, 2, 2]
     check(zip(good, tickets, strict=True))
 
@@ -176,14 +176,14 @@ def test_nan_logits_end_their_prompt_alone(model: Model, cache: str) -> None:
     request = {**REQUEST, "cache": cache, "suppress_tokens": [37]}
     with Batch(Failing(model, token=37), batch_size=3, **request) as batch:
         tickets = [batch.add(row) for row in rows]
-        drained(batch)
+        drain(batch)
     whole = paradec.generate(model, rows, **request)
     for index, ticket in enumerate(tickets):
         if 37 in rows[index]:
             assert isinstance(ticket.output.error, FloatingPointError) and "NaN" in str(ticket.output.error)
             assert ticket.output.sequences[0, : len(rows[index])].tolist() == rows[index]
         else:
-            assert ticket.output.error is None and tokens(ticket) == whole.new_tokens[index].tolist()
+            assert ticket.output.error is None and ticket_ids(ticket) == whole.new_tokens[index].tolist()
 
 
 def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> None:
@@ -193,11 +193,11 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
     sampler = samplers.create("speculative", drafter=Failing(plain, token=36), window=4)
     with Batch(Failing(causal, token=37), batch_size=3, sampler=sampler, **request) as batch:
         tickets = [batch.add(row) for row in rows]
-        drained(batch)
+        drain(batch)
     good = [row for row in rows if not {36, 37} & {*row}]
     sampler = samplers.create("speculative", drafter=plain, window=4)
     whole = paradec.generate(causal, good, sampler=sampler, **request)
-    assert [tokens(t) for t, row in zip(tickets, rows) if row in good] == whole.new_tokens.tolist()
+    assert [ticket_ids(t) for t, row in zip(tickets, rows) if row in good] == whole.new_tokens.tolist()
     broken = [t.output.error for t, row in zip(tickets, rows) if row not in good]
     assert all(isinstance(error, FloatingPointError) for error in broken)
     assert ["drafter" in str(error) for error in broken] == [False, True]
@@ -217,7 +217,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             if not later:
                 later = [batch.add([9, 9])]
                 assert [ticket.number for ticket in batch._waits.waiting] == list(range(6))  # as they came
-        drained(batch)
+        drain(batch)
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):
         if 38 in row:
@@ -225,10 +225,10 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             assert "in step" in ticket.output.error.__notes__[0]  # where it was raised, without what it held
             assert ticket.output.error.__traceback__ is None
         else:
-            assert tokens(ticket) == paradec.generate(model, row, **request).new_tokens[0].tolist()
-    assert tokens(later[0]) == paradec.generate(model, [9, 9], **request).new_tokens[0].tolist()
+            assert ticket_ids(ticket) == paradec.generate(model, row, **request).new_tokens[0].tolist()
+    assert ticket_ids(later[0]) == paradec.generate(model, [9, 9], **request).new_tokens[0].tolist()
     streamed = [token for piece in recorder.pieces[1:] for token in piece]
-    assert streamed == tokens(tickets[2])[: len(streamed)] and recorder.ends == 1  # nothing was streamed twice
+    assert streamed == ticket_ids(tickets[2])[: len(streamed)] and recorder.ends == 1  # nothing was streamed twice
 
 
 @pytest.mark.parametrize("error", [RuntimeError("once"), torch.OutOfMemoryError("CUDA out of memory")])
@@ -237,9 +237,9 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
         kinds = [{"top_k": 3} if len(rows) == 3 and n == 1 else {} for n in range(len(rows))]
         with Batch(Failing(model, calls=calls, error=error), batch_size=4, calls_per_step=1, **REQUEST) as batch:
             tickets = [batch.add(row, **kind) for row, kind in zip(rows, kinds)]
-            drained(batch)
+            drain(batch)
         for row, kind, ticket in zip(rows, kinds, tickets):
-            assert tokens(ticket) == paradec.generate(model, row, **REQUEST, **kind).new_tokens[0].tolist()
+            assert ticket_ids(ticket) == paradec.generate(model, row, **REQUEST, **kind).new_tokens[0].tolist()
 
 
 def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +254,9 @@ def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch
 
         with Batch(model, batch_size=2, **REQUEST) as batch:
             bad, good = batch.add([1], sampler=Own()), batch.add([2])
-            drained(batch)
+            drain(batch)
         assert bad.output is not None and bad.output.error is error
-        assert tokens(good) == paradec.generate(model, [2], **REQUEST).new_tokens[0].tolist()
+        assert ticket_ids(good) == paradec.generate(model, [2], **REQUEST).new_tokens[0].tolist()
 
 
 def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
@@ -268,7 +268,7 @@ def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
             batch.add([1], temperature=-1)
         with pytest.raises(ValueError, match="2 rows; add them one by one"):
             batch.add([[1], [2]])
-        drained(batch)
+        drain(batch)
         assert long.output.error is not None and "longer than" in str(long.output.error)
         assert long.output.tokens == [0] and long.output.row_nfe == [0]
         assert good.output.error is None and good.number == 1
@@ -280,12 +280,12 @@ def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
         tickets = [batch.add(row) for row in ROWS[:4]]
         batch.step()
         assert batch.cancel(tickets[0]) and batch.cancel(tickets[3])
-        drained(batch)
+        drain(batch)
         assert not batch.cancel(tickets[0]) and not batch.cancel(tickets[1])
     errors = [type(ticket.output.error) for ticket in tickets]
     assert errors == [Cancelled, type(None), type(None), Cancelled]
     whole = paradec.generate(model, ROWS[:4], **request)
-    assert [tokens(ticket) for ticket in tickets[1:3]] == whole.new_tokens[1:3].tolist()
+    assert [ticket_ids(ticket) for ticket in tickets[1:3]] == whole.new_tokens[1:3].tolist()
     assert tickets[0].output.tokens == [1] and tickets[3].output.tokens == [0]
 
 
@@ -302,7 +302,7 @@ def test_a_cancelled_row_is_not_evaluated_any_more(model: Model) -> None:
         tickets = [batch.add([number, 1]) for number in range(3)]
         batch.step()
         batch.cancel(tickets[1])
-        drained(batch)
+        drain(batch)
     assert evaluated == [3, *[2] * 5]
 
 
@@ -326,17 +326,17 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
         def again(ticket: Ticket) -> None:
             found.append(ticket.number)
             if ticket.number == 0:
-                found.append(batch.add([7], on_done=lambda ticket: found.append(tokens(ticket))))
+                found.append(batch.add([7], on_done=lambda ticket: found.append(ticket_ids(ticket))))
                 while not found[1].done:
                     batch.step()
             else:
                 batch.close()
 
         batch.add([1], on_done=again, max_new_tokens=3)
-        drained(batch)
-        assert found[0] == 0 and tokens(found[1]) in found
+        drain(batch)
+        assert found[0] == 0 and ticket_ids(found[1]) in found
         last = [batch.add([number], on_done=again) for number in (2, 3, 4)]
-        drained(batch)
+        drain(batch)
         assert all(ticket.done for ticket in last)
         with pytest.raises(BatchClosed):
             batch.add([1])
@@ -355,12 +355,12 @@ def test_on_done_that_raises_leaves_no_other_untold(model: Model) -> None:
     with Batch(model, batch_size=4, **REQUEST) as batch:
         tickets = [batch.add([number], on_done=on_done) for number in range(3)]
         with pytest.raises(ExceptionGroup) as caught:
-            drained(batch)
+            drain(batch)
         assert [str(error) for error in caught.value.exceptions] == ["nobody takes 0", "nobody takes 2"]
         assert sorted(told) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
         batch.add([5], on_done=on_done)
         with pytest.raises(RuntimeError, match="nobody takes 3"):
-            drained(batch)
+            drain(batch)
 
 
 @pytest.mark.parametrize("call", ["step", "close"])
@@ -373,7 +373,7 @@ def test_a_streamer_may_call_back(model: Model, call: str) -> None:
 
     with Batch(model, batch_size=2, **REQUEST) as batch:
         one, other = batch.add([1], streamer=CallsBack()), batch.add([2])
-        drained(batch)
+        drain(batch)
     assert one.output is not None and other.output is not None
     if call == "step":
         assert "a streamer called step" in str(one.output.error) and other.output.error is None
@@ -388,12 +388,12 @@ def test_streamers_get_what_is_final_in_order(model: Model, causal: Model, name:
     recorders = [Recorder() for _ in ROWS]
     with Batch(adapter, batch_size=3, sampler=name, **request) as batch:
         tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
-        drained(batch)
+        drain(batch)
     for row, recorder, ticket in zip(ROWS, recorders, tickets):
         prompt, *pieces = recorder.pieces
         assert prompt == row and recorder.ends == 1 and bool(recorder.drafts) == (name != "sjd")
         flat = sum(pieces, [])
-        assert flat == tokens(ticket)[: len(flat)] and len(flat) == ticket.output.tokens[0] and all(pieces)
+        assert flat == ticket_ids(ticket)[: len(flat)] and len(flat) == ticket.output.tokens[0] and all(pieces)
 
 
 def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
@@ -410,10 +410,10 @@ def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
     with Batch(model, batch_size=3, **REQUEST) as batch:
         tickets = [batch.add(row, streamer=Broken(most)) for row, most in zip(ROWS, (1, 2))]
         tickets += [batch.add(row) for row in ROWS[2:5]]
-        drained(batch)
+        drain(batch)
     assert [str(ticket.output.error) for ticket in tickets[:2]] == ["the client went away"] * 2
     whole = paradec.generate(model, ROWS[:5], **REQUEST)
-    assert [tokens(ticket) for ticket in tickets[2:]] == whole.new_tokens[2:].tolist()
+    assert [ticket_ids(ticket) for ticket in tickets[2:]] == whole.new_tokens[2:].tolist()
 
 
 @pytest.mark.parametrize("call", [0, 9])
@@ -429,13 +429,13 @@ def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, cal
     recorders = [Recorder() for _ in ROWS]
     with Batch(Small(model), batch_size=8, **REQUEST, cache="dual") as batch:
         tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
-        drained(batch)
-    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+        drain(batch)
+    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
     with Batch(Small(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
         tickets_alike = [batch.add([number]) for number in range(6)]
-        assert drained(batch) == tickets_alike  # the younger ones give way
+        assert drain(batch) == tickets_alike  # the younger ones give way
     for recorder, ticket in zip(recorders, tickets):
-        assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == tokens(ticket)[: ticket.output.tokens[0]]
+        assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
 
 
 def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
@@ -448,10 +448,10 @@ def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
     rows = [ROWS[0], [1] * 50, ROWS[1], ROWS[2]]
     with Batch(Small(model), batch_size=3, **REQUEST) as batch:
         tickets = [batch.add(row) for row in rows]
-        drained(batch)
+        drain(batch)
     assert isinstance(tickets[1].output.error, torch.OutOfMemoryError)
     for index in (0, 2, 3):
-        assert tokens(tickets[index]) == paradec.generate(model, rows[index], **REQUEST).new_tokens[0].tolist()
+        assert ticket_ids(tickets[index]) == paradec.generate(model, rows[index], **REQUEST).new_tokens[0].tolist()
 
 
 def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
@@ -469,7 +469,7 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
         assert most == rows_that_fit
     with Batch(model, batch_size=8, max_memory=row // 2, **request) as batch:
         ticket = batch.add([1] * 8)
-        drained(batch)
+        drain(batch)
     assert "more than max_memory" in str(ticket.output.error)
 
 
@@ -515,7 +515,7 @@ def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
                     batch.cancel(ticket)
                 assert done.wait(60)
                 if ticket.output.error is None:
-                    answers[index] = tokens(ticket)
+                    answers[index] = ticket_ids(ticket)
 
         threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
         for thread in threads:
@@ -533,10 +533,10 @@ def test_an_interrupted_step_is_taken_again(model: Model) -> None:
     with Batch(failing, batch_size=2, **REQUEST) as batch:
         tickets = [batch.add(row) for row in ROWS[:4]]
         with pytest.raises(KeyboardInterrupt):
-            drained(batch)
+            drain(batch)
         assert batch.occupied == 2
-        drained(batch)
-    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+        drain(batch)
+    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
 
 
 NOT_HERE: dict[str, Any] = {
@@ -567,13 +567,13 @@ def test_what_no_batch_can_be_refilled_with_is_named(model: Model, name: str) ->
 def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model) -> None:
     with Batch(model, max_new_tokens=4, stop=lambda state, tokens: None) as batch:
         ticket = batch.add([1])
-        drained(batch)
+        drain(batch)
     assert "has no field with rows" in str(ticket.output.error)
     request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS[:5]]
-        drained(batch)
-    assert [tokens(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
+        drain(batch)
+    assert [ticket_ids(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
 
 
 def test_a_request_that_can_be_refilled_is_supported(model: Model) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens
-from tiny_models import tiny
+from decoding import REQUEST, ROWS, Failing, Recorder, drain, ticket_ids
+from small_models import tiny
 
 import paradec
 from paradec import samplers
@@ -60,7 +60,7 @@ def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) 
             model, input_ids=[row], **{**REQUEST, **changes, "max_new_tokens": new, "seed": 7 + new}
         )
         out = ticket.output
-        assert out is not None and out.error is None and tokens(ticket) == alone.new_tokens[0].tolist()
+        assert out is not None and out.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
         assert (out.row_nfe, out.tokens, out.finished) == (alone.row_nfe, alone.tokens, alone.finished)
         assert (out.row_forwards, out.forwarded_tokens) == (alone.row_forwards, alone.forwarded_tokens)
 
@@ -97,10 +97,10 @@ def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) ->
     group = batch._groups[0]
     assert isinstance(group, DeviceGroup) and group.rows is not None and group.rows.engine is not before
     assert group.rows.engine.columns > before.columns and group.rows.engine.blocks.shape[1] > before.blocks.shape[1]
-    drained(batch)
+    drain(batch)
     for ticket, row, new in zip([*first, later], [*ROWS[:2], ROWS[2] * 3], [8, 8, 40]):
         alone = paradec.generate(model, input_ids=[row], **{**request, "max_new_tokens": new})
-        assert tokens(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+        assert ticket_ids(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
 
 
 def test_an_engine_serves_again_and_what_it_held_is_gone(model: Model) -> None:
@@ -116,23 +116,23 @@ def test_an_engine_serves_again_and_what_it_held_is_gone(model: Model) -> None:
 def test_new_weights_are_seen_by_the_next_row(model: Model) -> None:
     batch = Uncaptured(model, batch_size=2, **REQUEST, compile=True)
     first = batch.add(ROWS[0])
-    drained(batch)
+    drain(batch)
     head = model.module.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().flip(0))
     second = batch.add(ROWS[0], alone=True)
-    drained(batch)
+    drain(batch)
     alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST)
-    assert tokens(second) == alone.new_tokens[0].tolist() != tokens(first)
+    assert ticket_ids(second) == alone.new_tokens[0].tolist() != ticket_ids(first)
 
 
 def test_a_streamer_is_given_what_is_final_and_drafts(model: Model) -> None:
     heard = [Recorder() for _ in ROWS]
     with Uncaptured(model, batch_size=2, **REQUEST, compile=True) as batch:
         tickets = [batch.add(row, streamer=each) for row, each in zip(ROWS, heard, strict=True)]
-        drained(batch)
+        drain(batch)
     for ticket, row, each in zip(tickets, ROWS, heard):
         assert each.ends == 1 and each.drafts and each.pieces[0] == row
-        assert sum(each.pieces[1:], []) == tokens(ticket)[: ticket.output.tokens[0]]
+        assert sum(each.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
         alone = paradec.generate(model, input_ids=[row], **REQUEST)
         assert ticket.output.forwarded_tokens == alone.forwarded_tokens and ticket.output.row_nfe == alone.row_nfe
 
@@ -144,7 +144,7 @@ def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
     batch = Uncaptured(poisoned, batch_size=3, **request, compile=True)
     rows = [ROWS[0], [35, 1, 2], ROWS[2], ROWS[3], ROWS[4]]
     tickets = [batch.add([token if token != 35 or at == 1 else 3 for token in row]) for at, row in enumerate(rows)]
-    drained(batch)
+    drain(batch)
     for at, ticket in enumerate(tickets):
         assert ticket.output is not None
         if at == 1:
@@ -152,7 +152,7 @@ def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
             continue
         row = [token if token != 35 else 3 for token in rows[at]]
         alone = paradec.generate(model, input_ids=[row], **request)
-        assert ticket.output.error is None and tokens(ticket) == alone.new_tokens[0].tolist()
+        assert ticket.output.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
 
 
 def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None:
@@ -162,14 +162,14 @@ def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None
     for _ in range(4):
         batch.step()
     assert batch.cancel(gone)
-    drained(batch)
+    drain(batch)
     whole = paradec.generate(model, input_ids=[ROWS[0]], **request).new_tokens[0]
     assert isinstance(gone.output.error, Cancelled) and gone.output.row_nfe == [4]
     written = gone.output.sequences[0, gone.output.filled[0]]
     masks = written == model.facts.mask_id
     assert 0 < int((~masks).sum()) < 9 and torch.equal(written[~masks], whole[: len(written)][~masks])
     alone = paradec.generate(model, input_ids=[ROWS[1]], **request)
-    assert tokens(next_one) == alone.new_tokens[0].tolist()
+    assert ticket_ids(next_one) == alone.new_tokens[0].tolist()
 
 
 def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
@@ -177,10 +177,10 @@ def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -
     tickets = [batch.add(ROWS[0], suppress_tokens=excluded, alone=True) for excluded in ((1, 2), (1, 2), (3,), None)]
     batch.step()
     assert len(batch._groups) == 3 and on_the_device(batch)
-    drained(batch)
+    drain(batch)
     for ticket, excluded in zip(tickets, ((1, 2), (1, 2), (3,), None)):
         alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST, suppress_tokens=excluded)
-        assert tokens(ticket) == alone.new_tokens[0].tolist()
+        assert ticket_ids(ticket) == alone.new_tokens[0].tolist()
 
 
 def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
@@ -195,7 +195,7 @@ def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
             assert on_the_device(batch)
     assert 0 < most <= 2
     for ticket, row in zip(tickets, ROWS):
-        assert tokens(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
 
 
 def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) -> None:
@@ -203,9 +203,9 @@ def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) 
     batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(row) for row in ROWS]
     with pytest.warns(UserWarning, match="compile=True has no effect: a step of tiny cannot be captured"):
-        drained(batch)
+        drain(batch)
     for ticket, row in zip(tickets, ROWS):
-        assert tokens(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
 
 
 def test_an_interrupt_loses_nothing(model: Model) -> None:
@@ -213,11 +213,11 @@ def test_an_interrupt_loses_nothing(model: Model) -> None:
     batch = Uncaptured(failing, batch_size=3, **{**REQUEST, "cache": "dual"}, compile=True)
     tickets = [batch.add(row) for row in ROWS]
     with pytest.raises(KeyboardInterrupt):
-        drained(batch)
-    drained(batch)
+        drain(batch)
+    drain(batch)
     for ticket, row in zip(tickets, ROWS):
         alone = paradec.generate(model, input_ids=[row], **REQUEST, cache="dual")
-        assert tokens(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+        assert ticket_ids(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
 
 
 def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning(model: Model) -> None:
@@ -226,9 +226,9 @@ def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning
     with pytest.warns(UserWarning, match="compile=True has no effect: sampler 'credit'"):
         batch.step()
     assert not on_the_device(batch)
-    drained(batch)
+    drain(batch)
     alone = paradec.generate(model, input_ids=[ROWS[0]], **{**REQUEST, "sampler": "credit"})
-    assert tokens(ticket) == alone.new_tokens[0].tolist()
+    assert ticket_ids(ticket) == alone.new_tokens[0].tolist()
 
 
 def test_memory_bounds_the_slots(model: Model) -> None:
@@ -245,7 +245,7 @@ def test_memory_bounds_the_slots(model: Model) -> None:
             most = max(most, group.rows.engine.nbytes)
     assert 0 < most <= 3 * row
     for ticket, each in zip(tickets, ROWS):
-        assert tokens(ticket) == paradec.generate(model, input_ids=[each], **request).new_tokens[0].tolist()
+        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[each], **request).new_tokens[0].tolist()
 
 
 @pytest.mark.gpu

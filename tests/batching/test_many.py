@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import Failing, drained
+from decoding import Failing, drain
 from every_model import shared
-from image_families import MODELS
-from image_models import tiny_llamagen, tiny_masked_image
-from tiny_models import tiny
+from images import IMAGE_MODELS, tiny_llamagen, tiny_masked_image
+from small_models import tiny
 from torch import Tensor
 
 import paradec
@@ -260,7 +259,7 @@ def test_the_batch_is_full_as_long_as_prompts_last(model: Model) -> None:
     assert len(list(many)) == 12
     assert full[:10] == [4] * 10
     with Batch(model, batch_size=4, **REQUEST) as batch:
-        assert drained(batch) == []
+        assert drain(batch) == []
 
 
 LABELS = [3, 9, 1, 3, 3, 7, 0]
@@ -280,7 +279,7 @@ def masked() -> MaskedImageModel:
 
 @lru_cache
 def family(name: str) -> Any:
-    return MODELS[name][0]()
+    return IMAGE_MODELS[name][0]()
 
 
 class Hurt(LlamaGenModel):
@@ -336,10 +335,10 @@ def test_autoregressive_pictures_are_those_of_the_whole_list(llamagen: LlamaGenM
     same(*both(llamagen, LABELS, sampler=sampler, guidance_scale=scale, temperature=0.9, seed=4))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("llamagen")])
+@pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if not name.startswith("llamagen")])
 def test_grids_and_prompts_of_every_family(name: str) -> None:
-    request = dict(MODELS[name][1])
-    prompts = [*request.pop("prompts"), *MODELS[name][1]["prompts"][::-1]]
+    request = dict(IMAGE_MODELS[name][1])
+    prompts = [*request.pop("prompts"), *IMAGE_MODELS[name][1]["prompts"][::-1]]
     if "negative_prompt" in request:
         request["negative_prompt"] = request["negative_prompt"][0]
     same(*both(family(name), prompts, batch_size=3, seed=1, guidance_scale=2.0, **request))

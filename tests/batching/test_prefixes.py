@@ -7,12 +7,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from batches import Failing, drained
+from decoding import Failing, drain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.tuners_utils import BaseTunerLayer
-from tiny_models import END, MASK, tiny
+from small_models import END, MASK, tiny
 
 import paradec
 from paradec.batching import Batch, Cancelled
@@ -96,7 +96,7 @@ def check_equal(
                 batch.step()
             for at in gone:
                 batch.cancel(tickets[at % len(tickets)])
-            drained(batch)
+            drain(batch)
             assert batch.prefixes is None or batch.prefixes.nbytes <= budget
         found.append([ticket.output for ticket in tickets])
     for plain, output in zip(*found, strict=True):
@@ -112,7 +112,7 @@ def conversation(batch: Batch, turns: int = 5) -> list[Any]:
     said, outputs = words(1, 12), []
     for turn in range(turns):
         ticket = batch.add(said)
-        drained(batch)
+        drain(batch)
         assert ticket.output is not None and ticket.output.error is None
         outputs.append(ticket.output)
         said = ticket.output.sequences[0].tolist() + words(10 + turn, 3)
@@ -139,7 +139,7 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
     prompts = [shared + words(at, 2) for at in range(4)]
     with Batch(model, batch_size=4, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         tickets = [batch.add(prompt) for prompt in prompts]
-        drained(batch)
+        drain(batch)
         assert [ticket.output.reused for ticket in tickets] == [[24]] * 4 and batch.prefixes is not None
         assert (batch.prefixes.hits, batch.prefixes.saved) == (4, 96)
         counted = [ticket.output.forwarded_tokens for ticket in tickets]
@@ -155,12 +155,12 @@ def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: 
         second = batch.add(prompt + words(1, 2))
         batch.step()
         assert not first.done and batch.prefixes is not None and batch.prefixes.saved == 32
-        drained(batch)
+        drain(batch)
         taken, kept = batch.add(words(4, 34), max_new_tokens=40), batch.prefixes.nbytes
         batch.step()
         assert batch.prefixes.nbytes == kept  # a row that nobody shares with copies nothing while it runs
         batch.cancel(taken)
-        drained(batch)
+        drain(batch)
         assert second.output.reused == [32] and batch.prefixes.nbytes > kept
     assert batch.prefixes.nbytes == 0  # closed
 
@@ -171,13 +171,13 @@ def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
         reused = []
         for salt in (None, "a", "b", "a", None):
             ticket = batch.add(prompt, cache_salt=salt)
-            drained(batch)
+            drain(batch)
             reused.append(sum(ticket.output.reused))
         assert reused == [0, 0, 0, 24, 24]
         with torch.no_grad():
             next(model.module.parameters()).mul_(1.5)
         ticket = batch.add(prompt)
-        drained(batch)
+        drain(batch)
         assert ticket.output.reused == [0]
         assert torch.equal(ticket.output.sequences, paradec.generate(model, [prompt], max_new_tokens=4).sequences)
 
@@ -193,7 +193,7 @@ def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
         while not first.done:
             batch.step()
         again = batch.add(prompt)
-        drained(batch)
+        drain(batch)
         assert second.output.reused == again.output.reused == [0]
 
 
@@ -206,7 +206,7 @@ def test_a_row_that_shares_nothing_runs_beside_one_that_begins_alike(first: dict
         for at, request in enumerate(reversed(pair) if turned else pair):
             tickets.append((batch.add(shared + words(at, 2), alone=True, **request), request))
             batch.step()
-        drained(batch)
+        drain(batch)
     for ticket, request in tickets:
         plain = paradec.generate(model, ticket.prompts.rows, max_new_tokens=12, seed=1, **request)
         assert ticket.output.error is None and torch.equal(ticket.output.sequences, plain.sequences)
@@ -219,7 +219,7 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
 
     def reused() -> int:
         ticket = batch.add(words(3, 33))
-        drained(batch)
+        drain(batch)
         plain = paradec.generate(model, [words(3, 33)], **request)
         assert torch.equal(ticket.output.sequences, plain.sequences)
         return sum(ticket.output.reused)
@@ -267,7 +267,7 @@ def test_a_row_of_nan_leaves_nothing() -> None:
     failing = Failing(model, token=bad[-1])
     with Batch(failing, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         ticket = batch.add(bad)
-        drained(batch)
+        drain(batch)
         assert isinstance(ticket.output.error, FloatingPointError)
         assert batch.prefixes is not None and len(batch.prefixes.tree) == 0
 
@@ -281,7 +281,7 @@ def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[st
     with Batch(model, max_new_tokens=4, **request_) as batch:
         for _ in range(2):
             ticket = batch.add(words(3, 24))
-            drained(batch)
+            drain(batch)
         assert ticket.output.reused == [0] and batch.prefixes.nbytes == 0
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import drained, forgotten
+from decoding import drain, paths_of_size, supported
 from every_model import CANVAS, IMAGES, TEXT, shared
-from fitting import taken
-from image_families import MODELS as IMAGE_MODELS
+from images import IMAGE_MODELS
 from places import GOLDEN
+from small_models import END, VOCAB, tiny
 from structured import KINDS, lettered
-from tiny_models import END, VOCAB, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -133,11 +132,11 @@ def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     with torch.inference_mode():
         state = sampler.start(model, [*rows, *rows, *rows[:5]], max_new_tokens=4, **request)
-        assert len(state.rows) == 19 and forgotten(state, {19, 38})
+        assert len(state.rows) == 19 and paths_of_size(state, {19, 38})
         for _ in range(2):
             sampler.commit(state, sampler.step(model, state))
             if not state.done:  # a state at its end keeps its last window
-                assert forgotten(select_rows(state, np.array([3, 0, 5])), {19, 38}) == []
+                assert paths_of_size(select_rows(state, np.array([3, 0, 5])), {19, 38}) == []
 
 
 @pytest.mark.thinned
@@ -158,7 +157,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "seed": draw.randrange(2**31),
         "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
     }
-    request = taken(name, request)
+    request = supported(name, request)
     assert_rows_are_said(model, rows, **request)
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)
@@ -320,13 +319,13 @@ def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any
         first = [
             batch.add(words(at, 32), max_new_tokens=8, **arguments) for at, arguments in enumerate(firsts.values())
         ]
-        drained(batch)
+        drain(batch)
         texts = [ticket.output.sequences[0].tolist() for ticket in first]
         for number, (name, arguments) in enumerate(seconds.items(), 1000):
             prompts = [text + words(number, 2) for text in texts]
             # alone: two of these prompts may be equal, and equal ones draw apart
             second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
-            drained(batch)
+            drain(batch)
             alone = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences
             for before, row, output in zip(firsts, alone, [ticket.output for ticket in second], strict=True):
                 reused += output.reused != [0]

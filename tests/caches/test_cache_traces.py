@@ -40,7 +40,8 @@ from typing import Any
 
 import pytest
 import torch
-from replay import (
+from torch import Tensor
+from traces import (
     PRECISIONS,
     assert_batches_move_together,
     assert_calls,
@@ -67,7 +68,6 @@ from replay import (
     which,
     with_idle_calls,
 )
-from torch import Tensor
 
 from paradec import Suffix, caches, samplers
 from paradec.samplers.masked.rules.random import Random

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import fits
+from decoding import fits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import MASK, tiny
-from wrapped_models import wrapped
+from small_models import MASK, tiny, wrap_kind
 
 import paradec
 from paradec import Suffix, caches, samplers
@@ -422,7 +421,7 @@ def test_table_follows_from_declarations() -> None:
 
 def test_models_without_a_store_are_refused() -> None:
     with pytest.raises(ValueError, match="Opaque does not run over a key/value store"):
-        paradec.generate(wrapped("Opaque"), [[1, 2]], cache="dual", max_new_tokens=4)
+        paradec.generate(wrap_kind("Opaque"), [[1, 2]], cache="dual", max_new_tokens=4)
 
 
 def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from replay import (
+from small_models import MASK, tiny
+from traces import (
     Fed,
     assert_confidences,
     head_of,
@@ -29,7 +30,6 @@ from replay import (
     trace_names,
     which,
 )
-from tiny_models import MASK, tiny
 
 import paradec
 from paradec import Suffix, caches, samplers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import MASK, tiny
+from small_models import MASK, tiny
 
 import paradec
 from paradec import caches, samplers

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import END, MASK, everything, tiny
-from wrapped_models import wrapped
+from small_models import END, MASK, everything, tiny, wrap_kind
 
 import paradec
 from paradec import PipelinedBlocks, Suffix, caches, samplers
@@ -219,8 +218,8 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
     refused(model, "attention='sparsed' does not work.*suffix", attention="sparsed", block_length=4)
     drawn: Any = {"rng": "reference", "suffix": "gaussian:4", "block_length": 4}
     refused(model, "for one row, and here are 3", rows=[[1], [2], [3]], **drawn)
-    refused(wrapped("Llama causal"), "suffix=.* has no meaning for sampler 'sjd'", sampler="sjd", rows=[[1]])
-    opaque = wrapped("Opaque")
+    refused(wrap_kind("Llama causal"), "suffix=.* has no meaning for sampler 'sjd'", sampler="sjd", rows=[[1]])
+    opaque = wrap_kind("Opaque")
     refused(opaque, "takes no position ids", suffix="gaussian:4", block_length=4, rows=[[1, 2]])
     out = paradec.generate(opaque, [[1, 2]], suffix=4, block_length=4, max_new_tokens=12, sampler="low_confidence")
     assert out.cost.forwarded_tokens == [4 * (10 + 14 + 14)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from terminals import ok, refused, run, start
-from tiny_models import END, MASK, VOCAB, tiny
+from commands import ok, refused, run, start
+from small_models import END, MASK, VOCAB, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminals import refused, run, start
+from commands import refused, run, start
 
 import paradec
 from paradec.cli import show, work
@@ -400,8 +400,8 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
 
 
 def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
-    from byte_tokenizers import byte_level_tokenizer
     from canvases import tiny_module
+    from tokenized_models import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()
     tiny_module(vocab=len(tokenizer)).save_pretrained(tmp_path)

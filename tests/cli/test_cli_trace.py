@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import run
 from PIL import Image
-from terminals import run
 
 import paradec
 from paradec.core.trace import Trace

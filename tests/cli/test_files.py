@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from terminals import ok, refused, run, start
+from commands import ok, refused, run, start
 
 import paradec
 from paradec.cli import files, show, work

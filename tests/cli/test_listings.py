@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ok, on_terminal, refused
 from places import ROOT
-from terminals import ok, on_terminal, refused
 
 import paradec
 from paradec.caches.table import MODELS, verdict

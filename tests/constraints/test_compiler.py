@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from byte_tokenizers import TOKENIZER, VOCAB
+from tokenized_models import TOKENIZER, VOCAB
 
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.compiler import Compiler

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizers import TOKENIZER
-from causal_models import tiny_llama, wrapped
+from small_models import tiny_llama, wrap_causal
 from structured import VOCAB, assert_drawn, lettered
+from tokenized_models import TOKENIZER
 
 import paradec
 from paradec import samplers
@@ -49,13 +49,13 @@ def whole(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def causal() -> Model:
-    module = wrapped(tiny_llama(vocab=VOCAB).double()).module
+    module = wrap_causal(tiny_llama(vocab=VOCAB).double()).module
     tokenizer = lettered().tokenizer
     return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
 
 
 def drafter() -> Model:
-    return wrapped(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
+    return wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
 
 
 WAYS: dict[str, dict[str, Any]] = {

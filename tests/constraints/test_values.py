@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizers import TOKENIZER, ids_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenized_models import TOKENIZER, ids_of
 
 import paradec
 from paradec.constraints import passes, spelling, values

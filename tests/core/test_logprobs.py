@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import fits, topology_of
-from tiny_models import END, MASK, VOCAB, tiny
+from decoding import fits, topology_of
+from small_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
 import paradec

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import tiny_masked_image
-from next_image import case, cases
-from recorded import replays
+from images import tiny_masked_image
+from recorded import image_case, image_cases, replays
 
 import paradec
 from paradec import samplers
@@ -144,10 +143,10 @@ class Recorded:
         return found
 
 
-@pytest.mark.parametrize("name", cases("lpd", "shuffled_candidates"))
+@pytest.mark.parametrize("name", image_cases("lpd", "shuffled_candidates"))
 @replays("name", "lpd/")
 def test_a_recorded_order(name: str) -> None:
-    said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
+    said, settings = image_case("lpd", name)[0], image_case("lpd", name)[0]["settings"]
     draws, side = Recorded(said), settings["grid"]
     options = settings["repulsion_threshold"], settings["proximity_threshold"]
     assert lpd_order(side, side, settings["group_sizes"], draws, *options).tolist() == said["order"]

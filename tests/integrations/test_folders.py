@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import tiny_llama
 from places import ROOT, SUPPORT
+from small_models import tiny_llama
 
 import paradec
 from paradec.cli.app import app

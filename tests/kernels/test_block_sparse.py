@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
-from tiny_models import MASK, tiny
+from small_models import MASK, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -24,7 +24,7 @@ from checkpoints import (
     logits,
     random_weights,
     shard,
-    write,
+    write_checkpoint,
     write_index,
 )
 from hypothesis import HealthCheck, given, settings
@@ -158,13 +158,13 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
     ],
 )
 def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[str, Any]) -> None:
-    folder = write(tmp_path, config)
+    folder = write_checkpoint(tmp_path, config)
     assert_as_published(folder)
     assert_as_published(folder, attn_implementation="eager")
 
 
 def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) -> None:
-    model = paradec.load(write(tmp_path, changed(LLADA, embedding_size=24)))
+    model = paradec.load(write_checkpoint(tmp_path, changed(LLADA, embedding_size=24)))
     assert model.facts.vocab_size == 24
 
 
@@ -216,21 +216,21 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
 )
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, base: str, field: str, value: Any) -> None:
     config = LLADA if base == "llada" else DREAM
-    folder = write(tmp_path, changed(config, **{field: value}), random_weights(config))
+    folder = write_checkpoint(tmp_path, changed(config, **{field: value}), random_weights(config))
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder)
     assert "\n" not in str(error.value)
 
 
 def test_a_mask_id_may_be_given(tmp_path: Path) -> None:
-    folder = write(tmp_path, changed(LLADA, mask_token_id=...))
+    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
     assert paradec.load(folder, mask_token_id=7).facts.mask_token_id == 7
     with pytest.raises(ValueError, match="mask_token_id=20"):
         paradec.load(folder, mask_token_id=20)
 
 
 def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
-    folder = write(tmp_path, changed(LLADA, mask_token_id=None))
+    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=None))
     (folder / "generation_config.json").write_text('{"mask_token_id": 7, "eos_token_id": [17, 18]}')
     facts = paradec.load(folder).facts
     assert facts.mask_token_id == 7
@@ -301,7 +301,7 @@ def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> Non
 
 def test_wrong_shards(tmp_path: Path) -> None:
     folder = tmp_path / "sharded"
-    weight_map = shard(write(tmp_path / "whole", LLADA), folder)
+    weight_map = shard(write_checkpoint(tmp_path / "whole", LLADA), folder)
     first, second = sorted(set(weight_map.values()))
     norm = "model.transformer.ln_f.weight"
 
@@ -334,7 +334,7 @@ def test_wrong_shards(tmp_path: Path) -> None:
 def test_revisions_of_a_cached_repository(hub: Path) -> None:
     commits = {"main": "a" * 40, "trained": "b" * 40}
     for seed, (revision, commit) in enumerate(commits.items()):
-        write(hub / "models--some--model" / "snapshots" / commit, LLADA, random_weights(LLADA, seed))
+        write_checkpoint(hub / "models--some--model" / "snapshots" / commit, LLADA, random_weights(LLADA, seed))
         ref = hub / "models--some--model" / "refs" / revision
         ref.parent.mkdir(exist_ok=True)
         ref.write_text(commit)
@@ -394,7 +394,7 @@ def test_weights_that_do_not_fit(
     tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], message: str
 ) -> None:
     with pytest.raises(paradec.CheckpointError, match=message):
-        paradec.load(write(tmp_path, config, weights))
+        paradec.load(write_checkpoint(tmp_path, config, weights))
 
 
 NO_JSON = (b"", b"{", b"model_type: llada", "\ufeff{}".encode(), b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000 + b"}")
@@ -412,7 +412,7 @@ FILES: list[tuple[dict[str, bytes | None], str]] = [
 
 @pytest.mark.parametrize(("files", "message"), FILES)
 def test_files_that_are_no_checkpoint(tmp_path: Path, files: dict[str, bytes | None], message: str) -> None:
-    folder = write(tmp_path, LLADA)
+    folder = write_checkpoint(tmp_path, LLADA)
     for name, data in files.items():
         if data is None:
             (folder / name).unlink()
@@ -429,7 +429,7 @@ def test_sources_that_are_no_folder(source: Any) -> None:
 
 
 def test_generation_config(tmp_path: Path) -> None:
-    folder = write(tmp_path, LLADA)
+    folder = write_checkpoint(tmp_path, LLADA)
     for stated, expected in ((12, 12), (True, 128), ("12", 128), (-1, 128), (None, 128)):
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": stated}))
         assert paradec.load(folder).default_max_new_tokens == expected
@@ -446,7 +446,7 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
 
 
 def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, changed(LLADA, mask_token_id=...))
+    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
     words = ["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]
     good = json.dumps(tokenizer_json(words))
     (folder / "tokenizer.json").write_text(good)
@@ -492,7 +492,7 @@ def loads_or_says_why(folder: Path) -> None:
 @FUZZ
 @given(data=st.data())
 def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.DataObject) -> None:
-    write(tmp_path, config)
+    write_checkpoint(tmp_path, config)
     field = st.sampled_from(sorted(config)) | st.text(max_size=8)
     fields = data.draw(st.dictionaries(field, st.just(...) | JSON_VALUES, min_size=1, max_size=3))
     (tmp_path / "config.json").write_text(json.dumps(changed(config, **fields)))
@@ -502,7 +502,7 @@ def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.D
 @FUZZ
 @given(data=st.data())
 def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> None:
-    write(tmp_path, LLADA)
+    write_checkpoint(tmp_path, LLADA)
     file = tmp_path / "model.safetensors"
     stored = bytearray(file.read_bytes())
     header = 8 + int.from_bytes(stored[:8], "little")

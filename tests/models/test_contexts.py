@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import supported, topology_of
 from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared
-from fitting import taken, topology_of
-from tiny_models import tiny
+from small_models import ROWS, tiny
 from torch import Tensor, nn
-from wrapped_models import ROWS
 
 import paradec
 from paradec import samplers
@@ -34,7 +33,7 @@ def test_inference_mode_changes_nothing(kind: str) -> None:
 def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     topology, sampler = topology_of(name), samplers.create(name)
     model = shared("llada") if topology == "bidirectional" else tiny(2, topology)
-    request = taken(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
+    request = supported(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
     prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
     whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
     with torch.inference_mode():
@@ -104,7 +103,7 @@ def test_autocast_changes_no_method(name: str) -> None:
             request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent", "sampler": sampler}
             return paradec.generate_images(model, **request).tokens
         request = {"max_new_tokens": 8, "temperature": 0.7, "seed": 1, "sampler": sampler}
-        request = taken(name, request | {"block_length": 4}) if sampler.family == "masked" else request
+        request = supported(name, request | {"block_length": 4}) if sampler.family == "masked" else request
         return paradec.generate(model, ROWS, **request).new_tokens
 
     with half():

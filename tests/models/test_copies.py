@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import fits, supported, topology_of
 from every_model import EVERY, TEXT, decoded, expected, shared, started
-from fitting import fits, taken, topology_of
-from image_models import tiny_llamagen
-from tiny_models import tiny
-from wrapped_models import IDS, ROWS, decoder
+from images import tiny_llamagen
+from small_models import ROWS, WRAP_IDS, decoder, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -65,7 +64,7 @@ def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_original_may_be_unwrapped_first(way: str) -> None:
     module = decoder().eval()
-    model = paradec.wrap(module, prediction="same", topology="bidirectional", **IDS)
+    model = paradec.wrap(module, prediction="same", topology="bidirectional", **WRAP_IDS)
     tokens = decoded(model, "Llama")
     copied = WAYS[way](model)
     assert model.unwrap() is module
@@ -149,7 +148,7 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
     model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
-    request = taken(name, request)
+    request = supported(name, request)
     state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
     going_on(model, sampler, state, lambda state: state.canvas)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
-from image_models import CODES, tiny_llamagen
+from drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
+from images import CODES, tiny_llamagen
 from safetensors.torch import save_file
 from structured import assert_masked, reading_letters
 from torch import Tensor

@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, PROMPTS, VOCAB, answers, checkpoint, exactness, greedy, p_values, tiny_base, write
-from image_models import CODES, tiny_llamagen
+from drafters import (
+    NEGATIVE,
+    PROMPTS,
+    VOCAB,
+    answers,
+    eagle_weights,
+    exactness,
+    greedy,
+    p_values,
+    tiny_base,
+    write_eagle,
+)
+from images import CODES, tiny_llamagen
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import BertConfig, BertForMaskedLM
@@ -32,7 +43,7 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
     def load(base: Model, **sizes: Any) -> EagleDrafter:
-        return paradec.load_drafter(write(tmp_path / "drafter", *checkpoint(**sizes)), base=base)
+        return paradec.load_drafter(write_eagle(tmp_path / "drafter", *eagle_weights(**sizes)), base=base)
 
     return load
 
@@ -135,7 +146,7 @@ def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_:
     """Ragged rows, after several commits of different lengths: features, positions and the drafter's store."""
     base = tiny_base()
     sampler = paradec.samplers.create("speculative", drafter=loaded(base, qkv_bias=bool(request_)), **settings)
-    weights = checkpoint(qkv_bias=bool(request_))[1]
+    weights = eagle_weights(qkv_bias=bool(request_))[1]
     state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=3, **request_)
     tree = Tree.of(settings.get("tree", (1, 1, 1)))
     checked, moved = 0, set()
@@ -181,7 +192,7 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
         for _ in range(3):
             sampler.commit(state, sampler.step(request.model, state))
             assert len(state.rows) == 2
-            weights = checkpoint(**sizes)[1]
+            weights = eagle_weights(**sizes)[1]
             assert (
                 check_distributions(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False)
                 == 10
@@ -213,7 +224,7 @@ def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTre
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
     base, tree = tiny_base(), DynamicTree(nodes=9, depth=3, top_k=3)
-    drafter, weights = loaded(base), checkpoint()[1]
+    drafter, weights = loaded(base), eagle_weights()[1]
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, rule="naive")
     assert Speculative.from_dict({**sampler.to_dict(), "drafter": drafter}) == sampler
     state = sampler.start(base, PROMPTS, max_new_tokens=12, seed=3, temperature=temperature)
@@ -282,7 +293,7 @@ def foreseeing(base: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for layer in base.module.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
-    config, weights = checkpoint(bias=False)
+    config, weights = eagle_weights(bias=False)
     with torch.no_grad():
         features = base.module.model(torch.arange(VOCAB)[:, None]).last_hidden_state[:, 0]
     weights["embed_tokens.weight"] = features.clone()
@@ -298,7 +309,7 @@ def test_a_drafter_that_knows_better_than_chance_loses_nothing(
     tmp_path: Path, settings: dict[str, Any], temperature: float
 ) -> None:
     base = tiny_base()
-    drafter = paradec.load_drafter(write(tmp_path / "drafter", *foreseeing(base)), base=base)
+    drafter = paradec.load_drafter(write_eagle(tmp_path / "drafter", *foreseeing(base)), base=base)
     sampler = paradec.samplers.create("speculative", drafter=drafter, **settings)
     _, state = answers(sampler, base, PROMPTS, max_new_tokens=13, temperature=temperature, seed=1)
     assert (state.nfe == 4).all() and [step.tolist() for step in state.accepted] == [[1] * 4] + [[4] * 4] * 3
@@ -457,10 +468,10 @@ def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings:
 @pytest.mark.parametrize("bias", [True, False])
 def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     base = tiny_base()
-    config, weights = checkpoint(bias=bias, qkv_bias=bias)
+    config, weights = eagle_weights(bias=bias, qkv_bias=bias)
     weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # in old files, of no use
     a, b = (
-        paradec.load_drafter(write(tmp_path / file, config, weights, file), base=base)
+        paradec.load_drafter(write_eagle(tmp_path / file, config, weights, file), base=base)
         for file in ("model.safetensors", "pytorch_model.bin")
     )
     for (name, one), other in zip(a.module.state_dict().items(), b.module.state_dict().values(), strict=True):
@@ -493,14 +504,14 @@ def wrong_checkpoints() -> list[Any]:
 
 @pytest.mark.parametrize(("change", "message"), wrong_checkpoints())
 def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
-    config, weights = checkpoint()
+    config, weights = eagle_weights()
     change(config, weights)
     with pytest.raises(CheckpointError, match=message):
-        paradec.load_drafter(write(tmp_path / "drafter", config, weights), base=tiny_base())
+        paradec.load_drafter(write_eagle(tmp_path / "drafter", config, weights), base=tiny_base())
 
 
 def test_wrong_sources_and_bases(tmp_path: Path) -> None:
-    base, folder = tiny_base(), write(tmp_path / "drafter", *checkpoint())
+    base, folder = tiny_base(), write_eagle(tmp_path / "drafter", *eagle_weights())
     with pytest.raises(ValueError, match="source=3"):
         paradec.load_drafter(3, base=base)
     with pytest.raises(ValueError, match="base=None"):
@@ -511,7 +522,7 @@ def test_wrong_sources_and_bases(tmp_path: Path) -> None:
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="code in it is not run"):
         paradec.load_drafter(folder, base=base)
-    write(folder, *checkpoint())
+    write_eagle(folder, *eagle_weights())
     bert = BertForMaskedLM(BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="must be causal"):
         paradec.load_drafter(folder, base=paradec.wrap(bert, mask_token_id=1))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from canvases import tiny_module
-from image_models import FAMILIES
-from tiny_models import END, tiny
+from images import FAMILIES
+from small_models import END, tiny
 from torch import Tensor, nn
 
 import paradec
@@ -37,7 +37,7 @@ def calls_of(module: nn.Module) -> list[int]:
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     """What somebody may take for a model, by name; and one model of every kind."""
-    from tiny_pipelines import dit_pipeline
+    from pipelines import dit_pipeline
 
     found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
     found |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}

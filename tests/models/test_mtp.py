@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, answers
+from drafters import NEGATIVE, answers
 from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
 from recorded_drafts import p_value, plain

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from prompt_block_loops import BLOCK, commits, plain_logits, plain_loop
-from tiny_models import END, MASK, tiny
+from small_models import END, MASK, tiny
 from torch import Tensor
 
 import paradec

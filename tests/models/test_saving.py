@@ -16,14 +16,24 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import DREAM, IDS, LLADA, logits, random_weights
+from checkpoints import (
+    CONFIGS,
+    DREAM,
+    FAMILY_WORDS,
+    IDS,
+    LLADA,
+    SDAR,
+    family_weights,
+    logits,
+    random_weights,
+    small_config,
+    small_weights,
+    write_tokenizer,
+)
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
-from image_models import tiny_llamagen
-from moe_models import small_config, small_weights
+from images import tiny_llamagen
 from safetensors.torch import load_file, save_file
-from text_families import CONFIGS, SDAR, WORDS, write_tokenizer
-from text_families import random_weights as family_weights
-from tiny_models import END, MASK, tiny
+from small_models import END, MASK, tiny
 from torch import Tensor, nn
 
 import paradec
@@ -41,7 +51,7 @@ NEMOTRON = {
     "dlm_paradigm": "bidirectional",
     "head_dim": 4,
     "mask_token_id": 3,
-    "vocab_size": len(WORDS),
+    "vocab_size": len(FAMILY_WORDS),
 }
 WIDE = "mlp.gate.expert_bias"
 """What transformers keeps in float32 whatever the others are in."""
@@ -64,7 +74,7 @@ def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str,
             found["diffusion_head.weight"] = 0.4 * torch.randn_like(found["encoder.embed_tokens.weight"])
         return config, found
     by_type = {"llada": LLADA, "Dream": DREAM} | {config["model_type"]: config for config in CONFIGS.values()}
-    config = by_type[model_type] | {"vocab_size": len(WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
+    config = by_type[model_type] | {"vocab_size": len(FAMILY_WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
     if model_type in ("llada", "Dream"):
         config |= {"mask_token_id": 3, "eos_token_id": 0, "torch_dtype": "float64"}
         return config, random_weights(config)

@@ -9,15 +9,35 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import run_in_threads
 from every_model import EVERY, decoded, expected, shared
-from shared_modules import TOPOLOGIES, Dropping, wrapping
-from side_by_side import together
+from small_models import ROWS, WRAP_IDS, Opaque, decoder, encoder, random_ids
 from torch import Tensor, nn
-from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 
 import paradec
 from paradec.core.query import Query
 from paradec.models.adapter import Model
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "bidirectional": {"topology": "bidirectional", "prediction": "same"},
+    "block_causal": {"topology": "block_causal", "prediction": "shifted", "block_length": 4},
+    "causal": {"topology": "causal", "prediction": "shifted"},
+    "eager": {"topology": "bidirectional", "prediction": "same", "attn_implementation": "eager"},
+}
+
+
+class Dropping(Opaque):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.drop(torch.ones((), dtype=torch.float64))
+
+
+def wrapping(kind: str, module: Any) -> Model:
+    return paradec.wrap(module, **({} if kind == "encoder" else TOPOLOGIES["bidirectional"]), **WRAP_IDS)
+
 
 IDS9 = random_ids(2, 9)
 
@@ -37,7 +57,7 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        found = together(*works)
+        found = run_in_threads(*works)
     finally:
         sys.setswitchinterval(before)
     for error in found:
@@ -49,9 +69,9 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
 def test_models_of_one_module() -> None:
     """Any number with one attention. Of two the last one is served, the other is refused until that is unwrapped."""
     module = decoder()
-    first, second = (paradec.wrap(module, **TOPOLOGIES[name], **IDS) for name in ("bidirectional", "block_causal"))
+    first, second = (paradec.wrap(module, **TOPOLOGIES[name], **WRAP_IDS) for name in ("bidirectional", "block_causal"))
     assert not torch.equal(logits(first), logits(second))
-    wanted, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **IDS)
+    wanted, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
     assert torch.equal(logits(causal), plain(module))
     with pytest.raises(RuntimeError, match="wrapped anew or changed: it attends with 'sdpa', .* for 'paradec_sdpa'"):
         logits(first)
@@ -86,7 +106,7 @@ def test_a_module_in_training_mode_is_refused(kind: str) -> None:
 def test_what_runs_past_the_attention_is_an_error() -> None:
     """A module whose layers attend in another way would decode with its causal mask."""
     module = decoder()
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
+    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **WRAP_IDS)
     for layer in module.model.layers:
         layer.self_attn.config = copy.copy(module.config)
         layer.self_attn.config._attn_implementation = "sdpa"
@@ -158,7 +178,7 @@ def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
     module.set_attn_implementation("sdpa")
     with torch.no_grad():
         own, of_class = (part(input_ids=IDS9, attention_mask=seen).logits for part in (module, unlike))
-    model = paradec.wrap(module, **TOPOLOGIES[topology], **IDS)
+    model = paradec.wrap(module, **TOPOLOGIES[topology], **WRAP_IDS)
     assert model.kind == "decoder"
     torch.testing.assert_close(logits(model), own, rtol=0, atol=1e-6)
     assert (how in ("device_map", "compiled")) == torch.allclose(own.double(), of_class, atol=1e-4)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import golden_moe
+from checkpoints import golden_moe
 from places import GOLDEN
 from safetensors.torch import load_file
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor
 
 import paradec

@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import tokenizer_of
-from checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
-from eagle_drafters import checkpoint as eagle_checkpoint
-from eagle_drafters import tiny_base
-from eagle_drafters import write as write_eagle
-from image_models import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
+from checkpoints import CONFIGS, DREAM, IDS, LLADA, logits, random_weights, shard, write_checkpoint, write_family
+from drafters import eagle_weights as eagle_checkpoint
+from drafters import tiny_base, write_eagle
+from images import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from text_families import CONFIGS
-from text_families import write as write_family
+from tokenized_models import tokenizer_of
 from torch import Tensor
 from transformers import T5Config, T5EncoderModel
 
@@ -66,7 +63,7 @@ def text(model_type: str) -> Callable[[Path], Case]:
         if model_type in CONFIGS:
             write_family(folder, model_type)
         else:
-            write(folder, LLADA if model_type == "llada" else DREAM)
+            write_checkpoint(folder, LLADA if model_type == "llada" else DREAM)
         name = min(load_file(folder / "model.safetensors"))
         return folder / "model.safetensors", name, lambda: paradec.load(folder)
 
@@ -74,7 +71,7 @@ def text(model_type: str) -> Callable[[Path], Case]:
 
 
 def shards(folder: Path) -> Case:
-    shard(write(folder / "whole", LLADA), folder / "shards")
+    shard(write_checkpoint(folder / "whole", LLADA), folder / "shards")
     file = folder / "shards" / "model-00002-of-00002.safetensors"
     return file, min(load_file(file)), lambda: paradec.load(folder / "shards")
 
@@ -213,7 +210,7 @@ def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path
             plain[name] = (stored[name].float() * wide).bfloat16()
     said = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic", "dequantize": True}
     how = config | {"quantization_config": said | quantisation}
-    return write(folder / "fp8", how, stored), write(folder / "plain", config, plain)
+    return write_checkpoint(folder / "fp8", how, stored), write_checkpoint(folder / "plain", config, plain)
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fitting import fits, taken
+from decoding import fits, supported
 from places import GOLDEN, TESTS
-from torch import Tensor, nn
-from wrapped_models import (
+from small_models import (
     ENCODERS,
-    EOS,
-    IDS,
-    MASK,
     ROWS,
     UNPADDED_ENCODERS,
+    WRAP_END,
+    WRAP_IDS,
+    WRAP_MASK,
     Opaque,
     decoder,
     encoder,
     random_ids,
-    wrapped,
+    wrap_kind,
 )
+from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
@@ -50,7 +50,7 @@ def test_encoders_compute_what_they_compute(name: str) -> None:
     module, ids = encoder(name).eval(), random_ids(2, 9)
     with torch.inference_mode():
         expected = module(input_ids=ids).logits
-    model = paradec.wrap(module, **IDS)
+    model = paradec.wrap(module, **WRAP_IDS)
     assert model.kind == "encoder"
     assert (model.facts.prediction, model.facts.topology) == ("same", "bidirectional")
     torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-12)
@@ -74,14 +74,14 @@ def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_impl
         expected = module(input_ids=ids, attention_mask=hand_made(topology, 10, 4), use_cache=False).logits
     extra = {"block_length": 4} if topology == "block_causal" else {}
     options = {"prediction": "same", "topology": topology, "attn_implementation": attn_implementation}
-    model = paradec.wrap(module, **options, **extra, **IDS)
+    model = paradec.wrap(module, **options, **extra, **WRAP_IDS)
     torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
 def test_no_column_sees_nothing(kind: str) -> None:
     """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
-    model, seen, pairs = wrapped(kind), [], torch.arange(6) // 2
+    model, seen, pairs = wrap_kind(kind), [], torch.arange(6) // 2
     query = Query(
         rows=np.arange(2),
         tokens=random_ids(2, 6),
@@ -99,7 +99,7 @@ def test_no_column_sees_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llada", "Bert", "ModernBert", "Llama bidirectional", "Qwen3 causal", "Opaque"])
 def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
-    model, ids = wrapped(kind), random_ids(2, 9)
+    model, ids = wrap_kind(kind), random_ids(2, 9)
     wanted = torch.tensor([[3, 4, 8], [0, 2, 7]])
     head = model.module.head if kind == "Opaque" else model.module.get_output_embeddings()
     seen: list[int] = []
@@ -118,7 +118,7 @@ def test_a_base_model_that_is_passed_by() -> None:
     )
     torch.manual_seed(0)
     module = transformers.OPTForCausalLM(config).double()
-    model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **IDS)
+    model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **WRAP_IDS)
     wanted = torch.tensor([[1, 2]])
     torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
 
@@ -164,7 +164,7 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
     wrapped_remote: Model, remote: Any, llada64: Model, name: str
 ) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 5}
-    request = taken(name, request)
+    request = supported(name, request)
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
     if not fits(name, wrapped_remote):  # some ask for masks of attention, which no opaque module takes
         with pytest.raises(ValueError, match=f"sampler {name!r}.* LLaDAModelLM is "):
@@ -215,7 +215,7 @@ KINDS = [
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
-    model = wrapped(kind)
+    model = wrap_kind(kind)
     width = max(map(len, ROWS))
     ids, mask = torch.full((len(ROWS), width), 30), torch.zeros(len(ROWS), width, dtype=torch.long)
     for row, prompt in enumerate(ROWS):
@@ -237,13 +237,13 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
 
 
 def test_roberta_positions_start_after_the_padding_id() -> None:
-    model = wrapped("Roberta")
+    model = wrap_kind("Roberta")
     assert model.facts.max_length == 46  # two of the table's 48 rows are no positions
     out = paradec.generate(model, [[8, 9, 10]], max_new_tokens=43, sampler="threshold")
     assert out.new_tokens.shape == (1, 43)
     with pytest.raises(ValueError, match=r"= 47 is longer than RobertaForMaskedLM takes \(46\)"):
         paradec.generate(model, [[8, 9, 10]], max_new_tokens=44)
-    assert wrapped("Bert").facts.max_length == 48
+    assert wrap_kind("Bert").facts.max_length == 48
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
 
     before = plain()
     attention = getattr(module.config, "_attn_implementation", None)
-    model = paradec.wrap(module.train(), **facts, **IDS)
+    model = paradec.wrap(module.train(), **facts, **WRAP_IDS)
     assert not any(part.training for part in module.modules())
     call(model, ids, wanted=torch.tensor([[1], [2]]))
     if facts.get("topology") != "causal":
@@ -306,8 +306,8 @@ def gpt2() -> Any:
         (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
         (decoder, BOTH | {"prediction": "next"}, "unknown prediction: 'next'"),
         (decoder, BOTH | {"mask_token_id": 40}, "mask_token_id=40 must be an integer from 0 to 39"),
-        (decoder, BOTH | {"mask_token_id": EOS}, "mask_token_id=7 is also an end-of-text id"),
-        (decoder, BOTH | {"pad_token_id": MASK}, "pad_token_id=5 is also the mask id"),
+        (decoder, BOTH | {"mask_token_id": WRAP_END}, "mask_token_id=7 is also an end-of-text id"),
+        (decoder, BOTH | {"pad_token_id": WRAP_MASK}, "pad_token_id=5 is also the mask id"),
         (decoder, BOTH | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
         (decoder, BOTH | {"max_length": 0}, "max_length=0 must be an integer from 1"),
         (
@@ -332,16 +332,16 @@ def test_missing_and_wrong_facts_are_named(make: Any, facts: dict[str, Any], mes
     module = make()
     attention = getattr(module.config, "_attn_implementation", None)
     with pytest.raises(ValueError, match=message) as error:
-        paradec.wrap(module, **(IDS | facts))
+        paradec.wrap(module, **(WRAP_IDS | facts))
     assert "\n" not in str(error.value)
     assert getattr(module.config, "_attn_implementation", None) == attention
     assert module.training
 
 
 def test_ids_come_from_the_tokenizer() -> None:
-    tokenizer = SimpleNamespace(mask_token_id=MASK, eos_token_id=EOS)
+    tokenizer = SimpleNamespace(mask_token_id=WRAP_MASK, eos_token_id=WRAP_END)
     facts = paradec.wrap(encoder(), tokenizer=tokenizer).facts
-    assert (facts.mask_token_id, facts.eos_token_ids) == (MASK, (EOS,))
+    assert (facts.mask_token_id, facts.eos_token_ids) == (WRAP_MASK, (WRAP_END,))
     facts = paradec.wrap(encoder(), tokenizer=tokenizer, mask_token_id=6, eos_token_id=[8, 9], max_length=20).facts
     assert (facts.mask_token_id, facts.eos_token_ids, facts.max_length) == (6, (8, 9), 20)
 

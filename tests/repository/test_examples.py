@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import ROOT
+from places import ROOT, load_script
 from safetensors.torch import load_file
-from scripts import load_script
 
 EXAMPLES = ROOT / "examples"
 ROLLOUTS = "rollouts"  # has tests of its own

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
-from next_image import assert_checksum, case, cases, file
-from recorded import find_weights, replays
+from images import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
+from recorded import assert_checksum, find_weights, image_case, image_cases, image_file, replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,13 +32,13 @@ from paradec.models.images.vq import VQConfig, VQModel
 from paradec.samplers.pictures.distilled import Distilled
 
 SYSTEM = "dd-llamagen"
-LLAMAGEN = cases(SYSTEM, "steps")
+LLAMAGEN = image_cases(SYSTEM, "steps")
 
 
 def golden_vq() -> VQModel:
     folder = find_weights(SYSTEM, "next-image")
     (name,) = (path.stem for path in folder.glob("*.config.json") if "codebook_l2_norm" in path.read_text())
-    said, weights = case(SYSTEM, name)
+    said, weights = image_case(SYSTEM, name)
     config = VQConfig(
         codebook_size=said["codebook_size"], codebook_embed_dim=said["codebook_embed_dim"], channels=said["ch"],
         l2_norm=said["codebook_l2_norm"], channel_mult=said["decoder_ch_mult"], res_blocks=said["num_res_blocks"],
@@ -51,7 +50,7 @@ def golden_vq() -> VQModel:
 
 
 def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    said, weights = case(SYSTEM, f"{name}.config")
+    said, weights = image_case(SYSTEM, f"{name}.config")
     sizes = {
         key: said[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
     }
@@ -75,7 +74,7 @@ def golden_teacher(name: str, grid: int) -> LlamaGenModel:
 @pytest.mark.parametrize("name", LLAMAGEN)
 @replays("name", "dd-llamagen/")
 def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, arrays = case(SYSTEM, name)
+    said, arrays = image_case(SYSTEM, name)
     settings = said["settings"]
     model, given = golden_student(said["model"], settings["grid"]), {}
     if said["margin"] < 1e-4:  # a summation's order may decide in float32
@@ -406,25 +405,25 @@ SYSTEM_VAR = "dd-var"
 
 def golden_scales_vq(name: str) -> MultiScaleVQ:
     """`name`: "var/vae"."""
-    said, _ = case("", f"{name}.config")
-    return load_multi_scale_vq(file("", f"{name}.safetensors"), norm_groups=said["group_norm_groups"])
+    said, _ = image_case("", f"{name}.config")
+    return load_multi_scale_vq(image_file("", f"{name}.safetensors"), norm_groups=said["group_norm_groups"])
 
 
 def golden_var_student(name: str) -> DistilledVARModel:
-    said, _ = case(SYSTEM_VAR, f"{name}.config")
-    path, vq = file(SYSTEM_VAR, f"{name}.safetensors"), golden_scales_vq(said["vae"])
+    said, _ = image_case(SYSTEM_VAR, f"{name}.config")
+    path, vq = image_file(SYSTEM_VAR, f"{name}.safetensors"), golden_scales_vq(said["vae"])
     return load_distilled_var(path, scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
 
 def golden_var(name: str, vq: MultiScaleVQ) -> VARModel:
-    said, _ = case("var", f"{name}.config")
-    return load_var(file("var", f"{name}.safetensors"), scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
+    said, _ = image_case("var", f"{name}.config")
+    return load_var(image_file("var", f"{name}.safetensors"), scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
 
-@pytest.mark.parametrize("name", cases(SYSTEM_VAR, "steps"))
+@pytest.mark.parametrize("name", image_cases(SYSTEM_VAR, "steps"))
 @replays("name", "dd-var/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, arrays = case(SYSTEM_VAR, name)
+    said, arrays = image_case(SYSTEM_VAR, name)
     settings = said["settings"]
     model = golden_var_student(said["model"])
     if said["margin"] < 1e-4:  # a summation's order may decide in float32

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import tiny_lpd
-from protein_pieces import fits
-from scripts import load_script
+from drafters import exactness
+from images import tiny_lpd
+from places import load_script
 from torch import Tensor
 
 import paradec
@@ -131,8 +131,8 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
         )
         numbers = (out.tokens * torch.tensor([27, 9, 3, 1])).sum(1)
         found.append(torch.bincount(numbers, minlength=81))
-        assert fits(found[-1], expected) > 1e-3
-    assert expected.sum() == pytest.approx(1) and fits(found[0], expected.flip(0)) < 1e-6
+        assert exactness.p_value(found[-1].numpy(), expected.numpy()) > 1e-3
+    assert expected.sum() == pytest.approx(1) and exactness.p_value(found[0].numpy(), expected.flip(0).numpy()) < 1e-6
 
 
 def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:

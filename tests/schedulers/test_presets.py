@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
-from scheduler_runs import BLOCK, BlockCausal, run
-from tiny_models import MASK, tiny
+from pipelines import BLOCK, BlockCausal, run_text
+from small_models import MASK, tiny
 
 import paradec
 from paradec import samplers, schedulers
@@ -43,7 +43,7 @@ def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_pat
     called = schedulers.call_arguments(tmp_path / "p.json")
     assert called == {"gen_length": 8}
     expected = paradec.generate(model, input_ids=ids, preset=tmp_path / "p.json", eos_early_stop=False)
-    assert torch.equal(run(pipe, ids, **called), expected.new_tokens)
+    assert torch.equal(run_text(pipe, ids, **called), expected.new_tokens)
     assert pipe.model.calls == expected.nfe
 
 
@@ -59,7 +59,7 @@ def test_steps_are_a_block_s(model: Model) -> None:
     pipe.set_progress_bar_config(disable=True)
     greedy = {**called, "temperature": 0.0}
     expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
-    assert torch.equal(run(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
+    assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
 
 
 @pytest.mark.parametrize(

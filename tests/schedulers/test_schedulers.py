@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import run_in_threads
 from diffusers import AmusedPipeline, AmusedScheduler, BlockRefinementScheduler, LLaDA2Pipeline, UVit2DModel, VQModel
-from scheduler_runs import BLOCK, TEXT, BlockCausal, run
-from side_by_side import together
-from tiny_models import END, MASK, VOCAB, tiny
+from pipelines import BLOCK, TEXT_SCHEDULERS, BlockCausal, run_text
+from small_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
@@ -64,14 +64,14 @@ def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampler = pipe.scheduler.sampler
     facts = paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
     named = Decoder(model.module, facts)
     try:
-        out = run(pipe, ids)
+        out = run_text(pipe, ids)
         expected = paradec.generate(
             named,
             input_ids=ids,
@@ -84,25 +84,25 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
         named.unwrap()
     assert torch.equal(out, expected.new_tokens)
     pipe.model.calls = 0
-    assert torch.equal(run(pipe, ids[:1]), out[:1])  # nothing is left of the run before
+    assert torch.equal(run_text(pipe, ids[:1]), out[:1])  # nothing is left of the run before
     assert pipe.model.calls == expected.row_nfe[0]
 
 
-@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", TEXT_SCHEDULERS, ids=lambda cls: cls.__name__)
 def test_no_mask_is_left(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampling = {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "num_inference_steps": 1, "gen_length": 6}
-    out, again = (run(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
+    out, again = (run_text(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
     assert out.shape == (2, 6) and not (out == MASK).any()
     assert torch.equal(out, again)
 
 
 def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
-    greedy = run(pipe, ids)
+    greedy = run_text(pipe, ids)
     for filters in ({"top_k": 1}, {"top_p": 1e-6}):
-        assert torch.equal(run(pipe, ids, temperature=5.0, **filters), greedy)
-    assert not torch.equal(run(pipe, ids, temperature=5.0), greedy)
+        assert torch.equal(run_text(pipe, ids, temperature=5.0, **filters), greedy)
+    assert not torch.equal(run_text(pipe, ids, temperature=5.0), greedy)
     logits = torch.randn(1, 200, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[..., MASK] = -100
     best = logits.topk(3, -1).indices
@@ -123,7 +123,7 @@ def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids:
     named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "eos_token_ids": (end,)}))
     pipe.scheduler = cls.from_config(pipe.scheduler.config)
     try:
-        out = run(pipe, wanted, eos_token_id=end, eos_early_stop=True)
+        out = run_text(pipe, wanted, eos_token_id=end, eos_early_stop=True)
         expected = paradec.generate(named, input_ids=wanted, sampler=pipe.scheduler.sampler, max_new_tokens=10)
     finally:
         named.unwrap()
@@ -146,18 +146,18 @@ def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> N
         seen.append(step)
         return {"block_x": block}
 
-    out = run(pipe, ids, gen_length=6, callback_on_step_end=once)
+    out = run_text(pipe, ids, gen_length=6, callback_on_step_end=once)
     assert not (out == MASK).any() and out[:, 1].tolist() == [7, 7]
 
 
 def test_values_of_the_call_that_have_no_effect_are_named(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
     with pytest.warns(UserWarning, match="threshold=0.3 given to the pipeline has no effect with") as w:
-        changed = run(pipe, ids, threshold=0.3)
+        changed = run_text(pipe, ids, threshold=0.3)
     assert len(w) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(run(pipe, ids), changed)
+        assert torch.equal(run_text(pipe, ids), changed)
 
 
 @pytest.mark.parametrize("cls", [BlockRefinementScheduler, schedulers.CreditDecodingScheduler])
@@ -165,24 +165,24 @@ def test_block_cache_is_exact(cls: type, pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config)
     padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     requests = [{}, {"attention_mask": padded}, {"block_length": 8, "gen_length": 2}]
-    plain = [run(pipe, ids, **request) for request in requests]
+    plain = [run_text(pipe, ids, **request) for request in requests]
     forward = pipe.model.forward
     with paradec.accelerate(pipe, cache="block") as session:
-        cached = [run(pipe, ids, **request) for request in requests]
+        cached = [run_text(pipe, ids, **request) for request in requests]
         report = session.report()
         pipe.scheduler = BlockRefinementScheduler(block_length=BLOCK)  # exchanged while attached
-        exchanged = run(pipe, ids)
+        exchanged = run_text(pipe, ids)
     assert all(map(torch.equal, cached, plain))
     assert 0 < report.evaluated < 0.6 * report.whole and report.bytes > 0
     assert "positions evaluated" in str(report)
     assert pipe.model.forward == forward and "forward" not in vars(pipe.model)
-    assert torch.equal(run(pipe, ids), exchanged)
+    assert torch.equal(run_text(pipe, ids), exchanged)
 
 
 def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LowConfidenceScheduler(block_length=BLOCK)
     with paradec.accelerate(pipe, cache="block") as session:
-        run(pipe, ids[:1], num_inference_steps=2)
+        run_text(pipe, ids[:1], num_inference_steps=2)
         # the prompt's whole block and the open one; then the open block, and with each new one the block before
         assert session.report().evaluated == (8 + 4) + (8 + 4) + (8 + 4)
         assert session.report().whole == 2 * (8 + 12 + 16) and session.report().calls == 6
@@ -192,15 +192,15 @@ def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Ten
     """The same prompt padded otherwise is another one: answers of one block, so that its keys would all fit."""
     padded = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
     requests = [{}, {"attention_mask": padded}, {}]
-    plain = [run(pipe, ids, gen_length=2, **request) for request in requests]
+    plain = [run_text(pipe, ids, gen_length=2, **request) for request in requests]
     with paradec.accelerate(pipe, cache="block"):
-        assert all(torch.equal(run(pipe, ids, gen_length=2, **r), p) for r, p in zip(requests, plain, strict=True))
+        assert all(torch.equal(run_text(pipe, ids, gen_length=2, **r), p) for r, p in zip(requests, plain, strict=True))
     assert not torch.equal(plain[0], plain[1])
 
 
 def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tensor) -> None:
     """When the first layer has kept its keys, and the second has not."""
-    plain, calls = run(pipe, ids), 0
+    plain, calls = run_text(pipe, ids), 0
 
     def fail(*_: Any) -> None:
         nonlocal calls
@@ -212,10 +212,10 @@ def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tens
         handle = pipe.model.model.model.layers[-1].register_forward_pre_hook(fail)
         try:
             with pytest.raises(RuntimeError, match="out of memory, say"):
-                run(pipe, ids)
+                run_text(pipe, ids)
         finally:
             handle.remove()
-        assert torch.equal(run(pipe, ids), plain)
+        assert torch.equal(run_text(pipe, ids), plain)
 
 
 def test_block_causal_modules_attend_as_their_model_does() -> None:
@@ -256,7 +256,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedP
 
 def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
     model = pipe.model
-    plain = [run(pipe, row) for row in (ids, ids.flip(0))]
+    plain = [run_text(pipe, row) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(model, BlockRefinementScheduler(block_length=BLOCK))
     beside.set_progress_bar_config(disable=True)
     mask = torch.ones(2, 6, dtype=torch.int64)
@@ -266,14 +266,14 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
 
     def nested() -> None:
         found = model(ids, attention_mask=mask, position_ids=positions).logits
-        results.append(torch.equal(found, direct) and torch.equal(run(beside, ids.flip(0)), plain[1]))
+        results.append(torch.equal(found, direct) and torch.equal(run_text(beside, ids.flip(0)), plain[1]))
 
     with paradec.accelerate(pipe, cache="block") as session:
-        assert torch.equal(run(beside, ids), plain[0]) and session.report().calls == 0
-        assert torch.equal(run(pipe, ids, callback_on_step_end=after(3, nested)), plain[0])
+        assert torch.equal(run_text(beside, ids), plain[0]) and session.report().calls == 0
+        assert torch.equal(run_text(pipe, ids, callback_on_step_end=after(3, nested)), plain[0])
         assert results == [True]
         alone, calls = session.report().evaluated, session.report().calls
-        assert torch.equal(run(pipe, ids), plain[0])
+        assert torch.equal(run_text(pipe, ids), plain[0])
         assert session.report().evaluated == 2 * alone and session.report().calls == 2 * calls
         assert pipe.model.config is model.config
     assert pipe.model is model
@@ -291,39 +291,39 @@ def after(step: int, function: Any) -> Any:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     """Where another thread begins one, the first is refused at its next step; beside it, one with a scheduler of its
     own is right."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     request = {"gen_length": 6}
-    plain = [run(pipe, row, **request) for row in (ids, ids.flip(0))]
+    plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
     beside.set_progress_bar_config(disable=True)
-    second = lambda: found.extend(together(lambda: run(pipe, ids.flip(0), **request)))  # noqa: E731
-    nested = lambda: found.append(run(beside, ids.flip(0), **request))  # noqa: E731
+    second = lambda: found.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
+    nested = lambda: found.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
     found: list[Any] = []
     with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run in another thread"):
-        run(pipe, ids, **request, callback_on_step_end=after(1, second))
-    assert torch.equal(run(pipe, ids, **request, callback_on_step_end=after(1, nested)), plain[0])
+        run_text(pipe, ids, **request, callback_on_step_end=after(1, second))
+    assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=after(1, nested)), plain[0])
     assert torch.equal(found[0], plain[1]) and torch.equal(found[1], plain[1])
-    found = together(lambda: run(pipe, ids, **request), lambda: run(beside, ids.flip(0), **request))
+    found = run_in_threads(lambda: run_text(pipe, ids, **request), lambda: run_text(beside, ids.flip(0), **request))
     assert all(map(torch.equal, found, plain))
 
 
 def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
-    plain = run(pipe, ids)
+    plain = run_text(pipe, ids)
 
     def fail() -> None:
         raise RuntimeError("mid-run")
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mid-run"):
-            run(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
-        assert torch.equal(together(lambda: run(pipe, ids))[0], plain)
-        (error,) = together(lambda: run(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
-        assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
+            run_text(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
+        assert torch.equal(run_in_threads(lambda: run_text(pipe, ids))[0], plain)
+        (error,) = run_in_threads(lambda: run_text(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
+        assert str(error) == "mid-run" and torch.equal(run_text(pipe, ids), plain)
 
 
 CODES, IMAGE_MASK = 32, 31
@@ -469,7 +469,7 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
 
     def nested(step: int, timestep: Tensor, codes: Tensor) -> None:
         if step == 3:
-            found.extend(together(lambda: latents(amused)))
+            found.extend(run_in_threads(lambda: latents(amused)))
 
     with paradec.accelerate(amused, paradec.TaylorSeer(interval=3)) as session:
         fast = latents(amused)
@@ -529,15 +529,15 @@ def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: typ
 
 def test_rules_that_fill_masks_are_refused_without_one() -> None:
     logits, sample = torch.zeros(1, 4, 9), torch.zeros(1, 4, dtype=torch.int64)
-    for cls in TEXT:
+    for cls in TEXT_SCHEDULERS:
         if cls not in (schedulers.EntropyBoundScheduler, schedulers.Learn2PDScheduler):
             with pytest.raises(ValueError, match=f"mask_token_id=None: {cls.__name__} fills masks"):
                 cls().step(logits, 0, sample, mask_token_id=None)
 
 
-@pytest.mark.parametrize("cls", [*TEXT, *IMAGE], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*TEXT_SCHEDULERS, *IMAGE], ids=lambda cls: cls.__name__)
 def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None:
-    base = settings_of(cls, filter_path) if cls in TEXT else {"mask_token_id": 9}
+    base = settings_of(cls, filter_path) if cls in TEXT_SCHEDULERS else {"mask_token_id": 9}
     scheduler = cls(**base)
     changed = {k: v for k, v in CHANGED.items() if k in scheduler.config and not (k == "threshold" and cls in IMAGE)}
     scheduler = cls(**base, **changed)
@@ -545,7 +545,7 @@ def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None
     json.loads((tmp_path / "scheduler_config.json").read_text())
     again = cls.from_pretrained(tmp_path)
     assert type(again) is cls and again.sampler == scheduler.sampler
-    theirs = (BlockRefinementScheduler if cls in TEXT else AmusedScheduler).from_config(scheduler.config)
+    theirs = (BlockRefinementScheduler if cls in TEXT_SCHEDULERS else AmusedScheduler).from_config(scheduler.config)
     back = cls.from_config(theirs.config)
     assert back.sampler == scheduler.sampler
     assert cls.__module__ == "paradec.schedulers"
@@ -600,7 +600,7 @@ def test_pipelines_that_cannot_use_a_scheduler(amused: AmusedPipeline, pipe: Any
         amused(prompt_embeds=embeds, encoder_hidden_states=states, height=4, width=4, guidance_scale=0.0)
     with pytest.raises(AttributeError, match="MaskGITScheduler has no 'block_length': it works in AmusedPipeline"):
         pipe.scheduler = schedulers.MaskGITScheduler(mask_token_id=MASK)
-        run(pipe, ids)
+        run_text(pipe, ids)
     with pytest.raises(ValueError, match="sample is torch.float32.*takes int64 token ids"):
         schedulers.ThresholdScheduler().step(torch.zeros(1, 4, 9), 0, torch.zeros(1, 4), mask_token_id=3)
 

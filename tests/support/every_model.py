@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from canvases import tiny_module
+from checkpoints import CONFIGS, MOE, moe_facts, write_family
 from diffusers import DDIMScheduler
-from image_families import MODELS as IMAGE_MODELS
-from image_models import (
+from images import (
+    IMAGE_MODELS,
     MAR_DECODER,
     MAR_SIZES,
     tiny_llamagen,
@@ -23,12 +24,10 @@ from image_models import (
     tiny_var,
     tiny_var_student,
 )
-from moe_models import MOE, told
+from pipelines import noise, tiny_dit
 from places import GOLDEN, ROOT
-from text_families import CONFIGS, write
-from tiny_pipelines import noise, tiny_dit
+from small_models import ROWS, wrap_kind
 from torch import Tensor
-from wrapped_models import ROWS, wrapped
 
 import paradec
 from paradec.core.prompts import encode
@@ -63,13 +62,13 @@ def make(kind: str) -> Any:
     """A new model, float64."""
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
-            return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
+            return paradec.load(write_family(Path(folder) / kind, kind), dtype="float64")
     if kind == CANVAS:
         return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
     if kind in (PROTEIN, IN_ORDER):
         return tiny_protein()
     if kind in MIXTURES:
-        return paradec.load(MOE / kind, dtype="float64", **told(kind))
+        return paradec.load(MOE / kind, dtype="float64", **moe_facts(kind))
     if kind in NEMOTRON:
         return paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny-b", dtype="float64", topology=NEMOTRON[kind])
     if kind in IMAGE_MODELS:
@@ -94,7 +93,7 @@ def make(kind: str) -> Any:
         return tiny_lpd()
     if kind == "dit":
         return DiffusionModel(tiny_dit(torch.float64))
-    return wrapped(kind)
+    return wrap_kind(kind)
 
 
 @lru_cache

@@ -1,12 +1,15 @@
-"""Where the tests' files are."""
+"""Where the files of the tests and of the repository are."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 TESTS = Path(__file__).resolve().parents[1]
 SUPPORT = TESTS / "support"
@@ -57,3 +60,23 @@ _SHARED = "PARADEC_GOLDEN"
 _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 GOLDEN = unpack_golden()
 """Small trained checkpoints in the published formats, and traces of the reference implementations."""
+
+
+def load_script(file: str) -> ModuleType:
+    """The module of a file such as "benchmarks/antibody.py".
+
+    Its folder comes last among the places that modules are imported from, for what stands beside it: some names there
+    are those of installed packages, which come first.
+    """
+    path = ROOT / file
+    name = f"{path.parent.name}_{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
+    return module

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from places import GOLDEN, TESTS
 from safetensors.torch import load_file
+from torch import Tensor
 
 NEAR_TIE = 1e-7
 """Scores whose difference is below this are a tie: rounding decides."""
@@ -300,3 +302,40 @@ def name_of(case: Any) -> str:
     if isinstance(case, dict):
         return str(dict.get(case, "name") or dict.get(case, "id"))
     return str(case)
+
+
+def image_cases(system: str, holds: str) -> list[str]:
+    """Names of a system's cases of the kind that has this field, or this array."""
+    found = {path.stem: read_head(path) for path in (golden("next-image") / system).glob("*.json")}
+    return sorted(name for name, said in found.items() if "id" in said and holds in {*said, *said.get("tensors", ())})
+
+
+def image_file(system: str, name: str) -> Path:
+    """A file of a system, "model-a.safetensors"; of the folder itself where `system` is empty."""
+    return find_weights(str(Path(system, name)), "next-image")
+
+
+def image_case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
+    path = image_file(system, f"{name}.json")
+    arrays = path.with_name(f"{path.stem.removesuffix('.config')}.safetensors")
+    if name.endswith(".config"):
+        return dict(read_head(path)), load_file(arrays) if arrays.exists() else {}
+    record, found = read_json(path), read_arrays(arrays) if arrays.exists() else {}
+    assert record.get("tensors", {}) == {key: list(tensor.shape) for key, tensor in dict.items(found)}
+    return record, found
+
+
+def checksum(tensor: Tensor) -> list[float]:
+    """[n, mean, root of the mean square, sum x_i cos(i) / sqrt(n)], in float64."""
+    x = tensor.detach().double().flatten()
+    wave = torch.arange(len(x), dtype=torch.float64).cos()
+    return [float(len(x)), float(x.mean()), float(x.square().mean().sqrt()), float((x * wave).sum() / len(x) ** 0.5)]
+
+
+def assert_checksum(tensor: Tensor, expected: list[float], tolerance: float = 2e-5) -> None:
+    """Within `tolerance` of max(1, |value|)."""
+    found = checksum(tensor)
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (found, expected)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from eagle_drafters import exactness
+from drafters import exactness
 from torch import Tensor
 
 import paradec

@@ -1,4 +1,4 @@
-"""A server in a thread, for tests."""
+"""A server in a thread, and models that answer it with given texts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import torch
 import uvicorn
+from tokenized_models import byte_level_tokenizer
+from torch import Tensor, nn
 
+import paradec
 from paradec.integrations.server.app import build_app
 from paradec.integrations.server.engine import Engine
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 NAME = "tiny"
 SORT = "Sort: pear fig apple"
@@ -90,3 +98,56 @@ def running(
             server.should_exit = True
             thread.join()
     assert not engine._thread.is_alive()
+
+
+SCRIPT_TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "<|im_start|>assistant\n{{ '<think>\n' if thinks }}"
+)
+BEGIN = "<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+
+
+class Scripted(nn.Module):
+    """Writes given ids after the last `BEGIN` of a row, then the end token."""
+
+    def __init__(self, tokenizer: Any, text: str):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=2048)
+        self.begin = token_ids(tokenizer, BEGIN)
+        self.answer = [*token_ids(tokenizer, text), tokenizer.eos_token_id]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, self.config.vocab_size)
+        for row, tokens in enumerate(ids.tolist()):
+            size = len(self.begin)
+            ends = [at + size for at in range(len(tokens) - size + 1) if tokens[at : at + size] == self.begin]
+            for place in range((ends or [1])[-1] - 1, len(tokens)):
+                done = place + 1 - (ends or [1])[-1]
+                logits[row, place, self.answer[min(done, len(self.answer) - 1)]] = 30.0
+        return logits
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@contextmanager
+def scripted(
+    text: str, markers: Sequence[str] = (), template: str = SCRIPT_TEMPLATE
+) -> Iterator[tuple[Running, OpenAI, list[int]]]:
+    """markers: special tokens besides the tokenizer's own."""
+    tokenizer = byte_level_tokenizer("<|im_end|>")
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
+    tokenizer.chat_template = template
+    ends = {"eos_token_id": tokenizer.eos_token_id}
+    model = paradec.wrap(
+        Scripted(tokenizer, text), tokenizer=tokenizer, prediction="shifted", topology="causal", **ends
+    )
+    with running(model, request={"sampler": "sjd"}) as server:
+        from openai import OpenAI
+
+        client = OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
+        yield server, client, token_ids(tokenizer, text)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from recorded import golden, read_head, read_json
-from tiny_models import VOCAB, tiny
+from small_models import VOCAB, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -245,7 +245,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 def lettered(topology: str = "bidirectional") -> Model:
-    """`tiny_models.tiny` with a tokenizer whose tokens read `TEXTS`."""
+    """`small_models.tiny` with a tokenizer whose tokens read `TEXTS`."""
     model = tiny(2, topology)
     names = {39: "<end>", 40: "<mask>"}
     words = {text: token for token, text in enumerate(TEXTS)}

@@ -21,19 +21,19 @@ from diffusers import (
 )
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
-from tiny_pipelines import (
-    MODELS,
+from pipelines import (
+    TRANSFORMERS,
     attributes,
     denoise,
     dit_pipeline,
     flux_pipeline,
-    model,
     run_dit,
     run_flux,
     run_wan,
+    tiny_transformer,
     wan_pipeline,
 )
+from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
 from torch import Tensor, nn
 
 import paradec
@@ -206,10 +206,10 @@ def test_configs_of_diffusers(config: Any) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """Interval 1 is the plain model, order 0 is reuse, runs repeat, and nothing is left behind."""
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     before, expected = attributes(module), denoise(module, inputs, 5)
     for target in TARGETS:
         with accelerate(module, TaylorSeer(interval=1, order=2, where=target)):
@@ -243,10 +243,10 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_modules_are_the_papers(name: str) -> None:
     """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     found = places(module, "module")
     assert {place.name.split(".")[-1] for place in found} == BRANCHES[name]
     singles = {place.block for place in found if place.name.endswith("proj_out")}
@@ -440,7 +440,7 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         names = {transformer.name: set(transformer.state.branches) for transformer in session.transformers}
         assert names == {"transformer": set()}  # dropped when the run was over
     # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
-    module, inputs = model("Wan")
+    module, inputs = tiny_transformer("Wan")
     with accelerate(module, Forecast(when=Every(3, 2))):
         both = denoise(module, inputs, 8, calls=2)
     mirrored = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
@@ -464,7 +464,7 @@ def test_other_shapes(flux: Any) -> None:
     with accelerate(flux, TaylorSeer(interval=1)):
         for size, expected in sizes.items():
             assert torch.equal(run_flux(flux, 8, height=size, width=size), expected)
-    module, inputs = model("FLUX")
+    module, inputs = tiny_transformer("FLUX")
     small = inputs | {"hidden_states": inputs["hidden_states"][:, :9], "img_ids": inputs["img_ids"][:9]}
     with torch.no_grad(), accelerate(module, Forecast(when=Every(8, 2))) as session:
         for step in range(8):
@@ -501,8 +501,8 @@ def test_two_transformers_of_one_pipeline() -> None:
     """As in Wan2.2: one for the first steps, one for the last. Each evaluates before it forecasts."""
 
     class Pipeline:
-        transformer, inputs = model("PixArt")
-        transformer_2, _ = model("PixArt", seed=1)
+        transformer, inputs = tiny_transformer("PixArt")
+        transformer_2, _ = tiny_transformer("PixArt", seed=1)
         scheduler = DDIMScheduler()
 
         def __call__(self) -> Tensor:
@@ -667,7 +667,7 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("name", ["DiT", "FLUX"])
 def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     settings = Forecast(when=Every(2), how=f"taylor(dtype={dtype})")
     with accelerate(module, settings) as session:
         denoise(module, inputs, 4)
@@ -676,7 +676,7 @@ def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> Non
 
 
 def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
-    module, inputs = model("Wan")
+    module, inputs = tiny_transformer("Wan")
     asked = Forecast(when=Every(3, 3), order=2)
     with accelerate(module, asked) as session:
         denoise(module, inputs, 6, calls=2)
@@ -710,7 +710,7 @@ def settings_of(sampler: TaylorSeer) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "attach_first"), [("block_level", True), ("leaf_level", False)])
 def test_group_offloading(kind: str, attach_first: bool) -> None:
-    module, inputs = model("FLUX")
+    module, inputs = tiny_transformer("FLUX")
     cpu = torch.device("cpu")
     with accelerate(module, Forecast(when=Every(3, 2))):
         expected = denoise(module, inputs, 5)
@@ -721,7 +721,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         apply_group_offloading(module, **options)
     for target in TARGETS:
         if attach_first:
-            module, inputs = model("FLUX")
+            module, inputs = tiny_transformer("FLUX")
         session = accelerate(module, Forecast(when=Every(3, 2), where=target))
         if attach_first:
             apply_group_offloading(module, **options)
@@ -735,7 +735,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
 
 def test_hooks_of_accelerate_that_come_and_go() -> None:
     """Pipelines with model offloading put them on anew after every run."""
-    module, inputs = model("Wan")
+    module, inputs = tiny_transformer("Wan")
     plain = denoise(module, inputs, 5)
     with accelerate(module, Forecast(when=Every(3, 2))):
         expected = denoise(module, inputs, 5)
@@ -754,12 +754,12 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
 def test_compiled_blocks(target: str) -> None:
     """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
     sampler = TaylorSeer(interval=3, where=target)
-    module, inputs = model("PixArt")
+    module, inputs = tiny_transformer("PixArt")
     plain = denoise(module, inputs, 3)
     with accelerate(module, sampler):
         expected = denoise(module, inputs, 3)
     for first in (True, False):
-        module, inputs = model("PixArt")
+        module, inputs = tiny_transformer("PixArt")
         session = None if first else accelerate(module, sampler)
         for block in module.transformer_blocks:
             block.compile(backend="eager", fullgraph=True)
@@ -774,7 +774,7 @@ def test_compiled_blocks(target: str) -> None:
 
 
 def test_a_transformer_compiled_as_a_whole() -> None:
-    module, inputs = model("DiT")
+    module, inputs = tiny_transformer("DiT")
     with accelerate(module, TaylorSeer(interval=3, where="output")):
         expected = denoise(module, inputs, 3)
     compiled = torch.compile(module, backend="eager")
@@ -791,7 +791,7 @@ def test_a_transformer_compiled_as_a_whole() -> None:
 
 
 def test_half_precision_keeps_its_type() -> None:
-    module, inputs = model("FLUX")
+    module, inputs = tiny_transformer("FLUX")
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     for target in TARGETS:

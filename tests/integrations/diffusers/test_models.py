@@ -28,7 +28,7 @@ from diffusers.models.transformers import (
     transformer_rfd4_proteina,
 )
 from PIL import Image
-from tiny_pipelines import flux_pipeline, loop_pipeline, run_flux
+from pipelines import flux_pipeline, loop_pipeline, run_flux
 from torch import Tensor, nn
 
 import paradec

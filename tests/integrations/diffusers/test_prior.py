@@ -12,8 +12,8 @@ import pytest
 import torch
 from packaging.version import Version
 from PIL import Image
+from pipelines import attributes, dit_pipeline, glm_image_pipeline
 from recorded import golden, read_arrays, read_json, replays
-from tiny_pipelines import attributes, dit_pipeline, glm_image_pipeline
 from torch import Tensor
 
 import paradec

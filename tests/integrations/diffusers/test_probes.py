@@ -13,7 +13,16 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks.mag_cache import nearest_interp
-from tiny_pipelines import MODELS, attributes, denoise, flux_pipeline, model, run_flux, run_wan, wan_pipeline
+from pipelines import (
+    TRANSFORMERS,
+    attributes,
+    denoise,
+    flux_pipeline,
+    run_flux,
+    run_wan,
+    tiny_transformer,
+    wan_pipeline,
+)
 from torch import Tensor, nn
 
 from paradec import Forecast, TaylorSeer, accelerate
@@ -114,10 +123,10 @@ def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """Threshold 0 is the plain model; what blocks add by themselves is what the stack adds; nothing is left behind."""
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     before, plain = attributes(module), denoise(module, inputs, 5)
     with accelerate(module, FirstBlock(0)):
         assert torch.equal(denoise(module, inputs, 5), plain)
@@ -414,7 +423,7 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
 
 
 def test_compiled_blocks_stay_compiled() -> None:
-    module, inputs = model("Wan")
+    module, inputs = tiny_transformer("Wan")
     with accelerate(module, FirstBlock(9.0)):
         expected = denoise(module, inputs, 3)
     module.compile_repeated_blocks(backend="eager")
@@ -507,7 +516,7 @@ def test_settings_are_checked() -> None:
     for target in ("module", ["a"], "output"):
         with pytest.raises(ValueError, match="when='first_block' .* leave where="):
             Forecast(when=FirstBlock(), where=target)
-    module, inputs = model("DiT")
+    module, inputs = tiny_transformer("DiT")
     with pytest.raises(ValueError, match="where='stack' leaves it out"):
         accelerate(module, Forecast(where="stack", when="verification"))
     with pytest.raises(ValueError, match="runs"):
@@ -520,7 +529,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_first_steps_of_a_rule() -> None:
-    module, inputs = model("DiT")
+    module, inputs = tiny_transformer("DiT")
     with accelerate(module, FirstBlock(9.0, first_enhance=3)) as session:
         denoise(module, inputs, 6)
         assert kinds(session) == "FFF..."

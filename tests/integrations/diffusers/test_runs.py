@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
-from tiny_pipelines import (
-    MODELS,
+from pipelines import (
+    TRANSFORMERS,
     attributes,
     denoise,
     flux_pipeline,
     loop_pipeline,
-    model,
     run_flux,
     run_wan,
+    tiny_transformer,
     wan_pipeline,
 )
 from torch import Tensor
@@ -111,12 +111,12 @@ def case(request: Any) -> Case:
 
 
 MADE: dict[str, Case] = {}
-EVERY = pytest.mark.parametrize("case", [*MODELS, "FluxPipeline", "WanPipeline"], indirect=True)
+EVERY = pytest.mark.parametrize("case", [*TRANSFORMERS, "FluxPipeline", "WanPipeline"], indirect=True)
 OTHERS = pytest.mark.parametrize(
     "case",
     [
         pytest.param(name, marks=[] if name in ("SD3", "FluxPipeline", "WanPipeline") else [pytest.mark.full])
-        for name in [*MODELS, "FluxPipeline", "WanPipeline"]
+        for name in [*TRANSFORMERS, "FluxPipeline", "WanPipeline"]
     ],
     indirect=True,
 )
@@ -183,10 +183,10 @@ def test_pipelines_with_one_transformer(case: Case, session: Any) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_bare_transformers_in_two_threads(name: str) -> None:
     """One after the other; a second thread in the middle of a run is refused, and the run goes on."""
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     run = lambda: denoise(module, inputs, STEPS)  # noqa: E731
     call = inputs | {"timestep": torch.full((len(inputs["hidden_states"]),), 100)}
     with accelerate(module, SAMPLER) as session:
@@ -326,7 +326,7 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
     other = case.beside()
     other.transformer = module.eval()
     torch.testing.assert_close(case.run(other), case.plain)  # layers that keep float32 are joined otherwise
-    if case.name not in MODELS:
+    if case.name not in TRANSFORMERS:
         case.pipe.save_pretrained(tmp_path / "pipe")
         missing = {name: None for name, value in case.pipe.components.items() if value is None}
         other = type(case.pipe).from_pretrained(tmp_path / "pipe", **missing)

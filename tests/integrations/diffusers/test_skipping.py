@@ -16,8 +16,8 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanTransformer3DModel,
 )
+from pipelines import TRANSFORMERS, denoise, flux_pipeline, loop_pipeline, tiny_transformer, wan_pipeline
 from recorded import golden, read_arrays, read_json, replay
-from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, wan_pipeline
 from torch import Tensor
 
 import paradec
@@ -152,7 +152,7 @@ def test_seacache_puts_cells_in_their_places(name: str) -> None:
         pipe, rows, columns, side = flux_pipeline(), 3, 5, 2
         prompt |= {"pooled_prompt_embeds": torch.randn(1, 32), "guidance_scale": 3.5}
     else:
-        module, _ = model("QwenImage")
+        module, _ = tiny_transformer("QwenImage")
         pipe = QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, module)
         rows, columns, side = 3, 5, 16
         prompt = {"prompt_embeds": torch.randn(1, 8, 16), "prompt_embeds_mask": torch.ones(1, 8), "true_cfg_scale": 1.0}
@@ -183,7 +183,7 @@ def test_seacache_puts_cells_in_their_places(name: str) -> None:
 
 
 def test_seacache_is_refused(wan: Any) -> None:
-    module, _ = model("Wan")
+    module, _ = tiny_transformer("Wan")
     flux, inputs = loop_pipeline("FLUX")
     wan.scheduler = DDIMScheduler()
     for pipe, message in ((wan, "DDIMScheduler"), (module, "a transformer by itself has no scheduler")):
@@ -291,7 +291,7 @@ def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
 
 
 def test_easycache_is_refused() -> None:
-    module, inputs = model("FLUX")
+    module, inputs = tiny_transformer("FLUX")
     with accelerate(module, EasyCache()), pytest.raises(ValueError, match="num_inference_steps=None: EasyCache"):
         denoise(module, inputs, 2)
     with accelerate(module, EasyCache(9.0, 2, num_inference_steps=6)) as session:
@@ -330,9 +330,9 @@ class Written(AccumulatedChange):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
-    module, inputs = model(name)
+    module, inputs = tiny_transformer(name)
     first = next(iter(residual_blocks(module).values()))
 
     def seen(watch: str | None, target: str) -> list[float]:
@@ -390,7 +390,7 @@ def test_teacache_as_published() -> None:
 
 
 def test_watch_is_checked() -> None:
-    module, inputs = model("DiT")
+    module, inputs = tiny_transformer("DiT")
     with accelerate(module, AccumulatedChange(last_steps=2)), pytest.raises(ValueError, match="last_steps=2 needs"):
         denoise(module, inputs, 2)
     with pytest.raises(ValueError, match="unknown watch: 'block'"):

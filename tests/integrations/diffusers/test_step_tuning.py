@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
+from pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
 from paradec import Forecast, TaylorSeer, accelerate, tune_steps

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import Engine
-from tiny_models import END, MASK, VOCAB, tiny
+from engines import HostEngine
+from small_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
 import paradec
@@ -43,7 +43,7 @@ def compare(
 ) -> Hosted:
     """Rows that come, pause and leave at different times: the tokens, the forwards and the ends are `generate`'s."""
     hosted = Hosted(sampler, model.facts)
-    engine, waiting, steps = Engine(model, hosted), dict(rows), dict.fromkeys(rows, 0)
+    engine, waiting, steps = HostEngine(model, hosted), dict(rows), dict.fromkeys(rows, 0)
     while waiting or len(hosted):
         for key in [key for key in waiting if draw.random() < 0.5]:
             prompt, request = waiting.pop(key)

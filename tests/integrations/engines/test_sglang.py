@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import RULES, batch_of, check_rule, config
+from engines import RULES, check_rule, dllm_config, forward_batch
 from places import ROOT
-from tiny_models import END, MASK, VOCAB, tiny
+from small_models import END, MASK, VOCAB, tiny
 
 from paradec import samplers
 from paradec.integrations.engines.hosted import refusal
@@ -42,7 +42,7 @@ ALGORITHMS = algorithms(Base)
 
 
 def made(name: str, fdfo: bool = False, **settings: Any) -> Any:
-    return ALGORITHMS[name](config(fdfo=fdfo, **settings))
+    return ALGORITHMS[name](dllm_config(fdfo=fdfo, **settings))
 
 
 def logits_of(*rows: list[int], sure: float = 9.0) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
     assert made("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
     joined = made("ParadecCombination", combination="credit(threshold=0.8)+localleap").sampler
     assert joined == samplers.create("credit(threshold=0.8)+localleap")
-    empty = ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(config()), "algorithm_config": None}))
+    empty = ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": None}))
     assert empty.sampler == samplers.create("threshold")
     for kind in ALGORITHMS.values():  # no key means two things
         settings = {} if kind.sampler_name is None else samplers.get(kind.sampler_name).settings()
@@ -121,9 +121,9 @@ def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], mess
 
 def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
     with pytest.raises(ValueError, match="ParadecThreshold fills masks, and mask_id=-1"):
-        ALGORITHMS["ParadecThreshold"](config(mask=-1))
+        ALGORITHMS["ParadecThreshold"](dllm_config(mask=-1))
     with pytest.raises(ValueError, match="must be a mapping"):
-        ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(config()), "algorithm_config": [1]}))
+        ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": [1]}))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> Non
     algorithm = made("ParadecThreshold", True)
     rows = [[1, 2, MASK, 4], [5, MASK, MASK, MASK]]
     prompt = torch.tensor([[True] * 4, [True, True, False, False]])
-    batch = batch_of(rows, ["a", "b"], [0, 8], prompt)
+    batch = forward_batch(rows, ["a", "b"], [0, 8], prompt)
     states = algorithm.init_step_state(batch)
     assert algorithm.step(batch, logits_of([7] * 4, [9] * 4), states) == [True, False]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
@@ -157,7 +157,7 @@ def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> Non
 
 def test_the_tensor_of_ids_stays_the_engine_s() -> None:
     algorithm = made("ParadecThreshold")
-    batch = batch_of([[1, MASK, MASK, MASK]])
+    batch = forward_batch([[1, MASK, MASK, MASK]])
     ids, place = batch.input_ids, batch.input_ids.data_ptr()
     algorithm.step(batch, logits_of([9] * 4), algorithm.init_step_state(batch))
     assert batch.input_ids is ids and ids.data_ptr() == place and ids.tolist() == [1, 9, 9, 9]
@@ -165,7 +165,7 @@ def test_the_tensor_of_ids_stays_the_engine_s() -> None:
 
 def test_a_block_that_the_engine_begins_anew() -> None:
     algorithm = made("ParadecThreshold", True, threshold=1.0)
-    batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
+    batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])
     states = algorithm.init_step_state(batch)
     algorithm.step(batch, logits_of([9] * 4), states)
     assert batch.input_ids.tolist() == [1, 9, MASK, MASK]
@@ -181,7 +181,7 @@ def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
     logits[2:] = 0.0  # not confident of what follows
     for ends, forwards in (((), 4), ((END,), 2)):
         algorithm = made("ParadecThreshold", True, eos_token_ids=list(ends))
-        batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
+        batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])
         states, count = algorithm.init_step_state(batch), 0
         while not algorithm.step(batch, logits, states)[0]:
             count += 1
@@ -192,7 +192,7 @@ def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
 def test_draws_are_those_of_seed_request_and_place() -> None:
     def drawn(names: list[str], starts: list[int], **settings: Any) -> list[list[int]]:
         algorithm = made("ParadecThreshold", temperature=1.0, threshold=0.0, **settings)
-        batch = batch_of([[MASK] * 4 for _ in names], names, starts)
+        batch = forward_batch([[MASK] * 4 for _ in names], names, starts)
         algorithm.step(batch, torch.zeros(4 * len(names), VOCAB), algorithm.init_step_state(batch))
         return batch.input_ids.view(-1, 4).tolist()
 
@@ -207,7 +207,7 @@ def test_parts_of_a_block() -> None:
     for steps in (2, 4):  # of the whole block, half of them for each part
         for given in ([], [1], [1, 2], [1, 2, 3]):
             algorithm = made("ParadecLowConfidence", True, block_length=2, steps=steps)
-            batch = batch_of([given + [MASK] * (4 - len(given))], ["a"], [8])
+            batch = forward_batch([given + [MASK] * (4 - len(given))], ["a"], [8])
             states, seen = algorithm.init_step_state(batch), []
             while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
                 seen.append(batch.input_ids.tolist())
@@ -219,7 +219,7 @@ def test_parts_of_a_block() -> None:
 
 def test_logits_that_are_not_finite_name_the_request() -> None:
     algorithm = made("ParadecThreshold", True)
-    batch = batch_of([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
+    batch = forward_batch([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
     states, logits = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
     logits[6, 3] = torch.nan
     with pytest.raises(FloatingPointError, match="request 'b', block at position 8"):
@@ -233,7 +233,7 @@ def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
     algorithm = made("ParadecSaber")
     for name in ("a", "b", "a", "c"):
-        algorithm.run(lambda _: logits_of([9] * 4), batch_of([[1, MASK, MASK, MASK]], [name], [4]), [None])
+        algorithm.run(lambda _: logits_of([9] * 4), forward_batch([[1, MASK, MASK, MASK]], [name], [4]), [None])
     assert [*algorithm._between] == ["a", "c"]
 
 

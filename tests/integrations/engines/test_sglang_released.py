@@ -2,22 +2,93 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
+import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
-from types import SimpleNamespace
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from blocks import RULES, batch_of, check_rule, config
+from engines import RULES, check_rule, dllm_config, forward_batch
 from places import ROOT
-from released import VERSION, Runner, sglang, wheel
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor
 
 from paradec.integrations.engines.sglang import algorithms
 from paradec.models.adapter import Model
+
+VERSION = "0.5.23"
+FOLDER = Path(os.environ.get("PARADEC_ENGINE_WHEELS", ROOT / ".engines"))
+PARTS = ("sglang/srt/dllm/", "sglang/srt/plugins/", "sglang/srt/environ.py")
+"""What is executed."""
+STAND_INS: dict[str, dict[str, Any]] = {
+    "sglang.srt.server_args": {"ServerArgs": type("ServerArgs", (), {})},
+    "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": SimpleNamespace},
+    "sglang.srt.model_executor.model_runner": {"ModelRunner": type("ModelRunner", (), {})},
+    "sglang.srt.layers.logits_processor": {"LogitsProcessorOutput": SimpleNamespace},
+    # read when the configuration is made of a server's arguments, which no test here does
+    "sglang.srt.configs.model_config": {"ModelConfig": type("ModelConfig", (), {})},
+    "sglang.srt.arg_groups.overrides": {"resolving_view": lambda arguments: arguments},
+    "sglang.srt.utils": {"is_npu": lambda: False},
+}
+"""Modules that the algorithms import, and the names that they take from them."""
+
+
+def wheel() -> Path | None:
+    """The released wheel, if it was downloaded."""
+    return next(iter(sorted(FOLDER.glob(f"sglang-{VERSION}-*.whl"))), None)
+
+
+@contextmanager
+def sglang(folder: Path) -> Iterator[SimpleNamespace]:
+    """SGLang's modules, unpacked into `folder`, while the context lasts: `base`, `algorithm` (its list of them),
+    `config`, `plugins`."""
+    archive = wheel()
+    assert archive is not None
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(folder, [name for name in packed.namelist() if name.startswith(PARTS)])
+    before = {name for name in sys.modules if name.split(".")[0] == "sglang"}
+    assert not before, "sglang is installed here: these tests are for places where it is not"
+    try:
+        for name, path in {"sglang": "sglang", "sglang.srt": "sglang/srt"}.items():
+            sys.modules[name] = ModuleType(name)  # without what their __init__ imports
+            sys.modules[name].__path__ = [str(folder / path)]
+        for name, contents in STAND_INS.items():
+            parent = name.rpartition(".")[0]
+            if parent not in sys.modules:
+                sys.modules[parent] = ModuleType(parent)
+                sys.modules[parent].__path__ = []
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name]).update(contents)
+        yield SimpleNamespace(
+            base=importlib.import_module("sglang.srt.dllm.algorithm.base"),
+            algorithm=importlib.import_module("sglang.srt.dllm.algorithm"),
+            config=importlib.import_module("sglang.srt.dllm.config"),
+            plugins=importlib.import_module("sglang.srt.plugins"),
+        )
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[name]
+
+
+class Runner:
+    """SGLang's model runner, as far as its loops know it: logits of a batch by a function of ours."""
+
+    def __init__(self, logits: Any):
+        self.logits, self.calls = logits, 0
+
+    def forward(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
+        self.calls += 1
+        output = SimpleNamespace(full_logits=self.logits(forward_batch))
+        return SimpleNamespace(logits_output=output, can_run_graph=False)
+
 
 pytestmark = pytest.mark.skipif(wheel() is None, reason=f"needs the wheel of sglang {VERSION} (.ci/engines sglang)")
 MASK, VOCAB = 63, 64
@@ -63,7 +134,7 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
 def history(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
     """What `run` returns, and what stands in the blocks, round by round."""
     rows, states = len(ids), None
-    batch = batch_of(ids, prompt_mask=prompt)
+    batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
     for _ in range(made.max_steps(len(ids[0])) if fdfo else 1):
         runner = Runner(lambda batch: note(seen, batch, logits))
@@ -77,7 +148,7 @@ def history(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Draw
             block = len(ids[0])
             left = batch.input_ids.view(rows, block)[keep]
             prompt = None if prompt is None else prompt[keep]
-            batch, rows = batch_of(left.tolist(), prompt_mask=prompt), len(keep)
+            batch, rows = forward_batch(left.tolist(), prompt_mask=prompt), len(keep)
             states = [states[row] for row in keep]
     return seen
 
@@ -104,8 +175,8 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, released: SimpleNamespace) -> None:
     theirs, their_config, ours, our_config = PAIRS[pair]
-    shipped = released.algorithm.algo_name_to_cls[theirs](config(4, MASK, fdfo, **their_config))
-    made = algorithms(released.base.DllmAlgorithm)[ours](config(4, MASK, fdfo, **our_config))
+    shipped = released.algorithm.algo_name_to_cls[theirs](dllm_config(4, MASK, fdfo, **their_config))
+    made = algorithms(released.base.DllmAlgorithm)[ours](dllm_config(4, MASK, fdfo, **our_config))
     draw, steps = random.Random(pair), []
     for batch in range(125):
         ids, prompt = blocks_of(draw, 8, 4)
@@ -118,8 +189,8 @@ def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, release
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespace) -> None:
     """Where no prompt spells the mask out, SGLang sends none: what is no mask is given."""
-    shipped = released.algorithm.algo_name_to_cls["LowConfidence"](config(8, MASK, fdfo))
-    made = algorithms(released.base.DllmAlgorithm)["ParadecThreshold"](config(8, MASK, fdfo, threshold=0.95))
+    shipped = released.algorithm.algo_name_to_cls["LowConfidence"](dllm_config(8, MASK, fdfo))
+    made = algorithms(released.base.DllmAlgorithm)["ParadecThreshold"](dllm_config(8, MASK, fdfo, threshold=0.95))
     draw = random.Random(0)
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
@@ -131,7 +202,7 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("name", RULES)
 def test_steps_of_generate(name: str, fdfo: bool, released: SimpleNamespace, model: Model) -> None:
-    made = algorithms(released.base.DllmAlgorithm)[name](config(fdfo=fdfo, **RULES[name].config))
+    made = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **RULES[name].config))
     check_rule(name, made, Runner, model, fdfo)
 
 

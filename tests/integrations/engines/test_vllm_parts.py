@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hosting import block_logits
+from engines import block_logits
 from places import ROOT
-from tiny_models import MASK, tiny
+from small_models import MASK, tiny
 from torch import nn
 
 import paradec
@@ -105,12 +105,12 @@ def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
 
 
 def test_configs_are_those_that_load_reads() -> None:
-    from text_families import FAST, SDAR
+    from checkpoints import FAST_DLLM, SDAR
 
     found = SDARConfig.from_dict(SDAR)
     assert found.canvas_length == SDAR["block_size"] and found.architectures == ["SDARForCausalLM"]
     assert found.rope_parameters["rope_theta"] == SDAR["rope_theta"] and found.head_dim == SDAR["head_dim"]
-    assert FastDLLMConfig.from_dict(FAST).canvas_length == FAST["bd_size"]
+    assert FastDLLMConfig.from_dict(FAST_DLLM).canvas_length == FAST_DLLM["bd_size"]
     with pytest.raises(CheckpointError, match="hidden_act='gelu' is not supported"):
         SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"})
     named = {name: value for name, value in SDAR.items() if name != "block_size"}

@@ -39,9 +39,8 @@ class _Driver:
 triton.backends.backends.setdefault("cpu", types.SimpleNamespace(driver=_Driver, compiler=None))
 
 import torch  # noqa: E402
-from moe_models import small_config, small_weights  # noqa: E402
+from checkpoints import CONFIGS, family_weights, small_config, small_weights  # noqa: E402  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from text_families import CONFIGS, random_weights  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
@@ -82,7 +81,7 @@ def checkpoint(kind: str, folder: Path) -> Path:
         weights = small_weights(name, config)
     else:
         config = CONFIGS[kind] | SIZES
-        weights = random_weights(kind, config)
+        weights = family_weights(kind, config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(

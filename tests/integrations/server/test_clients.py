@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import NAME
-from test_openai_protocol import BEGIN, CALL, scripted
+from serving import BEGIN, CALL, NAME, scripted
 
 langchain = pytest.importorskip("langchain_openai", reason='needs the extra "clients"')
 litellm = pytest.importorskip("litellm", reason='needs the extra "clients"')

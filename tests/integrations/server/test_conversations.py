@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 import torch
-from byte_tokenizers import byte_level_tokenizer
 from serving import NAME, SORT, Running, chat, running
+from tokenized_models import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec

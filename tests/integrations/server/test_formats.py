@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 import torch
-from byte_tokenizers import VOCAB, byte_level_tokenizer
 from serving import NAME, Running, chat, running
+from tokenized_models import VOCAB, byte_level_tokenizer
 from torch import Tensor, nn
 
 import paradec

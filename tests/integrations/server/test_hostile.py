@@ -14,9 +14,9 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripts import load_script
+from places import load_script
 from serving import NAME, SORT, Running, chat, running
-from tiny_models import END, tiny
+from small_models import END, tiny
 
 import paradec
 from paradec.batching.batch import Batch

@@ -4,71 +4,18 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import openai
 import pytest
 import torch
-from byte_tokenizers import byte_level_tokenizer
 from pydantic import BaseModel
-from serving import NAME, Running, chat, running
-from torch import Tensor, nn
+from serving import BEGIN, CALL, NAME, SCRIPT_TEMPLATE, chat, running, scripted, token_ids
 
 import paradec
 
-TEMPLATE = (
-    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
-    "<|im_start|>assistant\n{{ '<think>\n' if thinks }}"
-)
-BEGIN = "<|im_start|>assistant\n"
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-class Scripted(nn.Module):
-    """Writes given ids after the last `BEGIN` of a row, then the end token."""
-
-    def __init__(self, tokenizer: Any, text: str):
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=2048)
-        self.begin = ids_of(tokenizer, BEGIN)
-        self.answer = [*ids_of(tokenizer, text), tokenizer.eos_token_id]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = torch.zeros(*ids.shape, self.config.vocab_size)
-        for row, tokens in enumerate(ids.tolist()):
-            size = len(self.begin)
-            ends = [at + size for at in range(len(tokens) - size + 1) if tokens[at : at + size] == self.begin]
-            for place in range((ends or [1])[-1] - 1, len(tokens)):
-                done = place + 1 - (ends or [1])[-1]
-                logits[row, place, self.answer[min(done, len(self.answer) - 1)]] = 30.0
-        return logits
-
-
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@contextmanager
-def scripted(
-    text: str, markers: Sequence[str] = (), template: str = TEMPLATE
-) -> Iterator[tuple[Running, openai.OpenAI, list[int]]]:
-    """markers: special tokens besides the tokenizer's own."""
-    tokenizer = byte_level_tokenizer("<|im_end|>")
-    tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
-    tokenizer.chat_template = template
-    ends = {"eos_token_id": tokenizer.eos_token_id}
-    model = paradec.wrap(
-        Scripted(tokenizer, text), tokenizer=tokenizer, prediction="shifted", topology="causal", **ends
-    )
-    with running(model, request={"sampler": "sjd"}) as server:
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
-        yield server, client, ids_of(tokenizer, text)
 
 
 def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
@@ -136,7 +83,7 @@ def test_calls_in_the_format_of_qwen_coder() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with scripted(f"Now {call}") as (server, client, _):
-        server.engine.model.tokenizer.chat_template = TEMPLATE + "{# <function= #}"
+        server.engine.model.tokenizer.chat_template = SCRIPT_TEMPLATE + "{# <function= #}"
         assert both(client, tools=[tool]) == [("Now", "", ['{"x": 3}'], "tool_calls")] * 2
 
 
@@ -148,16 +95,16 @@ def gemma_call(text: str) -> str:
 
 
 FAMILIES: list[Any] = [
-    (TEMPLATE, ("<tool_call>", "</tool_call>"), CALL, {"x": "é"}),
-    (TEMPLATE, (), CALL, {"x": "é"}),
+    (SCRIPT_TEMPLATE, ("<tool_call>", "</tool_call>"), CALL, {"x": "é"}),
+    (SCRIPT_TEMPLATE, (), CALL, {"x": "é"}),
     (
-        TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"),
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"),
         (),
         "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>",
         {"x": "é 1"},
     ),
     (
-        TEMPLATE.replace("<tool_call>", "<|tool_call>"),
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"),
         GEMMA,
         gemma_call('é, {"a": b}:\n'),
         {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
@@ -193,7 +140,7 @@ def test_calls_of_each_family_are_read(
 def test_reasoning_ends_at_a_special_token_too() -> None:
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted("I <|turn|>think </think> Yes.", ("<think>", "</think>")) as (server, client, _):
-        server.engine.model.unwrap().begin = ids_of(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
+        server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
         assert both(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
 
 
@@ -202,7 +149,7 @@ def test_reasoning_is_apart_only_where_the_template_opens_it() -> None:
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted(text) as (server, client, ids):
         assert both(client) == [(text, "", [], "stop")] * 2
-        server.engine.model.unwrap().begin = ids_of(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
+        server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
         assert both(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
         assert both(client, **opened, max_tokens=3)[0][:2] == ("", server.engine.model.tokenizer.decode(ids[:3]))
         opened["extra_body"] |= {"guided_choice": ["yes"]}
@@ -214,7 +161,7 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
         answer: Literal["yes", "no"]
 
     with scripted("x") as (server, client, _):
-        ids = ids_of(server.engine.model.tokenizer, "yes")
+        ids = token_ids(server.engine.model.tokenizer, "yes")
         for size in (len(ids), len(ids) + 1):
             assert both(client, max_tokens=size, extra_body={"guided_choice": ["yes"]}) == [("yes", "", [], "stop")] * 2
         messages: Any = [{"role": "user", "content": "hi"}]
@@ -263,14 +210,14 @@ def test_lists_of_prompts_and_echo() -> None:
     with scripted("hello") as (server, client, ids):
         model = server.engine.model
         first, second = BEGIN, f"x{BEGIN}"
-        rows = [ids_of(model.tokenizer, text) for text in (first, second)]
+        rows = [token_ids(model.tokenizer, text) for text in (first, second)]
         for prompts in ([first, second], rows):
             answer = client.completions.create(model=NAME, prompt=prompts, n=2, max_tokens=9)
             assert [(choice.index, choice.text) for choice in answer.choices] == [(n, "hello") for n in range(4)]
             assert answer.usage.prompt_tokens == len(rows[0]) + len(rows[1])
         assert client.completions.create(model=NAME, prompt=rows[0], max_tokens=9).choices[0].text == "hello"
         body: Any = {"model": NAME, "prompt": ["x y", rows[1]], "echo": True, "max_tokens": 0, "logprobs": 2}
-        for choice, row in zip(client.completions.create(**body).choices, (ids_of(model.tokenizer, "x y"), rows[1])):
+        for choice, row in zip(client.completions.create(**body).choices, (token_ids(model.tokenizer, "x y"), rows[1])):
             scores = model.unwrap()(torch.tensor([row]))[0].double().log_softmax(-1)
             expected = [float(scores[at, token]) for at, token in enumerate(row[1:])]
             assert choice.logprobs.token_logprobs[0] is None

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from deciding import MASK, Says, chat_tokenizer, ids_of, model_of, network
 from recorded import plain, replays
 from serving import NAME, Running, chat, running, wait
 from structured import CASES, named
+from tokenized_models import CHAT_MASK, Constant, chat_ids, chat_model, chat_network, chat_tokenizer
 from torch import Tensor
 
 import paradec
@@ -33,7 +33,7 @@ BODY: dict[str, Any] = {"model": NAME, "state": STATE, "questions": QUESTIONS}
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return model_of("causal", module=network(0, torch.float32))
+    return chat_model("causal", module=chat_network(0, torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def close(found: Any, expected: Any, tolerance: float = 2e-6) -> bool:
 def test_the_answer_is_that_of_the_pipeline(server: Running, model: Any) -> None:
     from transformers.pipelines import DecisionPipeline
 
-    pipeline = DecisionPipeline(model=network(0, torch.float32), tokenizer=chat_tokenizer())
+    pipeline = DecisionPipeline(model=chat_network(0, torch.float32), tokenizer=chat_tokenizer())
     request = {"state": STATE, "questions": QUESTIONS}
     found = asked(server, BODY)
     assert [*found] == ["model", "answers", "usage"] and found["model"] == NAME
@@ -94,8 +94,8 @@ def test_recorded_answers(name: str) -> None:
     for key, question in build_questions(body, DecisionConfig()).items():
         expected = case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
-        ids = [ids_of(label)[0] for label in question.labels]
-        model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
+        ids = [chat_ids(label)[0] for label in question.labels]
+        model = chat_model("bidirectional", module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
         found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
         assert close(to_answer(question, found[key]), expected["answers"][key], 1e-9)
 
@@ -104,18 +104,18 @@ def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
     """What the network is shown has one mask in each row, that of the answer."""
     seen: list[Tensor] = []
 
-    class Looks(Says):
+    class Looks(Constant):
         def forward(self, ids: Tensor) -> Tensor:
             seen.append(ids)
             return super().forward(ids)
 
-    module = Looks({ids_of("Yes")[0]: 1.0, ids_of("No")[0]: 0.0, ids_of("A")[0]: 0.0, ids_of("B")[0]: 2.0})
-    with running(model_of("bidirectional", module=module)) as server:
+    module = Looks({chat_ids("Yes")[0]: 1.0, chat_ids("No")[0]: 0.0, chat_ids("A")[0]: 0.0, chat_ids("B")[0]: 2.0})
+    with running(chat_model("bidirectional", module=module)) as server:
         seen.clear()
         body = {"state": "<|mask|> and <|mask|>", "questions": {key: QUESTIONS[key] for key in ("spam", "tone")}}
         found = asked(server, body)["answers"]
     assert found["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and found["tone"]["choice"] == "pushy"
-    assert sum(len(ids) for ids in seen) == 2 and all((ids == MASK).sum() == len(ids) for ids in seen)
+    assert sum(len(ids) for ids in seen) == 2 and all((ids == CHAT_MASK).sum() == len(ids) for ids in seen)
 
 
 def nested(depth: int) -> Any:
@@ -194,14 +194,14 @@ def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatc
     """Of 64 rows in batches; the second call waits until the client has gone."""
     calls, go = [], threading.Event()
 
-    class Waits(Says):
+    class Waits(Constant):
         def forward(self, ids: Tensor) -> Tensor:
             calls.append(len(ids))
             if len(calls) == first + 1:
                 go.wait(30)
             return super().forward(ids)
 
-    with running(model_of("causal", module=Waits({ids_of("Yes")[0]: 1.0}))) as server:
+    with running(chat_model("causal", module=Waits({chat_ids("Yes")[0]: 1.0}))) as server:
         first = len(calls)
         body = {"state": "x", "questions": {f"{n}": {"type": "noul", "instructions": f"{n}?"} for n in range(64)}}
         wire = server.send(json.dumps(body).encode(), PATH)
@@ -216,7 +216,7 @@ def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatc
 
 def test_settings_of_a_folder(tmp_path: Path) -> None:
     """Labels and temperatures of decision.json; a template of its own is refused, and a file that is none."""
-    network(0, torch.float32).save_pretrained(tmp_path)
+    chat_network(0, torch.float32).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     settings = {"labels": {"choice": ["level", "only", "Yes"]}, "temperature": {"choice": 2.0, "noul": 0.5}}
     (tmp_path / "decision.json").write_text(json.dumps(settings), encoding="utf-8")

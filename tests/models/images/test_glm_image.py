@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import last_logits
+from images import last_logits
 from recorded import golden, read_arrays, read_json, replays
 from scipy.stats import chisquare
 from torch import Tensor

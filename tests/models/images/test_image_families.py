@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_families import LUMINA, MODELS, made
-from image_models import CODES, greedy, last_logits, tiny_chameleon
+from images import CODES, IMAGE_MODELS, LUMINA, greedy, image_model, last_logits, tiny_chameleon
 from torch import Tensor
 
 import paradec
@@ -24,7 +23,7 @@ from paradec.samplers.causal.sjd import SJD
 
 
 def small_grid(name: str) -> tuple[ImageModel, Grid, Any, dict[str, Any]]:
-    model, request = made(name)
+    model, request = image_model(name)
     grid = model.grid(request.get("height"), request.get("width"))
     laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
     return model, grid, laid, request
@@ -32,7 +31,7 @@ def small_grid(name: str) -> tuple[ImageModel, Grid, Any, dict[str, Any]]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
     model, grid, laid, request = small_grid(name)
     expected = greedy(laid, grid, scale)
@@ -46,7 +45,7 @@ def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
     assert torch.equal(out.images, grid.codes(expected))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
     _, grid, laid, _ = small_grid(name)
     sampler = SJD(window=4)
@@ -175,14 +174,14 @@ class Words:
 
 def test_text_becomes_what_the_models_read() -> None:
     words = Words()
-    emu3 = Emu3Model(made("emu3")[0].module, words)
+    emu3 = Emu3Model(image_model("emu3")[0].module, words)
     grid = emu3.grid(24, 32)
     laid = emu3.request(["a fox", "fog"], grid, num_images=2, negative_prompt="no fog")
     assert laid.prompts.rows == [[1, 50, 54, 53, 55]] * 2 + [[1, 52, 54, 53, 55]] * 2
     assert laid.unconditional.rows == [[1, 51, 52, 54, 53, 55]] * 4
     assert emu3.request("fox", grid).unconditional.rows == [[1, 54, 53, 55]]
 
-    janus = JanusModel(made("janus")[0].module, words)
+    janus = JanusModel(image_model("janus")[0].module, words)
     laid = janus.request("a fox", janus.grid())
     assert laid.prompts.rows == [[CODES + token for token in (1, 50, 9)]]
     assert laid.unconditional.rows == [[CODES + token for token in (1, 0, 9)]]
@@ -190,6 +189,6 @@ def test_text_becomes_what_the_models_read() -> None:
     layout = ChameleonLayout(
         start=40, end=41, side=4, turn_end=2, first_size=50, instruction="no {width} {height} fog "
     )
-    lumina = ChameleonModel(made("anole")[0].module, layout, tokenizer=words)
+    lumina = ChameleonModel(image_model("anole")[0].module, layout, tokenizer=words)
     laid = lumina.request("fox", lumina.grid(32, 64))
     assert laid.prompts.rows == [[1, 51, 52, 50, 2, 40, 51, 52]] and laid.unconditional.rows == [[40, 51, 52]]

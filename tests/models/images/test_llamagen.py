@@ -15,7 +15,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from image_models import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
+from images import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
 from recorded import golden, read_arrays, replay
 from safetensors.torch import save_file
 from torch import Tensor

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import tiny_lpd
-from next_image import assert_checksum, case, cases, file
-from recorded import replays
+from images import tiny_lpd
+from recorded import assert_checksum, image_case, image_cases, image_file, replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,8 +28,8 @@ from paradec.samplers.pictures.groups import Groups
 
 
 def recorded(name: str, dtype: torch.dtype) -> LPDModel:
-    sizes, _ = case("lpd", f"{name}.config")
-    return load_lpd(file("lpd", f"{name}.safetensors"), n_head=sizes["num_heads"], dtype=dtype)
+    sizes, _ = image_case("lpd", f"{name}.config")
+    return load_lpd(image_file("lpd", f"{name}.safetensors"), n_head=sizes["num_heads"], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class Replayed(Groups):
         return torch.multinomial(distribution.flatten(0, 1), 1, generator=self.generator).view(positions.shape)
 
 
-@pytest.mark.parametrize("name", cases("lpd", "steps"))
+@pytest.mark.parametrize("name", image_cases("lpd", "steps"))
 @replays("name", "lpd/")
 def test_a_recorded_run(name: str) -> None:
-    said, arrays = case("lpd", name)
+    said, arrays = image_case("lpd", name)
     settings, steps = said["settings"], said["steps"]
     seed = re.search(r"manual_seed\((\d+)\)", said["draws"])
     # a margin this small is no matter of float32; torch draws other numbers in float64
@@ -90,11 +89,11 @@ def test_a_recorded_run(name: str) -> None:
     assert state.canvas[:, 1:].tolist() == said["codes"]
 
 
-@pytest.mark.parametrize("name", cases("lpd", "logits_in_order"))
+@pytest.mark.parametrize("name", image_cases("lpd", "logits_in_order"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @replays("name", "lpd/")
 def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
-    said, arrays = case("lpd", name)
+    said, arrays = image_case("lpd", name)
     model = recorded(said["model"], dtype)
     given = (torch.tensor(said[key]) for key in ("codes", "labels", "orders"))
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from image_models import MAR_DECODER, MAR_SIZES
+from images import MAR_DECODER, MAR_SIZES
 from safetensors.torch import save_file
 from torch import Tensor
 

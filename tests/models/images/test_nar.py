@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import tiny_nar
-from next_image import assert_checksum, case, cases
-from recorded import replays
+from images import tiny_nar
+from recorded import assert_checksum, image_case, image_cases, replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,11 +24,11 @@ from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
 from paradec.samplers.pictures.nar import diagonal
 
-NAMES = cases("nar", "steps")
+NAMES = image_cases("nar", "steps")
 
 
 def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NARModel:
-    config, weights = case("nar", f"{name}.config")
+    config, weights = image_case("nar", f"{name}.config")
     given = {"num_classes": config["num_classes"]}
     if config["model_type"] == "t2i":
         given = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
@@ -43,7 +42,7 @@ def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NA
 @pytest.mark.parametrize("name", NAMES)
 @replays("name", "nar/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, arrays = case("nar", name)
+    said, arrays = image_case("nar", name)
     settings, text = said["settings"], "text_mask" in said["settings"]
     dtype = torch.float32 if said["margin"] >= 1e-4 else torch.float64
     model = golden_model(said["model"], settings["grid"], dtype)
@@ -95,10 +94,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert model.read(state, grid).tokens.tolist() == said["codes"]
 
 
-@pytest.mark.parametrize("name", cases("nar", "mask"))
+@pytest.mark.parametrize("name", image_cases("nar", "mask"))
 @replays("name", "nar/")
 def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
-    said, arrays = case("nar", name)
+    said, arrays = image_case("nar", name)
     model = golden_model(said["model"], said["grid"])
     query = whole(model, torch.tensor(said["labels"]), torch.tensor(said["codes"]))
     assert torch.equal(model._visible(query)[0, 0].int(), torch.tensor(said["mask"], dtype=torch.int))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import tiny_llamagen, tiny_mar, tiny_masked_image, tiny_var
+from images import tiny_llamagen, tiny_mar, tiny_masked_image, tiny_var
 from PIL import Image
 from torch import Tensor
 

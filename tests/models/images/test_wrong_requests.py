@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from image_models import FAMILIES
+from images import FAMILIES
 
 import paradec
 from paradec import samplers

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafters import exactness
 from places import GOLDEN
-from protein_pieces import fits, piece
+from small_models import piece
 from torch import Tensor
 
 import paradec
@@ -156,9 +157,9 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
     index = {token: number for number, token in enumerate(at)}
     numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
     found = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
-    assert expected.sum() == pytest.approx(1) and fits(found, expected) > 1e-3
+    assert expected.sum() == pytest.approx(1) and exactness.p_value(found.numpy(), expected.numpy()) > 1e-3
     # residues that were not tied, or a tie without the bias, are told apart
-    assert fits(found, expected.flip(0)) < 1e-6
+    assert exactness.p_value(found.numpy(), expected.flip(0).numpy()) < 1e-6
 
 
 def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:

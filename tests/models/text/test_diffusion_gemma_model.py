@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizers import byte_level_tokenizer
 from canvases import CANVAS, VOCAB, tiny_module
+from tokenized_models import byte_level_tokenizer
 from torch import Tensor
 
 import paradec
@@ -222,7 +222,7 @@ def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: s
 
 
 def test_models_of_text_alone_refuse_images() -> None:
-    from tiny_models import tiny
+    from small_models import tiny
 
     with pytest.raises(ValueError, match="prompt holds pixel_values, and .* reads text alone"):
         paradec.generate(tiny(1), {"input_ids": [9], **pictures()})

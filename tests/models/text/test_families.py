@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fitting import fits, taken, topology_of
+from checkpoints import CONFIGS, FAMILY_BLOCK, FAMILY_SIZES, MASK_NAMES, SDAR, write_family, write_tokenizer
+from decoding import fits, supported, topology_of
+from places import load_script
 from safetensors.torch import load_file, save_file
-from scripts import load_script
-from text_families import BLOCK, CONFIGS, MASK_NAMES, SDAR, SIZES, write, write_tokenizer
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor
 
 import paradec
@@ -46,7 +46,7 @@ MODULES = {"sdar": ("Qwen3Config", "Qwen3ForCausalLM"), "fast_dllm_v2": ("Qwen2C
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: write(tmp_path_factory.mktemp("checkpoints") / family, family) for family in CONFIGS}
+    return {family: write_family(tmp_path_factory.mktemp("checkpoints") / family, family) for family in CONFIGS}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
     modules = {}
     for family, folder in folders.items():
         config_class, module_class = (getattr(transformers, name) for name in MODULES[family])
-        fields = {name: CONFIGS[family][name] for name in SIZES if name not in ("rope_theta", "rope_scaling")}
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": SIZES["rope_theta"]}
+        fields = {name: CONFIGS[family][name] for name in FAMILY_SIZES if name not in ("rope_theta", "rope_scaling")}
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": FAMILY_SIZES["rope_theta"]}
         extra = {"head_dim": SDAR["head_dim"]} if family == "sdar" else {}
         tied = CONFIGS[family]["tie_word_embeddings"]
         config = config_class(**fields, **extra, tie_word_embeddings=tied, attn_implementation="sdpa")
@@ -79,7 +79,7 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
     return modules
 
 
-def one_shot(module: Any, ids: list[int], block: int = BLOCK) -> Tensor:
+def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
     """[L, V] logits of a whole row in one forward, with the mask written out: block b sees all blocks up to b."""
     mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64)
     for query in range(len(ids)):
@@ -101,7 +101,7 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 def test_facts(family: str, model: Model) -> None:
     facts = model.facts
     assert facts.topology == "block_causal"
-    assert facts.block_length == BLOCK
+    assert facts.block_length == FAMILY_BLOCK
     assert facts.prediction == {"sdar": "same", "fast_dllm_v2": "shifted"}[family]
     assert type(model.module).__name__ == MODULES[family][1]
     assert facts.mask_token_id == 3  # of the tokenizer: no config.json states it
@@ -123,7 +123,7 @@ def test_a_disagreement_is_logged(folders: dict[str, Path], caplog: pytest.LogCa
 
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) -> None:
-    folder = write(tmp_path, family)
+    folder = write_family(tmp_path, family)
     write_tokenizer(folder, MASK_NAMES[family], states_mask)  # stated, or under its published name in the vocabulary
     assert paradec.load(folder).facts.mask_token_id == 3
     assert paradec.load(folder, mask_token_id=9).facts.mask_token_id == 9
@@ -143,7 +143,7 @@ def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) ->
 
 
 def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
-    folder = write(tmp_path, "sdar", eos_token_id=8)
+    folder = write_family(tmp_path, "sdar", eos_token_id=8)
     (folder / "tokenizer.json").unlink()
     letters = {letter: index for index, letter in enumerate("abcdefgh")}
     (folder / "vocab.json").write_text(json.dumps(letters))
@@ -172,7 +172,7 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
     ],
 )
 def test_the_block_of_a_published_name(tmp_path: Path, name: str, expected: int | None) -> None:
-    folder = write(tmp_path / name, "sdar", block_size=...)
+    folder = write_family(tmp_path / name, "sdar", block_size=...)
     if expected is None:
         with pytest.raises(
             paradec.CheckpointError, match=f"neither .* nor the name of .*{name}.* block_length="
@@ -185,16 +185,16 @@ def test_the_block_of_a_published_name(tmp_path: Path, name: str, expected: int 
 
 
 def test_a_stated_block_wins_over_a_name(tmp_path: Path) -> None:
-    folder = write(tmp_path / "SDAR-8B-Chat", "sdar", block_size=8)
+    folder = write_family(tmp_path / "SDAR-8B-Chat", "sdar", block_size=8)
     assert paradec.load(folder).facts.block_length == 8
     assert paradec.load(folder, block_length=2).facts.block_length == 2
 
 
 def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
-    folder = write(tmp_path, "fast_dllm_v2", bd_size=...)
+    folder = write_family(tmp_path, "fast_dllm_v2", bd_size=...)
     with pytest.raises(paradec.CheckpointError, match="says how long its blocks are; give load"):
         paradec.load(folder)
-    assert paradec.load(folder, block_length=BLOCK).facts.block_length == BLOCK
+    assert paradec.load(folder, block_length=FAMILY_BLOCK).facts.block_length == FAMILY_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
     ],
 )
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, family: str, field: str, value: Any) -> None:
-    folder = write(tmp_path, family, **{field: value})
+    folder = write_family(tmp_path, family, **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder)
     assert "\n" not in str(error.value)
@@ -239,7 +239,7 @@ def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
     ],
 )
 def test_other_families_are_refused_with_the_reason(tmp_path: Path, model_type: str, message: str) -> None:
-    folder = write(tmp_path, "sdar", model_type=model_type)
+    folder = write_family(tmp_path, "sdar", model_type=model_type)
     with pytest.raises(paradec.CheckpointError, match=f"{model_type!r}.*{message}") as error:
         paradec.load(folder)
     assert "\n" not in str(error.value)
@@ -317,8 +317,8 @@ def test_every_step_equals_a_one_shot_forward(
                     end = int(state.length[row])
                     expected = shifted(family, one_shot(plain[family], state.canvas[row, :end].tolist()))
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
-                    assert stop == end or stop % BLOCK == 0
-                    assert start % BLOCK == 0 or start == len(PROMPTS[row])
+                    assert stop == end or stop % FAMILY_BLOCK == 0
+                    assert start % FAMILY_BLOCK == 0 or start == len(PROMPTS[row])
                     running = int(np.flatnonzero(window.rows == row)[0])
                     assert window.host_positions[running, : stop - start].tolist() == list(range(start, stop))
                     torch.testing.assert_close(output[at, : stop - start], expected[start:stop], **CLOSE)
@@ -326,7 +326,7 @@ def test_every_step_equals_a_one_shot_forward(
             sampler.commit(state, proposal)
             steps += 1
     assert steps > 3 and compared > NEW * len(PROMPTS)
-    assert all(length % BLOCK == 0 for length in state.length)
+    assert all(length % FAMILY_BLOCK == 0 for length in state.length)
     for row, prompt in enumerate(PROMPTS):
         assert state.canvas[row, : len(prompt)].tolist() == prompt
 
@@ -336,14 +336,14 @@ def test_every_step_equals_a_one_shot_forward(
 def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> None:
     request = {"sampler": "threshold", "cache": cache, "eos_early_stop": False}
     for prompt in PROMPTS[:2]:
-        whole_blocks = -len(prompt) % BLOCK + BLOCK
+        whole_blocks = -len(prompt) % FAMILY_BLOCK + FAMILY_BLOCK
         long = paradec.generate(model, prompt, max_new_tokens=whole_blocks + 9, **request)
         # the last block is decoded whole, and cut: lengths inside a block too
         for new in (whole_blocks, whole_blocks - 1, whole_blocks + 2):
             short = paradec.generate(model, prompt, max_new_tokens=new, trace=True, **request)
             assert long.new_tokens[0, :new].tolist() == short.new_tokens[0].tolist()
             assert short.sequences.shape == (1, len(prompt) + new) and short.tokens == [new]
-            assert (len(prompt) + new + -(len(prompt) + new) % BLOCK) == len(short.trace.canvas[0])
+            assert (len(prompt) + new + -(len(prompt) + new) % FAMILY_BLOCK) == len(short.trace.canvas[0])
 
 
 def runs(name: str, cache: str, model: Model) -> bool:
@@ -357,7 +357,7 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
     families = [found for found in loaded.values() if fits(name, found)] or [tiny(2, topology_of(name))]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
-    request = taken(name, request)
+    request = supported(name, request)
     width = max(map(len, PROMPTS))
     ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
     for row, prompt in enumerate(PROMPTS):
@@ -367,10 +367,10 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
     assert model.facts.mask_token_id not in out.new_tokens
     for row, prompt in enumerate(PROMPTS):
         assert out.sequences[row, width - len(prompt) : width].tolist() == prompt
-        blocks = [entry[1] // BLOCK for step in out.trace.steps for entry in step.commits if entry[0] == row]
+        blocks = [entry[1] // FAMILY_BLOCK for step in out.trace.steps for entry in step.commits if entry[0] == row]
         assert blocks == sorted(blocks)
         final = {entry[1] for step in out.trace.steps for entry in step.commits if entry[0] == row}
-        assert len(final) == 7 + -(len(prompt) + 7) % BLOCK  # the last block is whole
+        assert len(final) == 7 + -(len(prompt) + 7) % FAMILY_BLOCK  # the last block is whole
         assert len(blocks) == len(final) or samplers.get(name).needs.revises
     for row in (0, 2):
         alone = paradec.generate(model, [PROMPTS[row]], **request)

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from moe_models import CHECKPOINTS, MOE, NAMES, format_of, forwards, golden_moe, small_config, small_weights, told
+from checkpoints import (
+    MOE,
+    MOE_CHECKPOINTS,
+    MOE_NAMES,
+    golden_moe,
+    moe_facts,
+    moe_format,
+    moe_forwards,
+    small_config,
+    small_weights,
+)
 from places import GOLDEN, ROOT, SUPPORT
 from recorded import is_packaged, read_arrays, read_head, replay
 from safetensors.torch import load_file, save_file
@@ -38,12 +48,12 @@ EXACT = sorted({"prefix", "dual", "block"} & set(caches.names()))
 """Caches that lose nothing on a block-causal model decoded in its own blocks."""
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=MOE_NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=CHECKPOINTS, ids=lambda folder: folder.name)
+@pytest.fixture(params=MOE_CHECKPOINTS, ids=lambda folder: folder.name)
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     return request.param
 
@@ -53,7 +63,7 @@ def tensors(name: str | Path) -> dict[str, Tensor]:
 
 
 def cases(name: str | Path, *kinds: str) -> list[dict[str, Any]]:
-    return [case for case in forwards(name)["cases"] if case["kind"] in kinds]
+    return [case for case in moe_forwards(name)["cases"] if case["kind"] in kinds]
 
 
 def edited(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
@@ -90,7 +100,7 @@ def logits_of(model: Model, case: dict[str, Any]) -> Tensor:
 
 
 def test_facts(checkpoint: Path) -> None:
-    model, facts, name = golden_moe(checkpoint), forwards(checkpoint)["facts"], format_of(checkpoint)
+    model, facts, name = golden_moe(checkpoint), moe_forwards(checkpoint)["facts"], moe_format(checkpoint)
     with replay(f"{checkpoint.name}, facts"):
         assert type(model.module) is getattr(transformers, MODULES[name])
         assert (model.facts.mask_token_id, model.facts.eos_token_ids) == (facts["mask"], (facts["eos"],))
@@ -106,7 +116,7 @@ def of_kinds(*kinds: str) -> list[Any]:
     """Checkpoints, each with a kind of case that it has."""
     return [
         pytest.param(folder, kind, id=f"{folder.name}-{kind}")
-        for folder in CHECKPOINTS
+        for folder in MOE_CHECKPOINTS
         for kind in kinds
         if any(case["kind"] == kind for case in read_head(folder / "forwards.json")["cases"])
     ]
@@ -126,7 +136,7 @@ def test_logits(checkpoint: Path, kind: str) -> None:
 
 
 def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
-    expected, mask = tensors(checkpoint), forwards(checkpoint)["facts"]["mask"]
+    expected, mask = tensors(checkpoint), moe_forwards(checkpoint)["facts"]["mask"]
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases(checkpoint, "full", "block_causal"):
         if "group" in case:
@@ -222,7 +232,9 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize(("name", "sampler"), [*((name, "threshold") for name in NAMES), ("llada2-tiny", "editing")])
+@pytest.mark.parametrize(
+    ("name", "sampler"), [*((name, "threshold") for name in MOE_NAMES), ("llada2-tiny", "editing")]
+)
 def test_rows_alone_and_caches(name: str, sampler: str) -> None:
     model = golden_moe(name, "float64")
     ids, mask = padded_batch()
@@ -301,7 +313,7 @@ REFUSED: list[tuple[str, str, Any]] = [
 def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: Any) -> None:
     folder = edited(tmp_path, name, **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:
-        paradec.load(folder, **{key: given for key, given in told(name).items() if key != field})
+        paradec.load(folder, **{key: given for key, given in moe_facts(name).items() if key != field})
     assert "\n" not in str(error.value)
 
 
@@ -321,7 +333,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize(("name", "field", "value"), FOLLOWED)
 def test_fields_that_are_followed(tmp_path: Path, name: str, field: str, value: Any) -> None:
-    model = paradec.load(edited(tmp_path, name, **{field: value}), **told(name))
+    model = paradec.load(edited(tmp_path, name, **{field: value}), **moe_facts(name))
     case = cases(name, "full")[0]
     assert (logits_of(model, case) - tensors(name)[case["name"]]).abs().max() > 1e-2
 
@@ -370,7 +382,7 @@ def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor],
 )
 def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     folder = edited(tmp_path, name, **fields)
-    model = paradec.load(folder, dtype="float64", **told(name))
+    model = paradec.load(folder, dtype="float64", **moe_facts(name))
     config = json.loads((folder / "config.json").read_text())
     layer = 2
     x = torch.randn(12, config["hidden_size"], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -418,7 +430,7 @@ def test_the_ends_of_llada2(tmp_path: Path) -> None:
     """Its config.json states none: the tokenizer's, else the padding; and the end of a turn."""
 
     def ends(folder: Path) -> tuple[int, ...]:
-        return paradec.load(folder, **told("llada2-tiny")).facts.eos_token_ids
+        return paradec.load(folder, **moe_facts("llada2-tiny")).facts.eos_token_ids
 
     folder = edited(tmp_path / "bare", "llada2-tiny")
     assert ends(folder) == (92,)
@@ -438,7 +450,7 @@ def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) 
 
     def refused(folder: Path, message: str) -> None:
         with pytest.raises(paradec.CheckpointError, match=message) as error:
-            paradec.load(folder, **told(name))
+            paradec.load(folder, **moe_facts(name))
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
     for count in (2 * has, 10**9 // has * has):
@@ -463,12 +475,12 @@ SPREAD = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import torch
-from moe_models import MOE, NAMES, golden_moe, told
+from checkpoints import MOE, MOE_NAMES, golden_moe, moe_facts
 import paradec
 
 torch.set_num_threads(1)
-for name in NAMES:
-    model = paradec.load(MOE / name, tp_plan="auto", **told(name))
+for name in MOE_NAMES:
+    model = paradec.load(MOE / name, tp_plan="auto", **moe_facts(name))
     experts = model.module.model.layers[1].mlp.experts.down_proj
     assert type(experts).__name__ == "DTensor", type(experts)
     request = dict(max_new_tokens=9, eos_early_stop=False)

@@ -19,8 +19,8 @@ import pytest
 import torch
 from places import GOLDEN
 from recorded import Refused, find_checkpoint, golden, read_arrays, read_head, read_json, replay, replay_in_float64
-from replay import scores_of
 from torch import Tensor
+from traces import scores_of
 
 import paradec
 from paradec import samplers

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import DREAM, LLADA, changed, write
+from checkpoints import DREAM, LLADA, changed, write_checkpoint
 from checkpoints import random_weights as masked_weights
+from checkpoints import write_family as write_blocks
 from places import GOLDEN
 from recorded import Refused, golden, read_json, replays
-from text_families import write as write_blocks
 
 import paradec
 from paradec.core.query import Query
@@ -71,7 +71,7 @@ def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
     """A tiny checkpoint of a family whose config.json has these fields too."""
     if family in ("llada", "dream"):
         config = changed(LLADA if family == "llada" else DREAM, **fields)
-        return write(folder, config, masked_weights(config))
+        return write_checkpoint(folder, config, masked_weights(config))
     folder = write_blocks(folder, family)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))

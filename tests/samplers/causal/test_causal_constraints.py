@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from causal_models import tiny_llama, wrapped
 from recorded import replay, replays
+from small_models import tiny_llama, wrap_causal
 from structured import (
     CASES,
     KINDS,
@@ -115,7 +115,7 @@ def test_the_recorded_masked_distribution() -> None:
 
 @pytest.fixture(scope="module")
 def causal() -> Model:
-    model = wrapped(tiny_llama(vocab=VOCAB).double())
+    model = wrap_causal(tiny_llama(vocab=VOCAB).double())
     model.tokenizer = lettered().tokenizer
     return paradec.wrap(
         model.module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=lettered().tokenizer
@@ -146,7 +146,7 @@ OVER_STORES: dict[str, dict[str, Any]] = {
 def test_every_answer_fits(name: str, causal: Model) -> None:
     settings = {"sampler": name} | OVER_STORES[name]
     if name in ("chain", "tree", "dynamic"):
-        settings["drafter"] = wrapped(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
+        settings["drafter"] = wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
     sampler = samplers.create(settings.pop("sampler"), **settings)
     for value, fits in KINDS.values():
         asked = {"constraint": value, "max_new_tokens": 11, "guidance_scale": 1.5}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import assert_same, by_trace
+from decoding import assert_same, by_trace
 from places import GOLDEN
+from small_models import END, MASK, tiny
 from structured import CASES, causal_model_of, named, reading_letters
-from tiny_models import END, MASK, tiny
 
 import paradec
 from paradec.core.rollouts import Rollout

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, VOCAB, TableModel, answers, exactness, greedy, tiny_base
-from eagle_drafters import PROMPTS as TEXTS
-from image_models import tiny_llamagen
+from drafters import NEGATIVE, VOCAB, TableModel, answers, exactness, greedy, tiny_base
+from drafters import PROMPTS as TEXTS
+from images import tiny_llamagen
 from places import GOLDEN
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import GRID, Recording, TableModel, exactness
+from drafters import GRID, Recording, TableModel, exactness
 from recorded import distance_to_bounds, golden, read_head, read_json, replays, tied_below
 from torch import Tensor
 

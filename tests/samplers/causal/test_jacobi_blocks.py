@@ -8,13 +8,13 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-import next_image
 import numpy as np
 import pytest
+import recorded
 import torch
-from eagle_drafters import GRID, Recording, exactness
+from drafters import GRID, Recording, exactness
 from recorded import plain, replays
-from tiny_models import tiny
+from small_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import paradec
@@ -24,7 +24,7 @@ from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.state import CausalState
 
-CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "blocks")]
+CASES = [(name, recorded.image_case("ceed", name)[0]) for name in recorded.image_cases("ceed", "blocks")]
 KEEPING = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}
 DROPS = [pytest.param(case, id=name) for name, case in CASES if name not in KEEPING]
 KEEPS = [pytest.param(case, id=name) for name, case in CASES if name in KEEPING]
@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
 def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
-    config, weights = next_image.case("ceed", f"{case['model']}.config")
+    config, weights = recorded.image_case("ceed", f"{case['model']}.config")
     assert config.pop("architecture") == "LlamaForCausalLM"
     module = LlamaForCausalLM(LlamaConfig(**config))
     module.load_state_dict(weights)
@@ -80,7 +80,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
             assert (int(query.positions[0, 0]), int(query.positions[0, -1]) + 1) == tuple(call["positions"])
             assert iterate is None or query.tokens[0].tolist() == iterate
             shown = logits.index_fill(-1, torch.tensor(silent, dtype=torch.int64), -10000)
-            next_image.assert_checksum(shown, call["logits"])
+            recorded.assert_checksum(shown, call["logits"])
             assert shown[0].argmax(-1).tolist() == call["argmax"]
             commit = sampler.commit(state, sampler.propose(state, [logits], [query]))
             if end in block["committed"] and int(state.committed[0]) > start:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from places import GOLDEN
 from recorded import find_checkpoint, golden, is_packaged, read_head, read_json, replay_in_float64
+from small_models import END, MASK, VOCAB, tiny
 from structured import assert_masked, reading_letters
-from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
 import paradec

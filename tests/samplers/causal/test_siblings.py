@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, PROMPTS, TableModel, answers, exactness, tiny_base
+from drafters import NEGATIVE, PROMPTS, TableModel, answers, exactness, tiny_base
 from recorded import golden, read_json, replays
 
 from paradec.core import rng

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from causal_models import PROMPTS, VOCAB, close_model, tiny_llama, wrapped
+from small_models import LLAMA_VOCAB, PROMPTS, close_model, tiny_llama, wrap_causal
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -66,7 +66,7 @@ def greedy(module: LlamaForCausalLM, prompt: list[int], new: int) -> list[int]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_greedy_equals_token_by_token(name: str) -> None:
-    model, sampler = wrapped(), made(name)
+    model, sampler = wrap_causal(), made(name)
     expected = [greedy(model.module, prompt, 11) for prompt in PROMPTS]
     together, state = answers(sampler, model, PROMPTS, max_new_tokens=11, temperature=0, seed=0)
     assert together == expected
@@ -78,7 +78,7 @@ def test_greedy_equals_token_by_token(name: str) -> None:
 
 def test_greedy_with_guidance_and_prompts_of_other_lengths() -> None:
     # shorter than the prompt, and longer than all of them
-    model, negative = wrapped(), [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
+    model, negative = wrap_causal(), [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
     expected = []
     for prompt, other in zip(PROMPTS, negative, strict=True):
         new: list[int] = []
@@ -98,7 +98,7 @@ def test_greedy_with_guidance_and_prompts_of_other_lengths() -> None:
 @pytest.mark.parametrize("name", ["speculative", "speculative, tree", "speculative, greedy tree"])
 def test_drafters_stop_one_token_before_the_end(name: str) -> None:
     """A step makes one token more than stand of its drafts, so that the last one is never drafted."""
-    model, sampler, new = wrapped(), made(name), 11
+    model, sampler, new = wrap_causal(), made(name), 11
     depth = {"speculative": sampler.window - 1, "speculative, tree": 3, "speculative, greedy tree": 2}[name]
     for prompt in PROMPTS:
         _, state = answers(sampler, model, [prompt], max_new_tokens=new, temperature=0, seed=0)
@@ -111,7 +111,7 @@ def test_drafters_stop_one_token_before_the_end(name: str) -> None:
 
 def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
     """At temperature 0 a distribution has one token: groups and neighbours of another draft add nothing but it."""
-    model = wrapped()
+    model = wrap_causal()
     model.codebook = model.token_embeddings
     expected = [greedy(model.module, prompt, 9) for prompt in PROMPTS]
     lossy = [("gsd", {"d_threshold": 1e-9}), ("gsd", {"p_threshold": 1, "d_threshold": None})]
@@ -124,12 +124,14 @@ def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
 
 def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=LLAMA_VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
     modules = [MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=3)).double().eval()]
     modules.append(tiny_llama())
     modules[1].set_attn_implementation("eager")
     for module in modules:
-        model = wrapped(module)
+        model = wrap_causal(module)
         assert not model.supports_store and not model.pads
         found, _ = answers(made("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
         assert found == [greedy(module, prompt, 7) for prompt in PROMPTS]
@@ -137,7 +139,7 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
 
 @pytest.mark.parametrize("name", ["sjd", "scd", "speculative", "speculative, tree"])
 def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> None:
-    model, sampler = wrapped(), made(name)
+    model, sampler = wrap_causal(), made(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4, guidance_scale=1.5)
     partial = False
     with torch.inference_mode():
@@ -173,7 +175,7 @@ def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> Non
 
 
 def test_steps_over_the_store_evaluate_the_window_alone() -> None:
-    _, state = answers(made("sjd"), wrapped(), PROMPTS, max_new_tokens=12, seed=0)
+    _, state = answers(made("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
     prompt = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
@@ -181,7 +183,7 @@ def test_steps_over_the_store_evaluate_the_window_alone() -> None:
 
 @pytest.mark.parametrize("name", VARIED)
 def test_a_step_repeated_equals_the_step(name: str) -> None:
-    model, sampler = wrapped(), made(name)
+    model, sampler = wrap_causal(), made(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4)
     with torch.inference_mode():
         while not state.done:
@@ -213,17 +215,17 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
     module = tiny_llama()
     found = [
         answers(made(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
-        for model in (wrapped(Plain(module)), wrapped(module))
+        for model in (wrap_causal(Plain(module)), wrap_causal(module))
         for name in ("sjd", "speculative")
     ]
     assert found[:2] == found[2:]
     with pytest.raises(ValueError, match="needs models that run over a store"):
-        made("speculative, tree").start(wrapped(Plain(module)), PROMPTS, max_new_tokens=9)
+        made("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("name", ["sjd", "speculative, tree"])
 def test_the_trace_replays(name: str) -> None:
-    model, sampler = wrapped(), made(name)
+    model, sampler = wrap_causal(), made(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True)
     decode(sampler, model, state)
     finals = [row[:stop] for row, stop in zip(state.canvas.tolist(), state.length, strict=True)]
@@ -235,7 +237,7 @@ def test_the_trace_replays(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sjd", "speculative, tree"])
 def test_nan_logits_are_refused(name: str) -> None:
-    model, sampler = wrapped(), made(name)
+    model, sampler = wrap_causal(), made(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
     before = state.canvas.clone()
     model.module.lm_head.weight.data[3] = torch.nan
@@ -246,7 +248,7 @@ def test_nan_logits_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sjd", "scd", "jacobi", "speculative", "speculative, tree"])
 def test_generate_stops_at_the_end_of_text(name: str) -> None:
-    model = wrapped(eos_token_id=7)
+    model = wrap_causal(eos_token_id=7)
     out = paradec.generate(model, input_ids=PROMPTS, sampler=made(name), max_new_tokens=11)
     assert out.finished[0] and not all(out.finished)
     for row, prompt in enumerate(PROMPTS):
@@ -264,7 +266,7 @@ def test_generate_stops_at_the_end_of_text(name: str) -> None:
 
 
 def test_generate_that_is_cut_short_says_what_is_missing() -> None:
-    model = wrapped()
+    model = wrap_causal()
     out = paradec.generate(model, input_ids=PROMPTS, sampler="sjd", max_new_tokens=9, callback=lambda *_: True, seed=0)
     assert all(1 <= count < 9 for count in out.tokens) and out.row_nfe == [1] * 4
 
@@ -312,7 +314,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
 def test_zipar_is_what_its_steps_say(window: int, row_end: int | None) -> None:
     grid = Grid(4, 4, cells=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
     module = tiny_llama(layers=1)
-    model, sampler = wrapped(module), paradec.samplers.create("zipar", window=window)
+    model, sampler = wrap_causal(module), paradec.samplers.create("zipar", window=window)
     found, state = answers(sampler, model, PROMPTS, grid=grid, temperature=0)
     for row, prompt in enumerate(PROMPTS):
         assert (found[row], int(state.nfe[row])) == zipar_by_hand(module, prompt, grid, window)
@@ -322,7 +324,7 @@ def test_zipar_is_what_its_steps_say(window: int, row_end: int | None) -> None:
 
 
 def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token() -> None:
-    grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrapped()
+    grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrap_causal()
     request: dict[str, Any] = {"grid": grid, "temperature": 0, "guidance_scale": 2.0, "negative_prompt": [[1, 2, 3]]}
     sampler = paradec.samplers.create("zipar", window=4)
     expected, _ = answers(made("sjd, token by token"), model, PROMPTS, **request)
@@ -338,7 +340,7 @@ def test_settings_travel() -> None:
 
 
 def test_requests_are_checked() -> None:
-    model = wrapped()
+    model = wrap_causal()
     wrong: dict[str, Any] = {"seed": [1, 2], "suppress_tokens": [12], "negative_prompt": [[1], [2]], "blocks": "fixed"}
     wrong |= {"cache": "dual", "steps": 3, "rng": "reference", "confidence_eos_eot_inf": True, "temprature": 1}
     for name, value in wrong.items():
@@ -360,9 +362,9 @@ def test_requests_are_checked() -> None:
 
 def test_a_drafter_must_have_the_same_vocabulary() -> None:
     config = tiny_llama().config.__class__(**{**tiny_llama().config.to_dict(), "vocab_size": 13})
-    drafter = wrapped(LlamaForCausalLM(config).double())
+    drafter = wrap_causal(LlamaForCausalLM(config).double())
     with pytest.raises(ValueError, match="vocabulary of 13"):
-        paradec.samplers.create("speculative", drafter=drafter).start(wrapped(), [1, 2], max_new_tokens=8)
-    short = wrapped(tiny_llama(), max_length=6)
+        paradec.samplers.create("speculative", drafter=drafter).start(wrap_causal(), [1, 2], max_new_tokens=8)
+    short = wrap_causal(tiny_llama(), max_length=6)
     with pytest.raises(ValueError, match="takes 6 positions"):
-        paradec.samplers.create("speculative", drafter=short).start(wrapped(), [1, 2], max_new_tokens=8)
+        paradec.samplers.create("speculative", drafter=short).start(wrap_causal(), [1, 2], max_new_tokens=8)

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import next_image
 import pytest
+import recorded
 import torch
-from next_image import cases, checksum
-from recorded import replays
+from recorded import checksum, image_cases, replays
 from torch import Tensor
 
 import paradec
@@ -28,7 +27,7 @@ ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
 
 def recorded_model(name: str) -> MARModel:
-    sizes, weights = next_image.case("cspd", f"{name}.config")
+    sizes, weights = recorded.image_case("cspd", f"{name}.config")
     module = MAR(
         side=sizes["img_size"] // sizes["vae_stride"],
         channels=sizes["vae_embed_dim"],
@@ -94,10 +93,10 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
     )
 
 
-@pytest.mark.parametrize("name", cases("cspd", "steps"))
+@pytest.mark.parametrize("name", image_cases("cspd", "steps"))
 @replays("name", "cspd/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, arrays = next_image.case("cspd", name)
+    case, arrays = recorded.image_case("cspd", name)
     settings = case["settings"]
     target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
     sampler = sampler_of(settings, draft)
@@ -173,10 +172,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert state.draft_nfe.tolist() == [case["draft_calls"]] * len(settings["labels"])
 
 
-@pytest.mark.parametrize("name", cases("cspd", "accepted"))
+@pytest.mark.parametrize("name", image_cases("cspd", "accepted"))
 @replays("name", "cspd/")
 def test_replays_the_rule(name: str) -> None:
-    case, arrays = next_image.case("cspd", name)
+    case, arrays = recorded.image_case("cspd", name)
     draft, target = (
         TokenDistribution(arrays[f"{side}_mean"], arrays[f"{side}_std"], arrays[f"{side}_log_var"])
         for side in ("x1", "x2")

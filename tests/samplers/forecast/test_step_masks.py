@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipelines import dit_pipeline, flux_pipeline, run_flux
 from recorded import golden, is_packaged, read_head, read_json, replay
-from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
 from paradec import Forecast, accelerate
 from paradec.samplers.forecast.step_masks import MASKS, step_mask

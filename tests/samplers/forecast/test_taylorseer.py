@@ -22,8 +22,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
 )
+from pipelines import noise, tiny_dit
 from recorded import golden, is_packaged, read_head, read_json, replay, replays
-from tiny_pipelines import noise, tiny_dit
 from torch import Tensor
 
 import paradec

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from byte_tokenizers import tokenizer_of
 from places import GOLDEN
+from tokenized_models import tokenizer_of
 from torch import Tensor
 
 import paradec

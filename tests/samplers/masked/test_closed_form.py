@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import facts_of
+from decoding import facts_of
 from torch import Tensor
 
 import paradec

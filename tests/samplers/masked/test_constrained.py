@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fitting import MASKED, taken, topology_of
+from decoding import MASKED, supported, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded import Refused, replays
@@ -463,7 +463,7 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
         for used in dict.fromkeys((cache, "none")):
             asked = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
-            asked = taken(name, asked | {"max_new_tokens": 12})
+            asked = supported(name, asked | {"max_new_tokens": 12})
             try:
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
             except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import END, MASK, everything, tiny
+from small_models import END, MASK, everything, tiny
 from torch import Tensor
 
 import paradec

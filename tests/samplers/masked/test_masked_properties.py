@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import fits, taken, topology_of
-from tiny_models import MASK, everything, tiny
+from decoding import fits, supported, topology_of
+from small_models import MASK, everything, tiny
 
 import paradec
 from paradec import PipelinedBlocks, caches, samplers
@@ -86,7 +86,7 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
             "seed": draw.randrange(2**31),
             "eos_early_stop": draw.random() < 0.5,
         }
-        found.append((rows, taken(name, request)))
+        found.append((rows, supported(name, request)))
     if pipelines(name) and (cache, model) != ("none", "dream64"):
         rows, request = found[draw.randrange(2)]
         policy = PipelinedBlocks(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, tiny
+from small_models import MASK, VOCAB, tiny
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

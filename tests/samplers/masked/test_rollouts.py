@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import assert_same, by_trace
+from decoding import assert_same, by_trace
+from small_models import MASK, tiny
 from structured import KINDS, TEXTS, lettered
-from tiny_models import MASK, tiny
 from torch import Tensor
 
 import paradec

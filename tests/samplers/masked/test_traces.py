@@ -46,7 +46,7 @@ import pytest
 import torch
 from places import GOLDEN
 from recorded import read_arrays, refuse_others, replay
-from replay import (
+from traces import (
     PRECISIONS,
     Call,
     Row,

@@ -27,16 +27,16 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import RECORDED, golden_moe
+from checkpoints import MOE_RECORDED, golden_moe
 from recorded import find_checkpoint, is_packaged, read_head, read_json, replay_in_float64
-from replay import often
+from traces import often
 
 import paradec
 from paradec import samplers
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 
-TRACES = RECORDED / "traces"
+TRACES = MOE_RECORDED / "traces"
 
 
 def model_of(trace: dict[str, Any], block_length: int | None) -> Model:

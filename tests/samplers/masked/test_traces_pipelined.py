@@ -39,7 +39,8 @@ from typing import Any
 import pytest
 import torch
 from recorded import Refused
-from replay import (
+from torch import Tensor, nn
+from traces import (
     Fed,
     assert_confidences,
     head_of,
@@ -52,7 +53,6 @@ from replay import (
     trace_names,
     which,
 )
-from torch import Tensor, nn
 from transformers import DynamicCache
 
 import paradec

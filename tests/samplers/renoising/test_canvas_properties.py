@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizers import byte_level_tokenizer
 from canvases import CANVAS, VOCAB, tiny_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import replays
+from small_models import tiny
 from structured import CASES, KINDS, automaton_of, lettered, named, tokenizer_of
 from structured import VOCAB as VOCAB_CONSTRAINTS
-from tiny_models import tiny
+from tokenized_models import byte_level_tokenizer
 
 import paradec
 from paradec import samplers

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import SCALES, tiny_var
-from next_image import assert_checksum, case, cases, file
+from images import SCALES, tiny_var
 from places import GOLDEN
-from recorded import replays
+from recorded import assert_checksum, image_case, image_cases, image_file, replays
 from torch import Tensor
 
 import paradec
@@ -352,13 +351,13 @@ def test_command(tmp_path: Any) -> None:
 @lru_cache
 def vae(name: str, dtype: torch.dtype = torch.float32) -> MultiScaleVQ:
     """`name`: "var/vae"."""
-    return load_multi_scale_vq(file("", f"{name}.safetensors")).to(dtype)
+    return load_multi_scale_vq(image_file("", f"{name}.safetensors")).to(dtype)
 
 
 @lru_cache
 def model(system: str, name: str, dtype: torch.dtype = torch.float32) -> VARModel:
-    said, _ = case(system, f"{name}.config")
-    return load_var(file(system, f"{name}.safetensors"), vq=vae(said["vae"], dtype), dtype=dtype)
+    said, _ = image_case(system, f"{name}.config")
+    return load_var(image_file(system, f"{name}.safetensors"), vq=vae(said["vae"], dtype), dtype=dtype)
 
 
 def dtype_of(record: dict[str, Any]) -> torch.dtype:
@@ -471,10 +470,10 @@ def compare_store(store: Any, step: dict[str, Any], stop: int) -> None:
                 assert_checksum(ours[:, :, :stop], theirs)
 
 
-@pytest.mark.parametrize("name", cases("var", "steps"))
+@pytest.mark.parametrize("name", image_cases("var", "steps"))
 @replays("name", "var/")
 def test_var_replays(name: str) -> None:
-    record, arrays = case("var", name)
+    record, arrays = image_case("var", name)
     settings = record["settings"]
     sampler = ReplayedVAR(smooth=settings["more_smooth"], draws=Draws(record, arrays))
     if sampler.draws.generator is not None and settings["more_smooth"]:
@@ -485,10 +484,10 @@ def test_var_replays(name: str) -> None:
     assert state.nfe.tolist() == [record["calls"]] * state.batch
 
 
-@pytest.mark.parametrize("name", cases("code", "steps"))
+@pytest.mark.parametrize("name", image_cases("code", "steps"))
 @replays("name", "code/")
 def test_code_replays(name: str) -> None:
-    record, arrays = case("code", name)
+    record, arrays = image_case("code", name)
     settings = record["settings"]
     refiner = model("var", record["refiner"], dtype_of(record))
     sampler = ReplayedCoDe(
@@ -509,10 +508,10 @@ def test_code_replays(name: str) -> None:
             torch.testing.assert_close(inputs.float(), arrays["handed_over.inputs"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", cases("var", "reconstruction"))
+@pytest.mark.parametrize("name", image_cases("var", "reconstruction"))
 @replays("name", "var/")
 def test_pictures_become_codes(name: str) -> None:
-    record, arrays = case("var", name)
+    record, arrays = image_case("var", name)
     vq, scales = vae(f"var/{record['model']}"), tuple(record["patch_nums"])
     with torch.no_grad():
         features = vq.features(arrays["picture"])
@@ -527,10 +526,10 @@ def test_pictures_become_codes(name: str) -> None:
     torch.testing.assert_close(back, arrays["reconstruction"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", cases("var", "logits"))
+@pytest.mark.parametrize("name", image_cases("var", "logits"))
 @replays("name", "var/")
 def test_all_scales_at_once(name: str) -> None:
-    record, arrays = case("var", name)
+    record, arrays = image_case("var", name)
     network = model("var", record["model"])
     ids = torch.cat([torch.tensor(scale) for scale in record["codes"]], 1)
     with torch.no_grad():

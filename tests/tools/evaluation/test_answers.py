@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wrapped_models import wrapped
+from small_models import wrap_kind
 
 import paradec
 from paradec.core.prompts import encode
@@ -101,7 +101,7 @@ def test_arguments_that_are_refused(packaged64: Model) -> None:
     with pytest.raises(TypeError, match="tresh"):
         Answering(packaged64, tresh=1)
     with pytest.raises(ValueError, match="no tokenizer"):
-        Answering(wrapped("Bert"))
+        Answering(wrap_kind("Bert"))
     with pytest.raises(TypeError, match="language model"):
         Answering("digits-ar")
     assert Answering(packaged64, threshold=0.5).request.sampler.threshold == 0.5
@@ -150,7 +150,7 @@ def test_a_rendered_chat_gets_no_first_token() -> None:
         def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
             return "s " + " ".join(turn["content"] for turn in chat)
 
-    model = wrapped("Llama causal")
+    model = wrap_kind("Llama causal")
     lm = Answering(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
     chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
     assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MASK, tiny
-from wrapped_models import decoder, wrapped
+from small_models import MASK, decoder, tiny, wrap_kind
 
 import paradec
 from paradec.core.query import Query
@@ -146,7 +145,7 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
 
 
 def test_causal_models_are_exact() -> None:
-    model = wrapped("Llama causal")
+    model = wrap_kind("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
     read = distributions(model, row)
     found = one(model, row[:3], row[3:])
@@ -170,7 +169,7 @@ def test_guidance_masks_the_context() -> None:
 
 @pytest.mark.parametrize("kind", ["Bert", "ConvBert", "Opaque", "Qwen2 causal", "Qwen3 bidirectional"])
 def test_values_depend_on_no_other_pair(kind: str) -> None:
-    model = wrapped(kind)
+    model = wrap_kind(kind)
     pairs = [([3, 9, 4], [8, 2]), ([11], [20, 21, 22]), ([3, 9, 4, 8, 2, 6], [1])]
     how = {} if model.facts.topology == "causal" else {"samples": 4, "stratum": 2}
     alone = [next(log_likelihoods(model, [pair], batch_size=1, **how)) for pair in pairs]
@@ -224,13 +223,13 @@ def test_pairs_that_are_refused() -> None:
         (bidirectional, ([5], []), "continuation 0 is empty"),
         (bidirectional, ([5], [MASK]), "mask id"),
         (bidirectional, ([5], [99]), "outside the vocabulary"),
-        (wrapped("Llama causal"), ([], [5]), "context 0 is empty"),
+        (wrap_kind("Llama causal"), ([], [5]), "context 0 is empty"),
         (tiny(1), ([1] * 600, [5]), "longer"),
     ):
         with pytest.raises(ValueError, match=said):
             log_likelihoods(model, [pair])
     with pytest.raises(ValueError, match="not for"):
-        log_likelihoods(wrapped("Llama causal"), [([5], [6])], method="chain")
+        log_likelihoods(wrap_kind("Llama causal"), [([5], [6])], method="chain")
     with pytest.raises(TypeError, match="log_likelihoods takes"):
         log_likelihoods(decoder(), [([5], [6])])
 

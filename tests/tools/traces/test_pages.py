@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_models import tiny_masked_image
+from images import tiny_masked_image
 from PIL import Image
 from runs_by_hand import HOSTILE, hostile, scripts
-from tiny_models import tiny
+from small_models import tiny
 
 import paradec
 from paradec.core.thumbnails import from_uri, trace_from_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
-from tiny_models import tiny
+from small_models import tiny
 
 import paradec
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import PROMPTS, close_model, wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_models import tiny_diffusion, tiny_mar, tiny_masked_image
+from images import tiny_diffusion, tiny_mar, tiny_masked_image
 from runs_by_hand import scripts
-from tiny_models import tiny
+from small_models import PROMPTS, close_model, tiny, wrap_causal
 
 import paradec
 from paradec import caches, samplers
@@ -134,7 +133,7 @@ def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) 
     settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
     if name == "tree":
         settings = {"drafter": close_model(), "tree": (2, 2, 1)}
-    model, sampler = wrapped(), samplers.create("sjd" if name == "sjd" else "speculative", **settings)
+    model, sampler = wrap_causal(), samplers.create("sjd" if name == "sjd" else "speculative", **settings)
     out = paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=9, seed=5, temperature=1.0, trace=True)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
     seen = 0
@@ -246,7 +245,7 @@ def recorded() -> list[dict[str, Any]]:
     text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
     open_ = paradec.generate(tiny(1), ROWS[:1], **request).trace
     sampler = samplers.create("speculative", drafter=close_model())
-    drafts = paradec.generate(wrapped(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
+    drafts = paradec.generate(wrap_causal(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
     found = [text, open_, drafts, picture, scripts(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""])]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import golden_moe
+from checkpoints import golden_moe
 from places import GOLDEN
 from recorded import find_checkpoint, golden, read_arrays, read_json, replay
-from tiny_models import END, MASK, everything, tiny
+from small_models import END, MASK, everything, tiny
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from places import ROOT, SUPPORT
-from tiny_models import END, MASK, tiny
-from waiting import finished, wait_for
+from small_models import END, MASK, tiny
 
 import paradec
 from paradec.models.adapter import Model
@@ -24,6 +24,26 @@ from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import goes_on, rungs
 from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.scoring import Half
+
+
+def wait_for(file: Path, trials: int, process: subprocess.Popen[str], seconds: float = 300) -> None:
+    """Until a process has finished so many trials; it must not end before, nor take longer."""
+    end = time.monotonic() + seconds
+    while len(finished(file)) < trials:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{len(finished(file))} trials after {seconds} s"
+        time.sleep(0.5)  # looking takes the file's lock
+
+
+def finished(file: Path) -> list[Any]:
+    if not file.exists():
+        return []
+    try:
+        study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
+    except KeyError:
+        return []
+    return [trial for trial in study.trials if trial.state.is_finished()]
+
 
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
 """Of one to three tokens."""
@@ -336,7 +356,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from tiny_models import tiny
+from small_models import tiny
 import paradec
 prompts = [[k % 39, (7 * k + k // 39) % 39] for k in range(60)]
 print("ready", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import tiny
+from small_models import tiny
 
 from paradec import caches, samplers
 from paradec.core.prompts import encode

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor, nn
 
 import paradec

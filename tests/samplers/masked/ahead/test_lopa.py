@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, tiny
+from small_models import MASK, VOCAB, tiny
 from torch import Tensor, nn
 
 import paradec

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from replay import (
+from traces import (
     PRECISIONS,
     Call,
     Row,

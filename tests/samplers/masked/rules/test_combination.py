@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import view_of
-from tiny_models import MASK, everything, tiny
+from decoding import view_of
+from small_models import MASK, everything, tiny
 from torch import Tensor
 
 import paradec

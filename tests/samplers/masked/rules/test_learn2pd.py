@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import MASKED, topology_of, view_of
+from decoding import MASKED, topology_of, view_of
 from places import GOLDEN
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from places import GOLDEN
 from recorded import golden, read_arrays, read_head, read_json, replay_in_float64
-from tiny_models import DELETE, MASK, SPLIT, tiny
+from small_models import DELETE, MASK, SPLIT, tiny
 from torch import Tensor
 
 import paradec

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import topology_of
-from tiny_models import tiny
+from decoding import topology_of
+from small_models import tiny
 
 import paradec
 from paradec import samplers

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MASK, tiny
+from small_models import MASK, tiny
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 

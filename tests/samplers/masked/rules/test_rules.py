@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import INF, random_scores, view_of
-from replay import (
+from decoding import INF, random_scores, view_of
+from small_models import tiny
+from torch import Tensor
+from traces import (
     assert_batches_move_together,
     assert_replayed,
     cache_without_left,
@@ -23,8 +25,6 @@ from replay import (
     of_the_likeliest,
     trace_names,
 )
-from tiny_models import tiny
-from torch import Tensor
 
 import paradec
 from paradec import AdaptiveBlocks, samplers

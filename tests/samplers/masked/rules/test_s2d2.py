@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import find_checkpoint, golden, read_head, read_json, replay_in_float64
-from tiny_models import tiny
+from small_models import tiny
 from torch import Tensor
 
 import paradec

@@ -1,4 +1,4 @@
-"""Small diffusers pipelines and transformers with random weights, for tests that attach to them."""
+"""Small pipelines and transformers of diffusers, and runs of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from diffusers import (
 )
 from places import GOLDEN
 from safetensors.torch import load_file
+from small_models import END, MASK
 from torch import Tensor, nn
+
+from paradec import schedulers
+from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 
 TRACES = GOLDEN / "diffusion"
 FACTS = json.loads((TRACES / "golden_latents.json").read_text())
@@ -189,7 +193,7 @@ def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
     }
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "DiT": _dit,
     "FLUX": _flux,
     "SD3": _sd3,
@@ -201,10 +205,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 }
 
 
-def model(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
     """A transformer with random weights, none of them zero, and the inputs of one call but for the timestep."""
     torch.manual_seed(seed)
-    module, inputs = MODELS[name]()
+    module, inputs = TRANSFORMERS[name]()
     for parameter in module.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -235,7 +239,7 @@ def wan_pipeline() -> Any:
     """A Wan pipeline, whose guidance makes two calls a step."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 
-    module, _ = model("Wan")
+    module, _ = tiny_transformer("Wan")
     torch.manual_seed(1)
     vae = AutoencoderKLWan(
         base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
@@ -353,6 +357,37 @@ class LoopPipeline(DiffusionPipeline):
 
 
 def loop_pipeline(name: str) -> tuple[LoopPipeline, dict[str, Any]]:
-    """One of `MODELS` in a pipeline, and the inputs of its calls."""
-    module, inputs = model(name)
+    """One of `TRANSFORMERS` in a pipeline, and the inputs of its calls."""
+    module, inputs = tiny_transformer(name)
     return LoopPipeline(module, FlowMatchEulerDiscreteScheduler()), inputs
+
+
+TEXT_SCHEDULERS = [
+    getattr(schedulers, name)
+    for name in schedulers.__all__
+    if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
+]
+BLOCK = 4
+
+
+class BlockCausal(BlockCausalModule):
+    """A Llama that sees whole blocks up to its own, as LLaDA2's model does, and counts its calls."""
+
+    calls = 0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> Any:
+        self.calls += 1
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+
+
+def run_text(pipe: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    defaults = {"gen_length": 10, "num_inference_steps": 2, "mask_token_id": MASK, "eos_token_id": END}
+    settings = {**defaults, "output_type": "seq", "eos_early_stop": False, **arguments}
+    return pipe(input_ids=ids, **settings).sequences

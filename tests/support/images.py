@@ -1,6 +1,10 @@
-"""Small random image models in float64, one of each family, and plain greedy decoding to compare with."""
+"""Small models of every family of images."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ from transformers import (
 )
 
 from paradec.core.query import Query
-from paradec.models.images.base import ImageRequest
+from paradec.models.images.base import ImageModel, ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.distilled_llamagen import DistilledLlamaGen, DistilledLlamaGenConfig, DistilledLlamaGenModel
@@ -287,3 +291,26 @@ def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> 
     # the guidance branch is the second half of a call; the first is not looked at
     query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
     return model(query)[1, -1]
+
+
+ANOLE = ChameleonLayout(start=40, end=41, side=3)
+LUMINA = ChameleonLayout(start=40, end=41, side=2, row_end=42, end_of_text=2, first_size=50)
+"""As Lumina-mGPT's, sizes included: 32 pixels are 4 tokens of the tiny model."""
+CAPTIONS = [torch.linspace(-1, 1, length * 16).view(length, 16) for length in (5, 2)]
+EMU3 = {"prompts": [[1, 12, 13, 9], [1, 11, 9]], "negative_prompt": [[1, 9]], "height": 24, "width": 32}
+SIZED = {"prompts": [[1, 45, 2, 40, 51, 52], [1, 2, 40, 51, 52]], "height": 32, "width": 64}
+IMAGE_MODELS: dict[str, tuple[Callable[[], ImageModel], dict[str, Any]]] = {
+    "llamagen-c2i": (tiny_llamagen, {"class_labels": [3, 9]}),
+    "llamagen-t2i": (lambda: tiny_llamagen("t2i"), {"prompts": CAPTIONS}),
+    "emu3": (tiny_emu3, EMU3),
+    "anole": (lambda: tiny_chameleon(ANOLE), {"prompts": [[1, 45, 46, 40], [1, 40]]}),
+    "lumina-mgpt": (lambda: tiny_chameleon(LUMINA), SIZED),
+    "janus": (tiny_janus, {"prompts": [[1, 20, 21, 9], [1, 30, 9]]}),
+}
+
+
+@lru_cache
+def image_model(name: str) -> tuple[ImageModel, dict[str, Any]]:
+    """The model, and a request of two rows with prompts of unequal lengths (where there are lengths)."""
+    make, request = IMAGE_MODELS[name]
+    return make(), request

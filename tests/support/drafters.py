@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from causal_models import tiny_llama, wrapped
+from places import load_script
 from safetensors.torch import save_file
-from scripts import load_script
+from small_models import tiny_llama, wrap_causal
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -29,10 +29,10 @@ exactness = load_script("benchmarks/exactness.py")
 
 
 def tiny_base(layers: int = 2, seed: int = 0) -> Model:
-    return wrapped(tiny_llama(seed, layers, VOCAB, inner=24))
+    return wrap_causal(tiny_llama(seed, layers, VOCAB, inner=24))
 
 
-def checkpoint(
+def eagle_weights(
     hidden: int = 16, vocab: int = VOCAB, kv_heads: int = 2, bias: bool = True, qkv_bias: bool = False, seed: int = 1
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and weights as EAGLE's authors publish them."""
@@ -75,7 +75,9 @@ def checkpoint(
     }
 
 
-def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+def write_eagle(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], file: str = "model.safetensors"
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):

@@ -1,14 +1,15 @@
-"""Tokenizers of bytes, and models that answer with given texts."""
+"""Byte-level tokenizers, and models whose answers are known."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import paradec
 from paradec.models.adapter import Model
@@ -78,3 +79,69 @@ def reciting(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
 
 def ids_of(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """ "Yes", "No" and all letters are tokens."""
+    tokenizer = byte_level_tokenizer(text="Yes Yes Yes No No No level level Answer only.\n" * 9)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+CHAT_TOKENIZER = chat_tokenizer()
+CHAT_VOCAB = len(CHAT_TOKENIZER)
+CHAT_MASK, CHAT_END = CHAT_TOKENIZER.mask_token_id, CHAT_TOKENIZER.eos_token_id
+
+
+def chat_network(seed: int = 0, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=CHAT_VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=CHAT_END,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def chat_model(topology: str, prediction: str = "same", module: nn.Module | None = None, **more: Any) -> Model:
+    """topology "causal" has no mask."""
+    if topology == "causal":
+        more, prediction = {"eos_token_id": CHAT_END} | more, "shifted"
+    else:
+        more = {"mask_token_id": CHAT_MASK, "eos_token_id": CHAT_END} | more
+    return paradec.wrap(
+        module or chat_network(), topology=topology, prediction=prediction, tokenizer=CHAT_TOKENIZER, **more
+    )
+
+
+class Constant(nn.Module):
+    """Gives each of some ids its logit at every position, and all others none."""
+
+    def __init__(self, logits: Mapping[int, float], vocab: int = CHAT_VOCAB):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=vocab, max_position_embeddings=4096)
+        self.logits = torch.full((vocab,), -torch.inf, dtype=torch.float64)
+        for token, value in logits.items():
+            self.logits[token] = value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits.expand(*ids.shape, -1).clone()
+
+
+def chat_ids(text: str) -> list[int]:
+    return CHAT_TOKENIZER(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Requests that are decoded block by block as SGLang does it, and the rules that are tried on them."""
+"""Engines that decode blocks with our algorithms: one of ten lines, and the loop of SGLang."""
 
 from __future__ import annotations
 
@@ -8,14 +8,51 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from hosting import block_logits
-from tiny_models import MASK
+from small_models import MASK
 from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.query import Query
 from paradec.models.adapter import Model
+
+
+def block_logits(model: Model, ids: list[int], start: int) -> Tensor:
+    """[W, V]: what the model says of the tokens from `start` on, where nothing stands after `ids`."""
+    tokens = torch.tensor([ids])
+    logits = model(Query(rows=np.zeros(1, np.int64), tokens=tokens, positions=torch.arange(len(ids)).unsqueeze(0)))[0]
+    source = (torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)
+    return logits[source]
+
+
+class HostEngine:
+    """Requests over a model: their final ids are the engine's own copy, and grow by whole blocks."""
+
+    def __init__(self, model: Model, hosted: Any):
+        self.model, self.hosted = model, hosted
+        self.ids: dict[Any, list[int]] = {}
+        self.calls = 0
+
+    def add(self, key: Any, prompt: list[int], new: int, **fields: Any) -> None:
+        self.hosted.open(key, prompt, new, **fields)
+        self.ids[key] = prompt[: self.hosted.window(key)[0]]
+
+    def round(self, keys: list[Any]) -> dict[Any, Any]:
+        """One forward and one step of some rows."""
+        logits = {}
+        for key in keys:
+            start, window = self.hosted.window(key)
+            assert start == len(self.ids[key]), "a window begins where the last one ended"
+            logits[key] = block_logits(self.model, self.ids[key] + window.tolist(), start)
+            self.calls += 1
+        done = self.hosted.step(logits)
+        for key, stepped in done.items():
+            if stepped.closed:
+                self.ids[key] += stepped.tokens.tolist()
+        return done
+
 
 BLOCK = 4
 
@@ -43,14 +80,14 @@ RULES = {
 }
 
 
-def config(block: int = BLOCK, mask: int = MASK, fdfo: bool = False, **settings: Any) -> Any:
+def dllm_config(block: int = BLOCK, mask: int = MASK, fdfo: bool = False, **settings: Any) -> Any:
     """What an algorithm reads of SGLang's DllmConfig."""
     return SimpleNamespace(
         block_size=block, mask_id=mask, algorithm_config=settings, first_done_first_out_mode=fdfo, algorithm=""
     )
 
 
-def batch_of(
+def forward_batch(
     rows: list[list[int]],
     names: list[str] | None = None,
     starts: list[int] | None = None,
@@ -103,7 +140,7 @@ class Requests:
             for name, begin in zip(names, starts, strict=True):
                 given = self.prompts[name][begin : begin + BLOCK]
                 rows.append(self.incomplete.pop(name, given + [MASK] * (BLOCK - len(given))))
-            batch = batch_of(rows, names, starts)
+            batch = forward_batch(rows, names, starts)
             _, _, accepted, states, _ = made.run(runner(self.logits), batch, [self.states[name] for name in names])
             for index, (name, row) in enumerate(zip(names, batch.input_ids.view(len(names), -1).tolist())):
                 if accepted is None or accepted[index]:

