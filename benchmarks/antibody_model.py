@@ -19,7 +19,7 @@ import torch
 
 from paradec.core.checks import shown
 from paradec.models.adapter import Model
-from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
+from paradec.models.checkpoint import CheckpointError, check_dtypes, format_problems
 from paradec.models.wrapping import wrap
 
 WEIGHTS = "AntiBERTy_md_smooth"
@@ -72,7 +72,7 @@ def load_antiberty(path: str | os.PathLike[str] | None = None) -> Model:
     }
     if any(wrong.values()):
         raise CheckpointError(
-            f"the weights of AntiBERTy in {str(folder)!r} do not fit its config.json: {listed(wrong)}"
+            f"the weights of AntiBERTy in {str(folder)!r} do not fit its config.json: {format_problems(wrong)}"
         )
     check_dtypes(str(weights), {name: kept[name].dtype for name in needed if needed[name].is_floating_point()})
     module.load_state_dict(kept)

@@ -22,7 +22,7 @@ from paradec.core.prompts import Prompts, align_right, encode
 from paradec.core.protocol import TextState, decode, interruptible
 from paradec.core.trace import record_token_texts
 from paradec.core.weights import weights_lock
-from paradec.models.tensor_parallel import TensorParallelModel, failing_together
+from paradec.models.tensor_parallel import TensorParallelModel, fail_together
 from paradec.request import Arguments, Preset, Request, warn_of_unused
 
 KINDS = ("text", "canvas", "codes", "masked image")
@@ -123,7 +123,7 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         prompts = prompts.repeat(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
-    with weights_lock(model), failing_together() if spread else nullcontext():
+    with weights_lock(model), fail_together() if spread else nullcontext():
         state: TextState = sampler.start(model, prompts, request)
         if hint := state.cache_advice():
             warnings.warn(hint, stacklevel=3)

@@ -228,7 +228,7 @@ DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.we
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """A smaller causal model, a drafter of the base's hidden states, its own heads ("mtp"), or the name of a drafter
     without weights. options: as for `paradec.load`."""
-    from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
+    from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, read_weight_headers
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafts.text import NamedDrafter
 
@@ -241,7 +241,7 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
         return paradec.load(source, **options)
     is_unsharded = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
     # EAGLE's are often pickled
-    if is_unsharded or DRAFTER_WEIGHTS & stored_weights(source, None).keys():
+    if is_unsharded or DRAFTER_WEIGHTS & read_weight_headers(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 

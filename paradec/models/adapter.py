@@ -38,12 +38,12 @@ class Encoder(Model):
 
     kind = "encoder"
 
-    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
-        super().__init__(module, facts, *others, **named)
+    def __init__(self, module: nn.Module, facts: ModelFacts, *args: Any, **kwargs: Any):
+        super().__init__(module, facts, *args, **kwargs)
         parts = ((name, part) for name, part in module.named_children() if part is not module.base_model)
         names = tuple(name for name, part in parts if next(part.parameters(), None) is not None)
-        own = type(module).forward.__module__.startswith("transformers.")
-        self._head = names if names in HEADS and own else ()
+        is_transformers = type(module).forward.__module__.startswith("transformers.")
+        self._head = names if names in HEADS and is_transformers else ()
         """The parts after the base model; () for modules that are called as a whole."""
 
     @property
@@ -69,8 +69,8 @@ class Opaque(Model):
     hidden_size = None
     has_head = False
 
-    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
-        super().__init__(module, facts, *others, **named)
+    def __init__(self, module: nn.Module, facts: ModelFacts, *args: Any, **kwargs: Any):
+        super().__init__(module, facts, *args, **kwargs)
         self._accepts = frozenset(inspect.signature(module.forward).parameters)
 
     def _logits(self, query: Query, store: Any) -> Tensor:

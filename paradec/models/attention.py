@@ -59,7 +59,7 @@ def sdpa(
     return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=False, **kwargs)
 
 
-def served(function: Any) -> Any:
+def with_extras(function: Any) -> Any:
     """The same attention with two more arguments: a `shared_prefix` that all rows see (`paradec.caches.kept`), and an
     `attention_plan` (`WindowQuery.attention`)."""
 
@@ -67,7 +67,7 @@ def served(function: Any) -> Any:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         thread.attended.value = True
-        _refuse_extras(kwargs, key.shape[2])
+        _check_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
             attention_mask = None  # one key, which every column sees
         plan, shared = kwargs.pop("attention_plan", None), kwargs.pop("shared_prefix", None)
@@ -86,7 +86,7 @@ def served(function: Any) -> Any:
     return attention
 
 
-def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
+def _check_extras(kwargs: dict[str, Any], length: int) -> None:
     """Raise ValueError for additions to plain attention that would change the result."""
     for name in ("softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
@@ -103,7 +103,7 @@ def full_mask(
     return None if attention_mask is None else attention_mask.bool()[:, None, None, :kv_length]
 
 
-IMPLEMENTATIONS = {"sdpa": served(sdpa), "eager": served(eager), "sparsed": served(sdpa)}
+IMPLEMENTATIONS = {"sdpa": with_extras(sdpa), "eager": with_extras(eager), "sparsed": with_extras(sdpa)}
 """Attention by its name in `load` and `wrap`. "sparsed" is sdpa with SparseD as `Model.default_attention`."""
 for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(PREFIX + _name, _function)

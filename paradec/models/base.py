@@ -28,14 +28,14 @@ class Adapter:
     @property
     def device(self) -> torch.device:
         """Device of the module's inputs."""
-        first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        parameter = next(self.module.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
-        found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return next(found, torch.get_default_dtype())
+        dtypes = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return next(dtypes, torch.get_default_dtype())
 
     def unwrap(self) -> nn.Module:
         """Undo the adapter's changes to the module, except its evaluation mode, and return it."""
@@ -53,14 +53,14 @@ class Adapter:
         module = self.__dict__.get("module")
         if module is None:  # during __init__
             return object.__repr__(self)
-        facts, kind = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
-        words = [f"makes {getattr(self, 'makes', 'nothing')}"]
+        facts, dtype = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
+        parts = [f"makes {getattr(self, 'makes', 'nothing')}"]
         if isinstance(facts, ModelFacts):
             blocks = f" in blocks of {facts.block_length}" if facts.block_length else ""
-            words += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
-            words += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
-        words += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
-        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(words)})"
+            parts += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
+            parts += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
+        parts += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{dtype} on {self.device}"]
+        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(parts)})"
 
 
 class Model(Adapter):
@@ -115,10 +115,10 @@ class Model(Adapter):
         self.engines: OrderedDict[Any, Any] = OrderedDict()
         """Engines of the device step of masked samplers, the one used last at the end."""
         self.attn_implementation = attn_implementation
-        self._former_attention = [] if attn_implementation is None else set_attention(module, attn_implementation)
+        self._previous_attention = [] if attn_implementation is None else set_attention(module, attn_implementation)
 
     @property
-    def _sees_all(self) -> bool:
+    def _has_paradec_attention(self) -> bool:
         """Whether the module runs with an attention function of paradec, which is not causal."""
         return self.attn_implementation is not None and self.attn_implementation.startswith("paradec_")
 
@@ -128,24 +128,24 @@ class Model(Adapter):
         return get_lock(self.module)
 
     @property
-    def _takes_masks(self) -> bool:
+    def _accepts_masks(self) -> bool:
         """Whether the module follows any attention mask."""
         return False
 
     @property
     def pads(self) -> bool:
         """Whether rows of different lengths may share a call."""
-        return self._takes_masks
+        return self._accepts_masks
 
     @property
     def supports_store(self) -> bool:
         """Whether the module can run over a key/value store."""
-        return self._takes_masks
+        return self._accepts_masks
 
     @property
     def supports_visibility(self) -> bool:
         """Whether queries may say which columns see which (`Query.visible`)."""
-        return self._takes_masks
+        return self._accepts_masks
 
     @property
     def shares_prefix(self) -> bool:
@@ -158,10 +158,10 @@ class Model(Adapter):
 
     def unwrap(self) -> nn.Module:
         self.engines.clear()
-        for config, name in self._former_attention:
+        for config, name in self._previous_attention:
             if config._attn_implementation == self.attn_implementation:  # else its owner has changed it since
                 config._attn_implementation = name
-        self._former_attention = []
+        self._previous_attention = []
         return self.module
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
@@ -189,10 +189,10 @@ class Model(Adapter):
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
         """The same, with gradients if enabled. Raises RuntimeError where the module's attention has changed."""
         name = self.attn_implementation
-        if name is not None and (own := self.module.config._attn_implementation) != name:
+        if name is not None and (current := self.module.config._attn_implementation) != name:
             raise RuntimeError(
-                f"{self.facts.name} was unwrapped, wrapped anew or changed: it attends with {own!r}, and this model "
-                f"was made for {name!r}; wrap the module again"
+                f"{self.facts.name} was unwrapped, wrapped anew or changed: it attends with {current!r}, and this "
+                f"model was made for {name!r}; wrap the module again"
             )
         return self._logits(query, store)
 
@@ -243,12 +243,12 @@ class Model(Adapter):
 
     def token_embeddings(self) -> Tensor | None:
         """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
-        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
+        return getattr(_call_accessor(self.module, "get_input_embeddings"), "weight", None)
 
     @property
     def has_head(self) -> bool:
         """Whether the output matrix can be run by itself (`head`)."""
-        return _part(self.module, "get_output_embeddings") is not None
+        return _call_accessor(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
@@ -262,28 +262,28 @@ class Model(Adapter):
 
     def __getstate__(self) -> dict[str, Any]:
         # engines hold graphs and stores, and the lock is the module's
-        kept = {name: value for name, value in self.__dict__.items() if name != "weights_lock"}
-        return kept | {"engines": OrderedDict()}
+        state = {name: value for name, value in self.__dict__.items() if name != "weights_lock"}
+        return state | {"engines": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._sees_all:
+        if self._has_paradec_attention:
             import paradec.models.attention  # noqa: F401  (registers the function in a new process)
 
 
 def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
     """Set the attention function of all parts of a module of transformers. Returns their configs and former names."""
-    former = {}
-    for part in module.modules():
-        config: Any = part.__dict__.get("config")
+    previous = {}
+    for submodule in module.modules():
+        config: Any = submodule.__dict__.get("config")
         if hasattr(config, "_attn_implementation"):
-            former[id(config)] = config, config._attn_implementation
-    for config, _ in former.values():
+            previous[id(config)] = config, config._attn_implementation
+    for config, _ in previous.values():
         config._attn_implementation = name
-    return [*former.values()]
+    return [*previous.values()]
 
 
-def _part(module: nn.Module, name: str) -> Any:
+def _call_accessor(module: nn.Module, name: str) -> Any:
     """Call transformers' accessor of that name; None where the module has none, or it is not implemented."""
     try:
         return getattr(module, name)()

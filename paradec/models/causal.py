@@ -20,12 +20,12 @@ from paradec.core.checks import shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import (
     CheckpointError,
-    check_foreign_dtypes,
+    check_stored_dtypes,
     fetch,
+    first_line,
+    is_quantised,
     read_module,
-    reason,
-    states_quantiser,
-    stored_weights,
+    read_weight_headers,
 )
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 
@@ -44,7 +44,7 @@ GGUF_MASKED = ("llada", "llada-moe", "dream", "rnd1")
 
 def is_causal(config: Mapping[str, Any]) -> bool:
     """Whether config.json is that of a class of transformers which predicts the next token, by its `model_type`."""
-    return _class_name(config) is not None and config.get("is_causal") is not False
+    return _causal_class_name(config) is not None and config.get("is_causal") is not False
 
 
 def load_causal(
@@ -81,48 +81,53 @@ def load_causal(
         _check_gguf(source, gguf_file, revision)
         files["gguf_file"] = gguf_file
         dtype = torch.float32 if dtype == "auto" else dtype
-    hf_config = _config(source, files)
+    hf_config = _read_config(source, files)
     config = hf_config.to_dict() if gguf_file is not None else config
-    cls = _class(source, config)
-    stored: dict[str, Any] = {}
+    cls = _select_class(source, config)
+    headers: dict[str, Any] = {}
     if gguf_file is None:
-        states_quantiser(source, config)
-        stored = stored_weights(source, revision)
-        check_foreign_dtypes(source, config, revision)
+        is_quantised(source, config)
+        headers = read_weight_headers(source, revision)
+        check_stored_dtypes(source, config, revision)
     if dtype == torch.float64:  # their kernels have no float64
         hf_config._experts_implementation = "eager"
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
-    heads = mtp_names(stored, config).prefixes
-    module = _module(source, cls, hf_config, files, dtype=dtype, beside=heads, **options)
+    mtp_prefixes = find_mtp_weights(headers, config).prefixes
+    module = _read_causal_module(source, cls, hf_config, files, dtype=dtype, read_elsewhere=mtp_prefixes, **options)
     if gguf_file is not None:
-        _forget_file(module)
+        _clear_quantizer(module)
     if device is not None:
         module = module.to(device)
-    tokenizer = _tokenizer(source, files)
-    ends, pad = generation_ids(module, tokenizer)
+    tokenizer = _read_causal_tokenizer(source, files)
+    eos_ids, pad_id = generation_ids(module, tokenizer)
     try:
         model = wrap(
-            module, prediction="shifted", topology="causal", eos_token_id=ends, pad_token_id=pad, tokenizer=tokenizer
+            module,
+            prediction="shifted",
+            topology="causal",
+            eos_token_id=eos_ids,
+            pad_token_id=pad_id,
+            tokenizer=tokenizer,
         )
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
     name = os.path.basename(gguf_file or source.rstrip("/")) or source
     model.facts = dataclasses.replace(model.facts, name=name.removesuffix(GGUF_ENDING))
-    new = getattr(module.generation_config, "max_new_tokens", None)
-    if isinstance(new, int) and new > 0:
-        model.default_max_new_tokens = new
+    max_new_tokens = getattr(module.generation_config, "max_new_tokens", None)
+    if isinstance(max_new_tokens, int) and max_new_tokens > 0:
+        model.default_max_new_tokens = max_new_tokens
     return model
 
 
-def _class_name(config: Mapping[str, Any]) -> str | None:
+def _causal_class_name(config: Mapping[str, Any]) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = config.get("model_type")
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
 
 
-def _class(source: str, config: Mapping[str, Any]) -> Any:
+def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     """The class of transformers for a config.json.
 
     Raises:
@@ -130,39 +135,40 @@ def _class(source: str, config: Mapping[str, Any]) -> Any:
     """
     import transformers
 
-    own = _class_name(config)
-    if own is None or not own.endswith(CAUSAL_HEADS):
+    expected = _causal_class_name(config)
+    if expected is None or not expected.endswith(CAUSAL_HEADS):
         raise CheckpointError(
             f"{source!r} has model_type={shown(config.get('model_type'))}, which is no causal language model of "
             "transformers; load it with transformers and give it to paradec.wrap"
         )
-    stated = config.get("architectures") or [own]
-    stated = stated[0] if isinstance(stated, list) else stated
-    if not isinstance(stated, str) or stated.lower() != own.lower():
-        known = isinstance(stated, str) and hasattr(transformers, stated)
-        what = f"is not {own}, which predicts the next token" if known else "is no class of transformers"
+    architecture = config.get("architectures") or [expected]
+    architecture = architecture[0] if isinstance(architecture, list) else architecture
+    if not isinstance(architecture, str) or architecture.lower() != expected.lower():
+        is_known = isinstance(architecture, str) and hasattr(transformers, architecture)
+        problem = f"is not {expected}, which predicts the next token" if is_known else "is no class of transformers"
         raise CheckpointError(
-            f"config.json of {source!r}: model_type={config['model_type']!r} with architectures=[{shown(stated)}], "
-            f"which {what}; load it with the code that it comes from and give it to paradec.wrap"
+            f"config.json of {source!r}: model_type={config['model_type']!r} with "
+            f"architectures=[{shown(architecture)}], which {problem}; load it with the code that it comes from and "
+            "give it to paradec.wrap"
         )
     if config.get("mask_token_id") is not None:
         raise CheckpointError(
             f"config.json of {source!r}: mask_token_id={shown(config['mask_token_id'])} speaks of a masked model; load "
             "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
         )
-    return getattr(transformers, own)
+    return getattr(transformers, expected)
 
 
-def _config(source: str, files: dict[str, Any]) -> Any:
+def _read_config(source: str, files: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the config of {source!r} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"the config of {source!r} cannot be read: {first_line(error)}") from error
 
 
-def _module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:
+def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:
     """Load the weights; none may be missing or left over."""
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     try:
@@ -171,10 +177,10 @@ def _module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **opti
         # of an import: what a device_map needs, say
         if isinstance(error, CheckpointError) or isinstance(error, ImportError) and not quantised:
             raise
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"the weights of {source!r} cannot be read: {first_line(error)}") from error
 
 
-def _forget_file(module: Any) -> None:
+def _clear_quantizer(module: Any) -> None:
     """Take off a module of plain numbers that it came from a quantised file: else transformers would not save it."""
     if all(parameter.is_floating_point() for parameter in module.parameters()):
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
@@ -182,7 +188,7 @@ def _forget_file(module: Any) -> None:
         module.config.__dict__.pop("quantization_config", None)
 
 
-def _tokenizer(source: str, files: dict[str, Any]) -> Any:
+def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
     """The checkpoint's tokenizer, or None when it ships none."""
     if "gguf_file" not in files and not any(fetch(source, name, files["revision"]) for name in TOKENIZER_FILES):
         return None
@@ -191,7 +197,7 @@ def _tokenizer(source: str, files: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
     except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
-        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {first_line(error)}") from error
 
 
 # ---- GGUF files -----------------------------------------------------------------------------------------------------
@@ -234,11 +240,13 @@ def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
         )
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
-    if re.sub("[-_]", "", architecture) not in [re.sub("[-_]", "", name) for name in known]:  # "qwen2moe", "qwen2_moe"
+    supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    if re.sub("[-_]", "", architecture) not in [
+        re.sub("[-_]", "", name) for name in supported
+    ]:  # "qwen2moe", "qwen2_moe"
         raise CheckpointError(
             f"{gguf_file} of {source!r} holds {architecture!r}, which transformers does not read from GGUF; it "
-            f"reads {', '.join(known)}"
+            f"reads {', '.join(supported)}"
         )
 
 
@@ -249,14 +257,14 @@ def _gguf_architecture(path: Path) -> str:
         field = GGUFReader(path).fields["general.architecture"]
         return bytes(field.parts[field.data[0]]).decode()
     except Exception as error:  # of a broken file, whatever numpy and struct raise
-        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF file: {reason(error)}") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF file: {first_line(error)}") from error
 
 
 # ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------
 
 
-MTP_PLACE = re.compile(
-    r"(?:model\.)?(?:layers\.(?P<after>\d+)|mtp_layers\.(?P<own>\d+)|mtp(?:\.layers\.(?P<inner>\d+))?)\."
+MTP_NAME = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
 )
 """After the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo, speculators), or under one name
 (Qwen3-Next, Mellum)."""
@@ -273,43 +281,47 @@ MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_laye
 """Fields of config.json that say how many layers there are."""
 
 
-class MtpNames(NamedTuple):
+class MtpWeights(NamedTuple):
     """The weights of the heads among those of a checkpoint."""
 
-    own: dict[str, str]
+    renamed: dict[str, str]
     """What `paradec.models.mtp` calls the weights, by the checkpoint's names."""
     prefixes: tuple[str, ...]
     """How the checkpoint's names of the heads' weights begin, copies of the model's included."""
 
 
-def mtp_names(stored: Collection[str], config: Mapping[str, Any]) -> MtpNames:
+def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
     """Which of the `stored` weights are those of heads.
 
     A layer after the model's own is one only if config.json counts it and it has the matrix that heads have: else the
     model would lose a layer.
     """
-    first, count = config.get("num_hidden_layers"), stated_layers(config)
-    own, prefixes = {}, set()
-    for name in stored:
-        found = MTP_PLACE.match(name)
-        if found is None:
+    num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
+    renamed, prefixes = {}, set()
+    for name in names:
+        match = MTP_NAME.match(name)
+        if match is None:
             continue
-        at = int(found["own"] or found["inner"] or 0)
-        if found["after"] is not None:
-            if not isinstance(first, int) or not 0 <= int(found["after"]) - first < count:
+        index = int(match["mtp_layer"] or match["mtp_inner"] or 0)
+        if match["layer"] is not None:
+            if not isinstance(num_layers, int) or not 0 <= int(match["layer"]) - num_layers < count:
                 continue
-            if f"{found.group()}eh_proj.weight" not in stored:
+            if f"{match.group()}eh_proj.weight" not in names:
                 continue
-            at = int(found["after"]) - first
-        prefixes.add(found.group())
-        part, _, kind = name[found.end() :].rpartition(".")
-        if part not in MTP_SHARED:
-            block = f"block.{part}" if part not in MTP_PARTS or found["inner"] is not None else MTP_PARTS[part]
-            own[name] = f"layers.{at}.{block}.{kind}"
-    return MtpNames(own, tuple(sorted(prefixes)))
+            index = int(match["layer"]) - num_layers
+        prefixes.add(match.group())
+        module_name, _, parameter_name = name[match.end() :].rpartition(".")
+        if module_name not in MTP_SHARED:
+            target = (
+                f"block.{module_name}"
+                if module_name not in MTP_PARTS or match["mtp_inner"] is not None
+                else MTP_PARTS[module_name]
+            )
+            renamed[name] = f"layers.{index}.{target}.{parameter_name}"
+    return MtpWeights(renamed, tuple(sorted(prefixes)))
 
 
-def stated_layers(config: Mapping[str, Any]) -> int:
+def count_mtp_layers(config: Mapping[str, Any]) -> int:
     """How many layers of heads config.json says that there are; 0 where it says nothing.
 
     Raises:

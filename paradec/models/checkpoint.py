@@ -62,7 +62,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: missing, corrupt, of another format, or asking for unsupported maths."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """What the header of a file says of one tensor."""
 
     shape: tuple[int, ...]
@@ -86,17 +86,17 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
         raise CheckpointError(f"{source!r} is not a folder with a checkpoint")
     from transformers.utils import cached_file
 
-    if filename == "config.json" and not _cached_or_reachable(source, filename, revision):
+    if filename == "config.json" and not _can_reach(source, filename, revision):
         raise CheckpointError(f"{source!r} is no folder here, and the hub cannot be reached to look for it there")
     try:
-        found = cached_file(source, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
+        cached = cached_file(source, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"{source!r} is neither a folder here nor a hub repository in reach: {reason}") from error
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
-def _cached_or_reachable(source: str, filename: str, revision: str | None) -> bool:
+def _can_reach(source: str, filename: str, revision: str | None) -> bool:
     """Ask once, with a short timeout: hub downloads retry for half a minute when there is no network."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, get_session
@@ -127,15 +127,15 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
             raise CheckpointError(f"{source!r} has no {filename}")
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{filename} of {source!r} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{filename} of {source!r} holds a {type(data).__name__}, not an object")
-    return data
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{filename} of {source!r} holds a {type(content).__name__}, not an object")
+    return content
 
 
-def positive(config: Mapping[str, Any], name: str) -> Any:
+def read_positive(config: Mapping[str, Any], name: str) -> Any:
     """A positive number from the config (an int stays one).
 
     Raises:
@@ -150,7 +150,7 @@ def positive(config: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+def read_flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
     """True, False or None (null) from the config.
 
     Raises:
@@ -162,30 +162,30 @@ def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | N
     return value
 
 
-def require(config: Mapping[str, Any], names: Iterable[str]) -> None:
+def require_fields(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise CheckpointError for a field that config.json does not have."""
     for name in names:
         if config.get(name) is None:
             raise CheckpointError(f"config.json has no {name!r}")
 
 
-def refuse_unless(
-    config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], file: str = "config.json", way_out: str = ""
+def check_supported(
+    config: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]], file: str = "config.json", hint: str = ""
 ) -> None:
     """Raise CheckpointError for a field that changes the maths and has a value that is not supported.
 
     Args:
         file: what the message calls the config. way_out: what the message ends with.
     """
-    for name, allowed in only.items():
+    for name, allowed in supported.items():
         value = config.get(name, allowed[0])
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[allowed.index(value)], bool):
             raise CheckpointError(
-                f"{file}: {name}={shown(value)} is not supported; supported: {', '.join(map(repr, allowed))}{way_out}"
+                f"{file}: {name}={shown(value)} is not supported; supported: {', '.join(map(repr, allowed))}{hint}"
             )
 
 
-def token_id(name: str, value: Any, vocab_size: int) -> int | None:
+def check_token_id(name: str, value: Any, vocab_size: int) -> int | None:
     """Check an optional token id.
 
     Raises:
@@ -198,7 +198,7 @@ def token_id(name: str, value: Any, vocab_size: int) -> int | None:
     return value
 
 
-def stored_weights(source: str, revision: str | None) -> dict[str, Stored]:
+def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTensor]:
     """Names, shapes and dtypes of the stored weights, read from the headers alone. Shards on the hub are downloaded.
 
     Raises:
@@ -206,57 +206,57 @@ def stored_weights(source: str, revision: str | None) -> dict[str, Stored]:
     """
     single = fetch(source, WEIGHTS, revision)
     if single is not None:
-        return dict(_header(single))
+        return dict(_read_header(single))
     if fetch(source, INDEX, revision) is None:
         raise CheckpointError(f"{source!r} has no model.safetensors or index of shards; pickled weights are not read")
-    names = read_json(source, INDEX, revision).get("weight_map")
-    if not isinstance(names, dict) or not names:
+    weight_map = read_json(source, INDEX, revision).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX} of {source!r} has no 'weight_map'")
-    for name, shard in names.items():
+    for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
             raise CheckpointError(
                 f"{INDEX} of {source!r}: {shown(name)} is in {shown(shard)}; expected a .safetensors file beside it"
             )
-    files = sorted(set(names.values()))
-    _download(source, files, revision)
-    shards: dict[str, dict[str, Stored]] = {}
+    files = sorted(set(weight_map.values()))
+    _download_shards(source, files, revision)
+    shards: dict[str, dict[str, StoredTensor]] = {}
     for shard in files:
         path = fetch(source, shard, revision)
         if path is None:
             raise CheckpointError(f"{source!r} has no {shard}, which its index names")
-        shards[shard] = dict(_header(path))
-    found = {}
-    for name, shard in names.items():
+        shards[shard] = dict(_read_header(path))
+    weights = {}
+    for name, shard in weight_map.items():
         if name not in shards[shard]:
             raise CheckpointError(f"{shard} of {source!r} does not hold {name}, as its index says")
-        found[name] = shards[shard].pop(name)
-    for shard, rest in shards.items():
-        if rest:
-            raise CheckpointError(f"{shard} of {source!r} holds {min(rest)}, which its index does not name")
-    return found
+        weights[name] = shards[shard].pop(name)
+    for shard, unlisted in shards.items():
+        if unlisted:
+            raise CheckpointError(f"{shard} of {source!r} holds {min(unlisted)}, which its index does not name")
+    return weights
 
 
-def stored_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
+def read_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
     """Some of the stored tensors, of one file or of shards.
 
     Raises:
-        CheckpointError: as `stored_weights`, which has their names, or a file that cannot be read.
+        CheckpointError: as `read_weight_headers`, which has their names, or a file that cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
     single = fetch(source, WEIGHTS, revision)
     shards = {} if single is not None else read_json(source, INDEX, revision)["weight_map"]
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for file in sorted({shards.get(name, WEIGHTS) for name in names}):
         try:
             with safe_open(fetch(source, file, revision), framework="pt") as tensors:
-                found |= {name: tensors.get_tensor(name) for name in names if shards.get(name, WEIGHTS) == file}
+                loaded |= {name: tensors.get_tensor(name) for name in names if shards.get(name, WEIGHTS) == file}
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{file} of {source!r} cannot be read: {error}") from error
-    return found
+    return loaded
 
 
-def _download(source: str, files: list[str], revision: str | None) -> None:
+def _download_shards(source: str, files: list[str], revision: str | None) -> None:
     """Bring files of a hub repository here, side by side; those that it lacks are for `fetch` to tell."""
     if os.path.isdir(source):
         return
@@ -265,18 +265,18 @@ def _download(source: str, files: list[str], revision: str | None) -> None:
     try:
         cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {reason(error)}") from error
+        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {first_line(error)}") from error
 
 
-def _header(path: Path) -> Iterator[tuple[str, Stored]]:
+def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                part = file.get_slice(name)
-                code = part.get_dtype()
-                yield name, Stored(tuple(part.get_shape()), DTYPES.get(code, code))
+                tensor = file.get_slice(name)
+                code = tensor.get_dtype()
+                yield name, StoredTensor(tuple(tensor.get_shape()), DTYPES.get(code, code))
     except (SafetensorError, OSError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"the weights of {str(path.parent)!r} cannot be read: {path.name}: {reason}") from error
@@ -291,40 +291,41 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: a weight that is stored as something else, by name.
     """
-    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    wrong = [f"{name} is {dtype}" for name, dtype in sorted(names.items()) if dtype not in FLOATS]
-    if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    dtype_names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    unsupported = [f"{name} is {dtype}" for name, dtype in sorted(dtype_names.items()) if dtype not in FLOATS]
+    if unsupported:
+        suffix = f" and {len(unsupported) - 4} more" if len(unsupported) > 4 else ""
         raise CheckpointError(
-            f"the weights of {source!r} are not stored as numbers that can be used: {', '.join(wrong[:4])}{more}; they "
-            f"must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
+            f"the weights of {source!r} are not stored as numbers that can be used: "
+            f"{', '.join(unsupported[:4])}{suffix}; they must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
         )
 
 
-def states_quantiser(source: str, config: Mapping[str, Any]) -> bool:
+def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
     """Whether config.json says how the weights are quantised.
 
     Raises:
         CheckpointError: a way that transformers does not know.
     """
-    stated = config.get("quantization_config")
-    if stated is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return False
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
+        is_known = isinstance(quantization, dict) and AutoHfQuantizer.supports_quant_method(quantization)
     except (TypeError, ValueError):
-        known = False
-    if not known:
+        is_known = False
+    if not is_known:
         raise CheckpointError(
-            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
+            f"config.json of {source!r}: quantization_config={shown(quantization)} names no quant_method of "
+            "transformers'"
         )
     return True
 
 
-def check_foreign_dtypes(
-    source: str, config: Mapping[str, Any], revision: str | None, unused: tuple[str, ...] = ()
+def check_stored_dtypes(
+    source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
     """The same for a folder that transformers' own classes read; those with a `quantization_config` are left to them.
 
@@ -335,24 +336,26 @@ def check_foreign_dtypes(
         CheckpointError: a weight of another dtype, by name, or files that cannot be read.
     """
     if config.get("quantization_config") is None:
-        stored = stored_weights(source, revision)
-        kept = {name: entry.dtype for name, entry in stored.items() if not name.endswith((*COUNTERS, *unused))}
-        check_dtypes(source, kept)
+        headers = read_weight_headers(source, revision)
+        dtypes = {
+            name: header.dtype for name, header in headers.items() if not name.endswith((*COUNTERS, *unused_suffixes))
+        }
+        check_dtypes(source, dtypes)
 
 
-def published_to_own(name: str, names: Mapping[str, str]) -> str:
+def rename_weight(name: str, patterns: Mapping[str, str]) -> str:
     """What the model calls a weight of the checkpoint."""
-    for pattern, replacement in names.items():
+    for pattern, replacement in patterns.items():
         if re.search(pattern, name):
             return re.sub(pattern, replacement, name)
     return name
 
 
 def check_fit(
-    needed: Mapping[str, Any],
+    expected: Mapping[str, Any],
     weights: Mapping[str, Any],
     source: str,
-    what: str = "",
+    target: str = "",
     optional: Collection[str] = (),
     unused: tuple[str, ...] = (),
 ) -> None:
@@ -362,26 +365,28 @@ def check_fit(
         source: the file. what: that the message says they do not fit.
         optional: names that may be missing. unused: how names begin that nothing needs.
     """
-    wrong = {
-        "missing": [name for name in needed if name not in weights and name not in optional],
-        "unexpected": [name for name in weights if name not in needed and not name.startswith(unused)],
+    problems = {
+        "missing": [name for name in expected if name not in weights and name not in optional],
+        "unexpected": [name for name in weights if name not in expected and not name.startswith(unused)],
         "mismatched": [
-            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            f"{name} {list(tensor.shape)} instead of {list(expected[name].shape)}"
             for name, tensor in weights.items()
-            if name in needed and tensor.shape != needed[name].shape
+            if name in expected and tensor.shape != expected[name].shape
         ],
     }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit{what and ' '}{what}: {listed(wrong)}")
+    if any(problems.values()):
+        raise CheckpointError(
+            f"the weights of {source!r} do not fit{target and ' '}{target}: {format_problems(problems)}"
+        )
 
 
-def listed(wrong: Mapping[str, list[str]]) -> str:
+def format_problems(problems: Mapping[str, list[str]]) -> str:
     """{"missing": [...], ...} in one line, a few names of each kind."""
     parts = []
-    for kind, names in wrong.items():
+    for kind, names in problems.items():
         if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            parts.append(f"{kind} weights: {', '.join(sorted(names)[:4])}{more}")
+            suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            parts.append(f"{kind} weights: {', '.join(sorted(names)[:4])}{suffix}")
     return "; ".join(parts)
 
 
@@ -395,9 +400,9 @@ def read_module(
     *,
     gguf_file: str | None = None,
     computed: Sequence[str] = (),
-    beside: tuple[str, ...] = (),
+    read_elsewhere: tuple[str, ...] = (),
     tp_plan: Any = None,
-    **given: Any,
+    **options: Any,
 ) -> Any:
     """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
 
@@ -414,47 +419,49 @@ def read_module(
     from safetensors import SafetensorError
 
     files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
-    given = {name: value for name, value in given.items() if value is not None} | files
+    options = {name: value for name, value in options.items() if value is not None} | files
     if tp_plan is not None:
-        given["distributed_config"] = distributed_config(tp_plan, given["config"], source)
+        options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
     try:
-        with quietly(source, gguf_file or WEIGHTS, revision):
+        with silence_loading(source, gguf_file or WEIGHTS, revision):
             # strict below: sizes that differ are reported by name instead of raised by the first
-            module, info = cls.from_pretrained(
-                source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **given
+            module, loading_info = cls.from_pretrained(
+                source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"the weights of {source!r} cannot be read: {first_line(error)}") from error
     problems = {
-        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
+        kind: [str(key[0] if isinstance(key, tuple) else key) for key in loading_info[f"{kind}_keys"]]
         for kind in ("missing", "unexpected", "mismatched")
     }
     problems["unexpected"] = [
-        name for name in problems["unexpected"] if not name.endswith(tuple(computed)) and not name.startswith(beside)
+        name
+        for name in problems["unexpected"]
+        if not name.endswith(tuple(computed)) and not name.startswith(read_elsewhere)
     ]
     if any(problems.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {format_problems(problems)}")
     return module
 
 
 @contextmanager
-def quietly(source: str, weights: str, revision: str | None) -> Iterator[None]:
+def silence_loading(source: str, weights: str, revision: str | None) -> Iterator[None]:
     """Without transformers' table of keys, which is replaced by an error, and without a bar for what is soon loaded."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    found = fetch(source, weights, revision)
-    if found is not None and found.stat().st_size < PROGRESS_BAR_FROM:
+    path = fetch(source, weights, revision)
+    if path is not None and path.stat().st_size < PROGRESS_BAR_FROM:
         logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if has_bars:
             logging.enable_progress_bar()
 
 
-def reason(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of an error."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

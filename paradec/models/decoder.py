@@ -18,11 +18,11 @@ from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword, thread
 from paradec.models.layers import LayerOutputs, decoder_layers
-from paradec.models.visibility import beyond_plain, visible_keys
+from paradec.models.visibility import special_attention, visible_keys
 
-EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+SEE_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask that hides nothing: transformers passes masks of four dimensions on, and without one makes its causal mask."""
-PLAIN = frozenset(
+PLAIN_CLASSES = frozenset(
     f"{name}ForCausalLM" for name in "Llama Mistral Ministral3 Qwen2 Qwen3 Qwen3Moe Glm4Moe SmolLM3 GptOss".split()
 )
 """Classes of transformers whose logits are `lm_head` of the output of `model`."""
@@ -33,13 +33,13 @@ class Decoder(Model):
 
     kind = "decoder"
 
-    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
-        super().__init__(module, facts, *others, **named)
-        self._masks_itself = getattr(getattr(module, "config", None), "is_causal", True) is not False
+    def __init__(self, module: nn.Module, facts: ModelFacts, *args: Any, **kwargs: Any):
+        super().__init__(module, facts, *args, **kwargs)
+        self._makes_causal_mask = getattr(getattr(module, "config", None), "is_causal", True) is not False
         """Whether a causal module makes its causal mask (the modules that `load` makes do not)."""
 
     @cached_property
-    def _slices_rows(self) -> bool:
+    def _slices_logits(self) -> bool:
         """Whether the module's forward takes [R, W] positions as `logits_to_keep`: those of transformers do from 5.23
         on. Not with layers on several devices, where the device of the positions is unknown."""
         from transformers import modeling_utils
@@ -53,12 +53,12 @@ class Decoder(Model):
         )
 
     @property
-    def _takes_masks(self) -> bool:
+    def _accepts_masks(self) -> bool:
         if self.facts.topology != "causal":
             return True
         # causal modules keep their attention; a mask replaces the plain one only
         name = self.attn_implementation or self.module.config._attn_implementation
-        return name == "sdpa" and not beyond_plain(self.module)
+        return name == "sdpa" and not special_attention(self.module)
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, CausalQuery) or query.keep_layers is None:
@@ -73,12 +73,12 @@ class Decoder(Model):
 
     def _call(self, query: Query, store: Any) -> Tensor:
         """Call the module, or its parts, and check that they followed the arguments."""
-        extra = {}
+        arguments = {}
         if store is not None or getattr(query, "attention", None) is not None:
-            extra = cache_and_plan(self.module, query, store)
+            arguments = cache_and_plan(self.module, query, store)
         mask = self._visible(query, store)
-        if mask is None and self._sees_all:
-            mask = EVERYTHING
+        if mask is None and self._has_paradec_attention:
+            mask = SEE_ALL
         attended = thread.attended
         attended.value = False
         logits = self._evaluate(
@@ -87,15 +87,15 @@ class Decoder(Model):
             attention_mask=mask,
             position_ids=query.positions,
             use_cache=store is not None,
-            **extra,
+            **arguments,
         )
-        if self._sees_all and not attended.value:
+        if self._has_paradec_attention and not attended.value:
             raise RuntimeError(
                 f"{self.facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated "
                 f"with topology={self.facts.topology!r}"
             )
-        if extra:
-            check_followed(self.facts.name, extra)
+        if arguments:
+            check_arguments_used(self.facts.name, arguments)
         return logits
 
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
@@ -104,18 +104,18 @@ class Decoder(Model):
         if calls_parts(module):
             # embedding, layers and norm; then the output matrix on the wanted positions
             hidden = module.model(**arguments).last_hidden_state
-            if keeps_hidden(query):
+            if needs_hidden(query):
                 query.hidden = hidden
             logits = module.lm_head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
             return logits.to(query.tokens.device)
-        if self._slices_rows and query.wanted is not None:
+        if self._slices_logits and query.wanted is not None:
             arguments["logits_to_keep"] = query.wanted
-        if keeps_hidden(query):
+        if needs_hidden(query):
             arguments["output_hidden_states"] = True
         output = module(**arguments)
-        if keeps_hidden(query):
+        if needs_hidden(query):
             query.hidden = output.hidden_states[-1]
-        if query.wanted is None or self._slices_rows:
+        if query.wanted is None or self._slices_logits:
             return output.logits
         return take_columns(output.logits, query.wanted)
 
@@ -123,7 +123,7 @@ class Decoder(Model):
         """[R, 1, Q or 1, K] bool: keys of the call, or of a store too, that each column sees; None for all."""
         if self.facts.topology == "bidirectional" and store is None and query.valid is None and query.visible is None:
             return None
-        return visible_keys(self.facts, query, store, self._masks_itself)
+        return visible_keys(self.facts, query, store, self._makes_causal_mask)
 
     def store_bytes(self, rows: int, length: int, store_dtype: str | None = None) -> int:
         """Bytes of a store of `rows` rows and `length` positions, in this process."""
@@ -143,31 +143,31 @@ class Decoder(Model):
         from paradec.caches.store import KeyValueStore
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = self.store_bytes(rows, length - start, store_dtype)
-        what = f"the key/value store of {rows} x {length - start} positions"
+        num_bytes = self.store_bytes(rows, length - start, store_dtype)
+        description = f"the key/value store of {rows} x {length - start} positions"
         if start:
-            needed += self.store_bytes(1, start - 1, store_dtype)
-            what += f" and {start} that all rows share"
+            num_bytes += self.store_bytes(1, start - 1, store_dtype)
+            description += f" and {start} that all rows share"
         try:
-            check_memory(needed, self.device, max_memory, what)
+            check_memory(num_bytes, self.device, max_memory, description)
         except ValueError:
             if max_memory is not None or not self.engines:
                 raise
             self.engines.clear()  # these hold memory for requests that may never come
-            check_memory(needed, self.device, max_memory, what)
+            check_memory(num_bytes, self.device, max_memory, description)
         return KeyValueStore(rows, length, self.device, dtype, start)
 
 
-def keeps_hidden(query: Query) -> TypeGuard[CausalQuery]:
+def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
     """Whether the query asks for hidden states."""
     return isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers is not None)
 
 
 def calls_parts(module: Any) -> bool:
-    """Whether a call of the module equals calls of its parts: a class in `PLAIN`, without hooks, compiled code or a
-    replaced forward. (accelerate's hook on the whole module aligns devices.)"""
+    """Whether a call of the module equals calls of its parts: a class in `PLAIN_CLASSES` without hooks, compiled code
+    or a replaced forward. (accelerate's hook on the whole module aligns devices.)"""
     return (
-        type(module).__name__ in PLAIN
+        type(module).__name__ in PLAIN_CLASSES
         and type(module).__module__.startswith("transformers.")
         and not (module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl)
         and ("forward" not in vars(module) or hasattr(module, "_hf_hook"))
@@ -176,24 +176,24 @@ def calls_parts(module: Any) -> bool:
 
 def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
     """The module's keyword arguments for a call over a store, or with a plan for its attention."""
-    extra: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if store is not None:
-        extra = cache_keyword(module, store.bind(query))
+        arguments = cache_keyword(module, store.bind(query))
         if store.shared is not None:
-            extra["shared_prefix"] = store.shared.begin()
+            arguments["shared_prefix"] = store.shared.begin()
     plan = query.attention if isinstance(query, WindowQuery) else None
     if plan is not None:
         plan.attended = False
         if query.visible is None:
-            extra["attention_plan"] = plan
+            arguments["attention_plan"] = plan
         else:
             warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=4)
-    return extra
+    return arguments
 
 
-def check_followed(name: str, extra: Mapping[str, Any]) -> None:
+def check_arguments_used(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise RuntimeError where the model of this name has not passed its keyword arguments on."""
-    shared, plan = extra.get("shared_prefix"), extra.get("attention_plan")
+    shared, plan = arguments.get("shared_prefix"), arguments.get("attention_plan")
     if shared is not None:
         shared.check_read(name)
     if plan is not None and not plan.attended:

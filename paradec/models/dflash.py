@@ -30,25 +30,25 @@ from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import (
     CheckpointError,
-    Stored,
-    check_foreign_dtypes,
-    flag,
-    positive,
+    StoredTensor,
+    check_stored_dtypes,
+    read_flag,
     read_module,
-    stored_weights,
+    read_positive,
+    read_weight_headers,
 )
 from paradec.models.drafter import (
     FeatureDrafter,
-    angles_of,
+    build_config,
     check_base,
     check_base_sizes,
-    configured,
-    layer_fields,
     make_drafter,
+    read_angles,
+    read_layer_fields,
 )
 from paradec.models.layers import decoder_layers
 
-IN_TREE = "muse_glimmer_assistant"
+TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""
 KEY_MAPPING = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
 """z-lab's names of weights, and transformers'."""
@@ -58,7 +58,7 @@ FIELDS = (
 )
 """What z-lab's `dflash_config` may hold; norms per layer are refused."""
 NUMBERS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -159,16 +159,16 @@ class DFlashDrafter(FeatureDrafter):
     def states(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """What is made of the rows that draft, [R, n, D]; arguments as for a call."""
         with torch.no_grad():
-            count = features.shape[1]
+            num_context = features.shape[1]
             cache = store.bind(query)
-            found = self.module(
-                noise_embeds=self._embedded(query.tokens[:, count:]).to(self.device, self.dtype),
+            output = self.module(
+                noise_embeds=self._embedded(query.tokens[:, num_context:]).to(self.device, self.dtype),
                 context_hidden_states=features.to(self.device, self.dtype),
-                attention_mask=self._masks(query, store, count),
+                attention_mask=self._masks(query, store, num_context),
                 position_ids=query.positions,
                 **cache_keyword(self.module, cache),
             )
-            return found.last_hidden_state[:, self.settings.first :]
+            return output.last_hidden_state[:, self.settings.first :]
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, n, V] of states [R, n, D]."""
@@ -178,30 +178,30 @@ class DFlashDrafter(FeatureDrafter):
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """ids [R, Q] -> [R, Q, D]."""
-        own = getattr(self.base.module, "get_input_embeddings", None)
-        if self.settings.raw or own is None:
+        get_embeddings = getattr(self.base.module, "get_input_embeddings", None)
+        if self.settings.raw or get_embeddings is None:
             return nn.functional.embedding(ids, self.base.token_embeddings()) * self.settings.scale
-        part = own()
-        if hasattr(part, "embed_norm"):  # drafters are trained without it
-            return nn.Embedding.forward(part, ids) * self.settings.scale
-        embedded: Tensor = part(ids)
+        embedding = get_embeddings()
+        if hasattr(embedding, "embed_norm"):  # drafters are trained without it
+            return nn.Embedding.forward(embedding, ids) * self.settings.scale
+        embedded: Tensor = embedding(ids)
         return embedded * self.settings.scale
 
-    def _masks(self, query: Query, store: KeyValueStore, count: int) -> dict[str, Tensor]:
+    def _masks(self, query: Query, store: KeyValueStore, num_context: int) -> dict[str, Tensor]:
         """[R, 1, block, K] bool by the layers' type: which keys the block sees."""
         mask, keys = store.visible(query)
         assert mask is not None  # the query says who sees whom
-        full = mask[:, :, count:]
+        full = mask[:, :, num_context:]
         settings = self.settings
         if not settings.window:
             return {"full_attention": full}
-        distance = query.positions[:, count:, None] - keys[:, None, :]
-        near = distance < settings.window
-        near &= distance >= 0 if settings.causal else -distance < settings.window
+        distance = query.positions[:, num_context:, None] - keys[:, None, :]
+        in_window = distance < settings.window
+        in_window &= distance >= 0 if settings.causal else -distance < settings.window
         if settings.anchored:
-            near = query.positions[:, count, None, None] - keys[:, None, :] <= settings.window
-            near = near & (distance >= 0) if settings.causal else near
-        return {"full_attention": full, "sliding_attention": full & near[:, None]}
+            in_window = query.positions[:, num_context, None, None] - keys[:, None, :] <= settings.window
+            in_window = in_window & (distance >= 0) if settings.causal else in_window
+        return {"full_attention": full, "sliding_attention": full & in_window[:, None]}
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -217,22 +217,26 @@ def load_dflash(
             transformers that has no such network.
         TypeError, ValueError: a base that it cannot draft for.
     """
-    own, settings = settings_of(source, published_fields(source, config), base, config.get("dflash_config") is not None)
-    module = read_network(source, network(source)[1], own, settings, base, dtype, revision, "dflash_config" in config)
+    fields, settings = read_settings(
+        source, flatten_config(source, config), base, config.get("dflash_config") is not None
+    )
+    module = read_network(
+        source, network_classes(source)[1], fields, settings, base, dtype, revision, "dflash_config" in config
+    )
     return make_drafter(DFlashDrafter, source, module, base, settings)
 
 
 def read_network(
     source: str,
     cls: Any,
-    own: Mapping[str, Any],
+    fields: Mapping[str, Any],
     settings: BlockSettings,
     base: Model,
     dtype: torch.dtype | None,
     revision: str | None,
     published: bool = True,
-    unused: tuple[str, ...] = (),
-    **more: Any,
+    unused_suffixes: tuple[str, ...] = (),
+    **extra: Any,
 ) -> Any:
     """The network, on the base's device.
 
@@ -243,19 +247,19 @@ def read_network(
     Raises:
         CheckpointError: weights that do not fit.
     """
-    _check_sizes(source, own, stored_weights(source, revision))
-    check_foreign_dtypes(source, {}, revision, unused)
+    _check_sizes(source, fields, read_weight_headers(source, revision))
+    check_stored_dtypes(source, {}, revision, unused_suffixes)
     ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
-    made = configured(source, network(source)[0], **own, **ids)
-    for name, value in (more | {"target_layer_ids": list(settings.target_layer_ids)}).items():
-        setattr(made, name, value)
-    made._attn_implementation = "sdpa"
+    config = build_config(source, network_classes(source)[0], **fields, **ids)
+    for name, value in (extra | {"target_layer_ids": list(settings.target_layer_ids)}).items():
+        setattr(config, name, value)
+    config._attn_implementation = "sdpa"
     options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
-    options |= {"computed": unused, "dtype": dtype or base.dtype}
-    return read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
+    options |= {"computed": unused_suffixes, "dtype": dtype or base.dtype}
+    return read_module(cls, source, revision, config=config, **options).to(base.device).requires_grad_(False)
 
 
-def network(source: str) -> tuple[Any, Any]:
+def network_classes(source: str) -> tuple[Any, Any]:
     """transformers' classes of the config and of the network, which older releases do not have."""
     try:
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -267,21 +271,21 @@ def network(source: str) -> tuple[Any, Any]:
     return MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 
-def settings_of(
-    source: str, given: Mapping[str, Any], base: Model, published: bool = True
+def read_settings(
+    source: str, config: Mapping[str, Any], base: Model, published: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
     """Fields of transformers' config, and the rest, of all that config.json states.
 
     Args:
         published: whether the format is not transformers'.
     """
-    own = _network_fields(source, given, base, published)
-    own["rope_parameters"] = angles_of(source, given, 10000.0 if published else 500000.0)
-    settings = _block_settings(source, given, base, published, "sliding_attention" in own["layer_types"])
-    return own | {"target_layer_ids": given["target_layer_ids"]}, settings
+    fields = _read_network_fields(source, config, base, published)
+    fields["rope_parameters"] = read_angles(source, config, 10000.0 if published else 500000.0)
+    settings = _read_block_settings(source, config, base, published, "sliding_attention" in fields["layer_types"])
+    return fields | {"target_layer_ids": config["target_layer_ids"]}, settings
 
 
-def published_fields(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
+def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
     """All that config.json states, of z-lab's `dflash_config` too.
 
     Args:
@@ -290,18 +294,22 @@ def published_fields(source: str, config: Mapping[str, Any], known: Sequence[str
     Raises:
         CheckpointError: a variant that is not read.
     """
-    where, published = f"config.json of {source!r}", config.get("dflash_config")
-    if published is not None and not isinstance(published, dict):
-        raise CheckpointError(f"{where}: dflash_config={shown(published)} must be an object")
-    inner = {name: value for name, value in (published or {}).items() if value is not None}
-    if other := sorted(name for name, value in inner.items() if name not in known and value not in (None, False)):
-        raise CheckpointError(f"{where}: dflash_config has {', '.join(other)}, of a variant of DFlash that is not read")
-    if flag(config, "attention_bias", False):
+    where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
+    if dflash_config is not None and not isinstance(dflash_config, dict):
+        raise CheckpointError(f"{where}: dflash_config={shown(dflash_config)} must be an object")
+    dflash_fields = {name: value for name, value in (dflash_config or {}).items() if value is not None}
+    if unknown := sorted(
+        name for name, value in dflash_fields.items() if name not in known and value not in (None, False)
+    ):
+        raise CheckpointError(
+            f"{where}: dflash_config has {', '.join(unknown)}, of a variant of DFlash that is not read"
+        )
+    if read_flag(config, "attention_bias", False):
         raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")
-    return {name: value for name, value in {**config, **inner}.items() if value is not None}
+    return {name: value for name, value in {**config, **dflash_fields}.items() if value is not None}
 
 
-def _network_fields(source: str, given: Mapping[str, Any], base: Model, published: bool) -> dict[str, Any]:
+def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, published: bool) -> dict[str, Any]:
     """Sizes of the network, layers and activation, as transformers' config has them.
 
     Args:
@@ -309,38 +317,45 @@ def _network_fields(source: str, given: Mapping[str, Any], base: Model, publishe
     """
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
-    check_base_sizes(source, base, **{name: given.get(name) for name in names})
-    layers = positive(given, "num_hidden_layers")
-    if layers > MOST_LAYERS:
-        raise CheckpointError(f"{where}: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
-    kinds = given.get("layer_types", ["full_attention" if published else "sliding_attention"] * layers)
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in LAYER_TYPES for kind in kinds):
+    check_base_sizes(source, base, **{name: config.get(name) for name in names})
+    num_layers = read_positive(config, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise CheckpointError(f"{where}: num_hidden_layers={num_layers} must be at most {MAX_LAYERS}")
+    layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or not all(kind in LAYER_TYPES for kind in layer_types)
+    ):
         raise CheckpointError(
-            f"{where}: layer_types={shown(kinds)} must name num_hidden_layers={layers} of {', '.join(LAYER_TYPES)}"
+            f"{where}: layer_types={shown(layer_types)} must name num_hidden_layers={num_layers} of "
+            f"{', '.join(LAYER_TYPES)}"
         )
-    fields = layer_fields(source, given, max_position_embeddings=131072)
-    return fields | {"num_hidden_layers": layers, "layer_types": kinds}
+    fields = read_layer_fields(source, config, max_position_embeddings=131072)
+    return fields | {"num_hidden_layers": num_layers, "layer_types": layer_types}
 
 
-def _block_settings(source: str, given: Mapping[str, Any], base: Model, published: bool, slides: bool) -> BlockSettings:
+def _read_block_settings(
+    source: str, config: Mapping[str, Any], base: Model, published: bool, has_window: bool
+) -> BlockSettings:
     """What the drafter is beside its network.
 
     Args:
         published: whether the format is z-lab's. slides: whether a layer has a window.
     """
-    where, targets, mask = f"config.json of {source!r}", given.get("target_layer_ids"), given.get("mask_token_id")
+    where, targets, mask = f"config.json of {source!r}", config.get("target_layer_ids"), config.get("mask_token_id")
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
         raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
     if type(mask) is not int:
         raise CheckpointError(f"{where}: mask_token_id={shown(mask)} must be an integer")
-    given = {"sliding_window": 2048, "block_size": 16, **given}
+    config = {"sliding_window": 2048, "block_size": 16, **config}
     # transformers sees one position further than z-lab's code
-    window = positive(given, "sliding_window") + (not published) if slides else 0
-    block = positive(given, "block_size")
-    longest = base.facts.max_length or LARGEST_INT  # of the base
-    if not 2 <= block <= longest:
-        raise CheckpointError(f"{where}: block_size={block} must be an integer from 2 to {longest}")
-    scale, multiplier, cap = (given.get(name, default) for name, default in NUMBERS.items())
+    window = read_positive(config, "sliding_window") + (not published) if has_window else 0
+    block = read_positive(config, "block_size")
+    max_block = base.facts.max_length or LARGEST_INT  # of the base
+    if not 2 <= block <= max_block:
+        raise CheckpointError(f"{where}: block_size={block} must be an integer from 2 to {max_block}")
+    scale, multiplier, cap = (config.get(name, default) for name, default in NUMBERS.items())
     try:
         check_number("input_embedding_scale", scale, low=0, open_low=True)
         check_number("output_multiplier", multiplier, low=0, open_low=True)
@@ -352,7 +367,7 @@ def _block_settings(source: str, given: Mapping[str, Any], base: Model, publishe
         mask_token_id=mask,
         target_layer_ids=tuple(targets),
         window=window,
-        causal=published and flag(given, "is_causal", True) is not False,
+        causal=published and read_flag(config, "is_causal", True) is not False,
         raw=published,
         scale=float(scale),
         multiplier=float(multiplier),
@@ -360,20 +375,20 @@ def _block_settings(source: str, given: Mapping[str, Any], base: Model, publishe
     )
 
 
-def _check_sizes(source: str, own: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+def _check_sizes(source: str, fields: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> None:
     """Raise CheckpointError for sizes that the weights do not have, before a module of them is built."""
     heads, kv_heads, inner, width = (
-        own[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
+        fields[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
     )
-    for stated, rows, name in (
+    for setting, rows, name in (
         (f"num_attention_heads={heads} of head_dim={width}", heads * width, "self_attn.q_proj"),
         (f"num_key_value_heads={kv_heads} of head_dim={width}", kv_heads * width, "self_attn.k_proj"),
         (f"intermediate_size={inner}", inner, "mlp.gate_proj"),
     ):
-        weight = f"layers.{own['num_hidden_layers'] - 1}.{name}.weight"
-        if weight not in stored or stored[weight].shape[:1] != (rows,):
-            found = f"has {stored[weight].shape[0]}" if weight in stored else "is missing"
+        weight = f"layers.{fields['num_hidden_layers'] - 1}.{name}.weight"
+        if weight not in headers or headers[weight].shape[:1] != (rows,):
+            actual = f"has {headers[weight].shape[0]}" if weight in headers else "is missing"
             raise CheckpointError(
-                f"the weights of {source!r} do not fit config.json: num_hidden_layers={own['num_hidden_layers']} and "
-                f"{stated} need {rows} rows of {weight}, which {found}"
+                f"the weights of {source!r} do not fit config.json: num_hidden_layers={fields['num_hidden_layers']} "
+                f"and {setting} need {rows} rows of {weight}, which {actual}"
             )

@@ -25,9 +25,9 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from paradec.core.checks import shown
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, flag, positive
-from paradec.models.dflash import FIELDS, DFlashDrafter, published_fields, read_network, settings_of
-from paradec.models.drafter import flat_config, make_drafter
+from paradec.models.checkpoint import CheckpointError, read_flag, read_positive
+from paradec.models.dflash import FIELDS, DFlashDrafter, flatten_config, read_network, read_settings
+from paradec.models.drafter import flatten_speculators_config, make_drafter
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -43,13 +43,13 @@ class Convolution(nn.Module):
 
     def kernels(self, x: Tensor) -> Tensor:
         """x [R, n, D] -> [R, n, 2, taps, D]."""
-        own = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
-        return self.base_kernel + own.repeat_interleave(self.group, -1)
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return self.base_kernel + dynamic.repeat_interleave(self.group, -1)
 
     def forward(self, y: Tensor, kernel: Tensor) -> Tensor:
         """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: of each row and those before it in the block."""
-        parts = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
-        return sum(nn.functional.pad(part, (0, 0, y.shape[1] - part.shape[1], 0)) for part in parts)  # type: ignore[return-value]
+        terms = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
+        return sum(nn.functional.pad(term, (0, 0, y.shape[1] - term.shape[1], 0)) for term in terms)  # type: ignore[return-value]
 
 
 class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no-any-unimported]
@@ -60,11 +60,11 @@ class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no
         sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
         self.attention_conv, self.mlp_conv = Convolution(*sizes), Convolution(*sizes)
 
-    def forward(self, hidden_states: Tensor, context_hidden_states: Tensor, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, context_hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """hidden_states [R, n, D], the block -> [R, n, D]."""
 
         def attention(x: Tensor) -> Tensor:
-            return self.self_attn(hidden_states=x, context_hidden_states=context_hidden_states, **given)[0]
+            return self.self_attn(hidden_states=x, context_hidden_states=context_hidden_states, **kwargs)[0]
 
         for norm, convolution, sublayer in (
             (self.input_layernorm, self.attention_conv, attention),
@@ -113,7 +113,7 @@ class SelectorWalk:
     projected: Tensor
     vocab: int
 
-    def candidates_of(self, slot: int) -> Tensor:
+    def slot_candidates(self, slot: int) -> Tensor:
         """[R, K] int64: the tokens that a slot's draft is one of, the likeliest first."""
         return self.candidates[:, slot]
 
@@ -127,8 +127,8 @@ class SelectorWalk:
     def logits(self, slot: int, previous: Tensor) -> Tensor:
         """[R, V]: the scores, and minus infinity for all other tokens."""
         scores = self.scores(slot, previous)
-        every = scores.new_full((len(scores), self.vocab), -torch.inf)
-        return every.scatter_(1, self.candidates[:, slot], scores)
+        expanded = scores.new_full((len(scores), self.vocab), -torch.inf)
+        return expanded.scatter_(1, self.candidates[:, slot], scores)
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -168,19 +168,19 @@ def load_dflash2(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs = config.get("speculators_model_type") is not None
-    given = flat_config(source, config, base) if theirs else _published(source, config)
-    sizes: dict[str, Any] = {name: positive(given, name) for name in SIZES}
-    width = given.get("hidden_size")
+    is_speculators = config.get("speculators_model_type") is not None
+    fields = flatten_speculators_config(source, config, base) if is_speculators else _published(source, config)
+    sizes: dict[str, Any] = {name: read_positive(fields, name) for name in SIZES}
+    width = fields.get("hidden_size")
     if isinstance(width, int) and width % sizes["conv_group_size"]:
         raise CheckpointError(
             f"config.json of {source!r}: conv_group_size={sizes['conv_group_size']} must divide hidden_size={width}"
         )
-    own, settings = settings_of(source, given, base)
-    changes = {"first": 0 if flag(given, "sample_from_anchor", False) else 1, "anchored": theirs}
+    network_fields, settings = read_settings(source, fields, base)
+    changes = {"first": 0 if read_flag(fields, "sample_from_anchor", False) else 1, "anchored": is_speculators}
     settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
     sizes["model_vocab_size"] = base.facts.vocab_size
-    module = read_network(source, DFlash2Network, own, settings, base, dtype, revision, **sizes)
+    module = read_network(source, DFlash2Network, network_fields, settings, base, dtype, revision, **sizes)
     return make_drafter(DFlash2Drafter, source, module, base, settings)
 
 
@@ -189,5 +189,5 @@ def _published(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json of {source!r}: dflash_config={shown(config.get('dflash_config'))} must be an object"
         )
-    given = published_fields(source, config, (*FIELDS, *SIZES, "causal"))
-    return {"is_causal": given.get("causal", True), **given}
+    fields = flatten_config(source, config, (*FIELDS, *SIZES, "causal"))
+    return {"is_causal": fields.get("causal", True), **fields}

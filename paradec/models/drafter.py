@@ -18,7 +18,7 @@ from paradec.core.checks import check_bool, check_choice, check_model, check_num
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import check_memory
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, flag, positive
+from paradec.models.checkpoint import CheckpointError, read_flag, read_positive
 
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
@@ -82,19 +82,19 @@ class FeatureDrafter:
         )
         return KeyValueStore(rows, length, self.device)
 
-    def of_all_tokens(self, logits: Tensor) -> Tensor:
+    def expand_logits(self, logits: Tensor) -> Tensor:
         """[..., V] of logits [..., Vd] of the drafter's own tokens: minus infinity for the others."""
         if self.tokens is None:
             return logits
-        every = logits.new_full((*logits.shape[:-1], self.facts.vocab_size), -torch.inf)
-        return every.index_copy_(-1, self.tokens, logits)
+        expanded = logits.new_full((*logits.shape[:-1], self.facts.vocab_size), -torch.inf)
+        return expanded.index_copy_(-1, self.tokens, logits)
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
         """What is carried from position to position [R, F, D] of what the model left [R, F, layers * D]: the same, but
         for drafters that read several layers and say otherwise."""
         return features
 
-    def bound(self, model: Model) -> Self:
+    def bind(self, model: Model) -> Self:
         """The drafter over what `base` became for one request (image models know its rows in a copy).
 
         Raises:
@@ -105,9 +105,9 @@ class FeatureDrafter:
                 f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
                 f"draft for {model.facts.name}: load it again with base= this model"
             )
-        bound = copy.copy(self)
-        bound.base = model
-        return bound
+        drafter = copy.copy(self)
+        drafter.base = model
+        return drafter
 
 
 def check_base(base: Any) -> None:
@@ -126,22 +126,23 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
 
 
-def check_base_sizes(source: str, base: Model, **stated: Any) -> None:
+def check_base_sizes(source: str, base: Model, **sizes: Any) -> None:
     """Raise CheckpointError for a drafter whose config.json states other sizes than its model's; None states none."""
-    needed = {
+    base_sizes = {
         "hidden_size": base.hidden_size,
         "target_hidden_size": base.hidden_size,
         "vocab_size": base.facts.vocab_size,
         "num_target_layers": base.text_config.num_hidden_layers,
     }
-    for name, value in stated.items():
-        if value not in (None, needed[name]):
+    for name, value in sizes.items():
+        if value not in (None, base_sizes[name]):
             raise CheckpointError(
-                f"{source!r} has {name}={shown(value)}, {base.facts.name} {needed[name]}: it drafts for another model"
+                f"{source!r} has {name}={shown(value)}, {base.facts.name} {base_sizes[name]}: it drafts for another "
+                "model"
             )
 
 
-def layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """Sizes of a drafter's decoder layers, as transformers' configurations have them.
 
     Args:
@@ -151,59 +152,59 @@ def layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dic
         CheckpointError: a field that is missing or out of its range.
     """
     where = f"config.json of {source!r}"
-    hidden, heads = (positive(config, name) for name in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (read_positive(config, name) for name in ("hidden_size", "num_attention_heads"))
     defaults |= {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    given = defaults | {name: value for name, value in config.items() if value is not None}
-    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
+    fields = defaults | {name: value for name, value in config.items() if value is not None}
+    kv_heads, width = (read_positive(fields, name) for name in ("num_key_value_heads", "head_dim"))
     if heads % kv_heads or width % 2:
         raise CheckpointError(
             f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
             "together"
         )
-    activation = given["hidden_act"]
+    activation = fields["hidden_act"]
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
     return {
         "hidden_size": hidden,
-        "intermediate_size": positive(config, "intermediate_size"),
+        "intermediate_size": read_positive(config, "intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": width,
         "hidden_act": activation,
-        "rms_norm_eps": float(positive(given, "rms_norm_eps")),
-        "max_position_embeddings": positive(given, "max_position_embeddings"),
+        "rms_norm_eps": float(read_positive(fields, "rms_norm_eps")),
+        "max_position_embeddings": read_positive(fields, "max_position_embeddings"),
     }
 
 
-def make_drafter(cls: Any, source: str, *parts: Any) -> Any:
+def make_drafter(cls: Any, source: str, *args: Any) -> Any:
     """A drafter of class `cls`, by the name of its folder; CheckpointError where it refuses its parts."""
     try:
-        return cls(*parts, os.path.basename(source.rstrip("/")) or source)
+        return cls(*args, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
 
 
-def angles_of(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """The rotary angles that a drafter's config.json says, as transformers' `rope_parameters`; of base `theta` where it
     states none.
 
     Raises:
         CheckpointError: a field that is not known, of a wrong type or out of its range, or two bases.
     """
-    stated = config.get("rope_theta")
+    base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
     try:
-        check_number("rope_theta", stated, low=0, open_low=True, none=True)
+        check_number("rope_theta", base, low=0, open_low=True, none=True)
         if not isinstance(fields, dict):
             raise ValueError(f"{name}={shown(fields)} must be an object or null")
-        found = {"rope_theta": float(theta if stated is None else stated), "rope_type": "default"}
+        angles = {"rope_theta": float(theta if base is None else base), "rope_type": "default"}
         for field, value in fields.items():
             if value is None:
                 continue
             if field in ("rope_type", "type"):
                 check_choice(f"{name}[{field!r}]", value, ("default", *ROPE_INIT_FUNCTIONS))
-                found["rope_type"] = value
+                angles["rope_type"] = value
                 continue
             if field in ROPE_NUMBERS:
                 check_number(f"{name}[{field!r}]", value, low=0, open_low=field == "rope_theta")
@@ -214,15 +215,15 @@ def angles_of(source: str, config: Mapping[str, Any], theta: float) -> dict[str,
                 check_bool(f"{name}[{field!r}]", value)
             elif field != "partial_rotary_factor" or value != 1:
                 raise ValueError(f"{name}={shown(fields)}: {shown(field)}={shown(value)} is not supported")
-            found[field] = value
-        if None not in (stated, fields.get("rope_theta")) and stated != fields["rope_theta"]:
-            raise ValueError(f"two bases of the rotary angles: rope_theta={shown(stated)}, and {name}={shown(fields)}")
+            angles[field] = value
+        if None not in (base, fields.get("rope_theta")) and base != fields["rope_theta"]:
+            raise ValueError(f"two bases of the rotary angles: rope_theta={shown(base)}, and {name}={shown(fields)}")
     except ValueError as error:
         raise CheckpointError(f"config.json of {source!r}: {error}") from None
-    return found
+    return angles
 
 
-def configured(source: str, cls: Any, **fields: Any) -> Any:
+def build_config(source: str, cls: Any, **fields: Any) -> Any:
     """A configuration of transformers' class, whose rotary angles can be computed.
 
     Raises:
@@ -233,16 +234,16 @@ def configured(source: str, cls: Any, **fields: Any) -> Any:
         config = cls(**fields)
         if LlamaRotaryEmbedding(config).inv_freq.isfinite().all():
             return config
-        why = "they are not finite"
+        problem = "they are not finite"
     except Exception as error:  # strict dataclasses, look-ups and arithmetic each raise their own kinds
-        why = " ".join(str(error).split())
+        problem = " ".join(str(error).split())
     raise CheckpointError(
         f"config.json of {source!r}: the rotary angles of rope_parameters or rope_scaling={shown(angles)} cannot be "
-        f"computed: {why}"
+        f"computed: {problem}"
     )
 
 
-def input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
+def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
     """Layers that config.json counts by what they read, as `CausalQuery.keep_layers` has them: number l is the output
     of layer l - 1, and the last number, the last layer's output, is before the final norm.
 
@@ -258,7 +259,7 @@ def input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int,
     return tuple(count if layer == count else layer - 1 for layer in inputs)
 
 
-def drafted_ids(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
+def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
     """[Vd] int64: the model's id of each token of a drafter whose output matrix has so many rows (None: it has none of
     its own); None where it has all tokens.
 
@@ -293,17 +294,17 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
             f"dtype {t2d.dtype}"
         )
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
-    wrong = (drafted != t2d.bool()).nonzero()
-    if len(wrong):
-        token = int(wrong[0])
+    conflicts = (drafted != t2d.bool()).nonzero()
+    if len(conflicts):
+        token = int(conflicts[0])
         leads = "leads to" if drafted[token] else "does not lead to"
         raise CheckpointError(
-            f"{source!r}: d2t and t2d contradict each other for {len(wrong)} ids: d2t {leads} id {token}, and "
+            f"{source!r}: d2t and t2d contradict each other for {len(conflicts)} ids: d2t {leads} id {token}, and "
             f"t2d[{token}] is {bool(t2d[token])}"
         )
 
 
-def flat_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
+def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
     """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object.
 
     Layers are numbered as in `CausalQuery.keep_layers`; `is_causal` is that of sliding layers.
@@ -311,15 +312,15 @@ def flat_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str
     Raises:
         CheckpointError: a field of another type, or a drafter of a model of another size.
     """
-    where, sizes = f"config.json of {source!r}", config.get("transformer_layer_config")
-    if not isinstance(sizes, dict):
-        raise CheckpointError(f"{where}: transformer_layer_config={shown(sizes)} must be an object")
-    if flag(sizes, "attention_bias", False):
-        raise CheckpointError(f"{where}: attention_bias={shown(sizes['attention_bias'])}; these layers have none")
+    where, sublayer = f"config.json of {source!r}", config.get("transformer_layer_config")
+    if not isinstance(sublayer, dict):
+        raise CheckpointError(f"{where}: transformer_layer_config={shown(sublayer)} must be an object")
+    if read_flag(sublayer, "attention_bias", False):
+        raise CheckpointError(f"{where}: attention_bias={shown(sublayer['attention_bias'])}; these layers have none")
     check_base_sizes(source, base, target_hidden_size=config.get("target_hidden_size"))
     name = "aux_hidden_state_layer_ids"
-    layers = input_layers(source, name, config.get(name), base)
-    stated = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
-    sees_all = flag(stated, "sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
-    own = {key: value for key, value in sizes.items() if value is not None}
-    return {**own, **stated, "target_layer_ids": list(layers), "is_causal": not sees_all}
+    layers = read_input_layers(source, name, config.get(name), base)
+    fields = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
+    is_bidirectional = read_flag(fields, "sliding_window_non_causal", fields["speculators_model_type"] == "dflash2")
+    layer_config = {key: value for key, value in sublayer.items() if value is not None}
+    return {**layer_config, **fields, "target_layer_ids": list(layers), "is_causal": not is_bidirectional}

@@ -20,9 +20,9 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from paradec.core.checks import check_choice
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, flag, positive, stored_tensors, stored_weights
-from paradec.models.dflash import BlockSettings, DFlashDrafter, published_fields, read_network, settings_of
-from paradec.models.drafter import TABLES, drafted_ids, flat_config, make_drafter
+from paradec.models.checkpoint import CheckpointError, read_flag, read_positive, read_tensors, read_weight_headers
+from paradec.models.dflash import BlockSettings, DFlashDrafter, flatten_config, read_network, read_settings
+from paradec.models.drafter import TABLES, flatten_speculators_config, make_drafter, read_token_map
 
 HEADS = ("vanilla", "gated", "rnn")
 
@@ -48,10 +48,10 @@ class MarkovHead(nn.Module):
             embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r].
         """
         if self.joint_proj is not None:
-            parts = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
-            gate = parts[0].sigmoid()
-            memory = gate * memory + (1 - gate) * parts[1].tanh()
-            embedded = parts[2].tanh()
+            gates = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
+            gate = gates[0].sigmoid()
+            memory = gate * memory + (1 - gate) * gates[1].tanh()
+            embedded = gates[2].tanh()
         elif self.gate_proj is not None:
             embedded = self.gate_proj(torch.cat((state, embedded), -1)).sigmoid() * embedded
         return self.markov_w2(embedded), memory
@@ -70,13 +70,13 @@ class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-uni
 
     def __init__(self, config: Any):
         super().__init__(config)
-        own, width = config.dspark, config.hidden_size
-        self.embed_tokens = nn.Embedding(own["vocab"], width) if own["embeds"] else None
-        self.lm_head = nn.Linear(width, own["rows"], bias=False) if own["heads"] else None
-        rank = own["rank"]
-        self.markov_head = MarkovHead(own["kind"], rank, width, own["vocab"], own["rows"]) if rank else None
-        fed = width + (rank if own["confidence_with_markov"] else 0)
-        self.confidence_head = ConfidenceHead(fed) if own["confidence"] else None
+        parts, width = config.dspark, config.hidden_size
+        self.embed_tokens = nn.Embedding(parts["vocab"], width) if parts["embeds"] else None
+        self.lm_head = nn.Linear(width, parts["rows"], bias=False) if parts["heads"] else None
+        rank = parts["rank"]
+        self.markov_head = MarkovHead(parts["kind"], rank, width, parts["vocab"], parts["rows"]) if rank else None
+        num_inputs = width + (rank if parts["confidence_with_markov"] else 0)
+        self.confidence_head = ConfidenceHead(num_inputs) if parts["confidence"] else None
         self.post_init()
 
 
@@ -101,7 +101,7 @@ class MarkovWalk:
         rank = 0 if head is None else head.markov_w1.embedding_dim
         self.memory = self.states.new_zeros(len(self.states), rank)
 
-    def candidates_of(self, slot: int) -> None:
+    def slot_candidates(self, slot: int) -> None:
         """None: a draft may be any token."""
 
     def _before(self, previous: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class MarkovWalk:
         head = self.drafter.module.markov_head
         if head is None:
             return self.memory
-        known = torch.where(previous < self.drafter.facts.vocab_size, previous, 0)
-        return head.markov_w1(known.repeat(len(self.states) // len(previous)))
+        token_ids = torch.where(previous < self.drafter.facts.vocab_size, previous, 0)
+        return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
         """[R]: logit of the chance that the draft at a slot is accepted; of the first branch.
@@ -121,9 +121,9 @@ class MarkovWalk:
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
-        state, before = self.states[:, slot], self._before(previous)
-        fed = torch.cat((state, before), -1) if head.proj.in_features > state.shape[-1] else state
-        return head.proj(fed)[: len(previous), 0]
+        state, embedded = self.states[:, slot], self._before(previous)
+        inputs = torch.cat((state, embedded), -1) if head.proj.in_features > state.shape[-1] else state
+        return head.proj(inputs)[: len(previous), 0]
 
     def drafted_logits(self, slot: int, previous: Tensor) -> Tensor:
         """[R, Vd]: in the drafter's vocabulary, for the slot after the one of the call before."""
@@ -135,7 +135,7 @@ class MarkovWalk:
 
     def logits(self, slot: int, previous: Tensor) -> Tensor:
         """[R, V]: after the tokens `previous` [R]; minus infinity for tokens that the drafter does not have."""
-        return self.drafter.of_all_tokens(self.drafted_logits(slot, previous))
+        return self.drafter.expand_logits(self.drafted_logits(slot, previous))
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -187,37 +187,43 @@ def load_dspark(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs, count = config.get("speculators_model_type") is not None, base.text_config.num_hidden_layers
-    given = flat_config(source, config, base) if theirs else {"is_causal": False, **published_fields(source, config)}
-    own, settings = settings_of(source, given, base)
-    if not theirs and count - 1 in settings.target_layer_ids:
+    is_speculators, num_layers = config.get("speculators_model_type") is not None, base.text_config.num_hidden_layers
+    fields = (
+        flatten_speculators_config(source, config, base)
+        if is_speculators
+        else {"is_causal": False, **flatten_config(source, config)}
+    )
+    network_fields, settings = read_settings(source, fields, base)
+    if not is_speculators and num_layers - 1 in settings.target_layer_ids:
         raise CheckpointError(
-            f"config.json of {source!r}: target_layer_ids={list(settings.target_layer_ids)} has {count - 1}, the last "
-            f"layer of {base.facts.name}, which DSpark does not read"
+            f"config.json of {source!r}: target_layer_ids={list(settings.target_layer_ids)} has {num_layers - 1}, the "
+            f"last layer of {base.facts.name}, which DSpark does not read"
         )
-    first = 0 if flag(given, "sample_from_anchor", True) else 1
-    settings = dataclasses.replace(settings, first=first, anchored=theirs)
-    stored = stored_weights(source, revision)
-    rows = next(iter(stored["lm_head.weight"].shape), 0) if "lm_head.weight" in stored else None
-    tables = stored_tensors(source, [name for name in TABLES if name in stored], revision)
-    tokens = drafted_ids(source, tables, rows, base)
-    parts = _parts(source, given) | {
+    first = 0 if read_flag(fields, "sample_from_anchor", True) else 1
+    settings = dataclasses.replace(settings, first=first, anchored=is_speculators)
+    headers = read_weight_headers(source, revision)
+    rows = next(iter(headers["lm_head.weight"].shape), 0) if "lm_head.weight" in headers else None
+    tables = read_tensors(source, [name for name in TABLES if name in headers], revision)
+    tokens = read_token_map(source, tables, rows, base)
+    parts = _read_heads(source, fields) | {
         "vocab": base.facts.vocab_size,
         "rows": base.facts.vocab_size if rows is None else rows,
-        "embeds": "embed_tokens.weight" in stored,
+        "embeds": "embed_tokens.weight" in headers,
         "heads": rows is not None,
     }
-    module = read_network(source, DSparkNetwork, own, settings, base, dtype, revision, unused=TABLES, dspark=parts)
+    module = read_network(
+        source, DSparkNetwork, network_fields, settings, base, dtype, revision, unused_suffixes=TABLES, dspark=parts
+    )
     return make_drafter(DSparkDrafter, source, module, base, settings, tokens)
 
 
-def _parts(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_heads(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Which heads there are."""
-    rank = positive(given, "markov_rank") if given.get("markov_rank", 0) != 0 else 0
-    kind, confident = given.get("markov_head_type", "vanilla"), flag(given, "enable_confidence_head", False)
+    rank = read_positive(fields, "markov_rank") if fields.get("markov_rank", 0) != 0 else 0
+    kind, confident = fields.get("markov_head_type", "vanilla"), read_flag(fields, "enable_confidence_head", False)
     try:
         check_choice("markov_head_type", kind, HEADS)
     except ValueError as error:
         raise CheckpointError(f"config.json of {source!r}: {error}") from None
-    with_markov = bool(rank) and bool(flag(given, "confidence_head_with_markov", False))
+    with_markov = bool(rank) and bool(read_flag(fields, "confidence_head_with_markov", False))
     return {"rank": rank, "kind": kind, "confidence": bool(confident), "confidence_with_markov": with_markov}

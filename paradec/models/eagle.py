@@ -30,15 +30,15 @@ from paradec.core.checks import shown
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, check_fit, positive
+from paradec.models.checkpoint import CheckpointError, check_fit, read_positive
 from paradec.models.drafter import (
     FeatureDrafter,
-    angles_of,
+    build_config,
     check_base,
     check_base_sizes,
-    configured,
-    layer_fields,
     make_drafter,
+    read_angles,
+    read_layer_fields,
 )
 from paradec.models.images.llamagen import LlamaGenModel, angles
 
@@ -109,12 +109,14 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
         check_base(base)
         config = module.config
-        for what, own, needed in (
+        for what, size, base_size in (
             ("hidden_size", config.hidden_size, base.hidden_size),
             ("vocab_size", config.vocab_size, base.facts.vocab_size),
         ):
-            if own != needed:
-                raise ValueError(f"drafter {name} has {what}={own}, {base.facts.name} {needed}; it drafts for another")
+            if size != base_size:
+                raise ValueError(
+                    f"drafter {name} has {what}={size}, {base.facts.name} {base_size}; it drafts for another"
+                )
         self.module = module.eval()
         self.base: Any = base
         self.facts = dataclasses.replace(base.facts, name=name)
@@ -139,16 +141,16 @@ class EagleDrafter(FeatureDrafter):
             cache = store.bind(query)
             mask, _ = store.visible(query)  # no slot is filled right of the columns: this is causal
             tokens = torch.where(query.tokens < self.facts.vocab_size, query.tokens, 0)
-            made = self.module(tokens, features, self._rotation(query, features), mask, cache)
-            made = (made if query.wanted is None else take_columns(made, query.wanted)).to(self.base.dtype)
-            return self.base.head(made), made
+            hidden = self.module(tokens, features, self._rotation(query, features), mask, cache)
+            hidden = (hidden if query.wanted is None else take_columns(hidden, query.wanted)).to(self.base.dtype)
+            return self.base.head(hidden), hidden
 
     def _rotation(self, query: Query, features: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [R, Q, head_dim]."""
         if self.raster is None:
             return self.rotary(features, (query.positions - 1).clamp(min=0))
-        turns = torch.view_as_real(angles(self.base.cells(query), self.raster)).unbind(-1)
-        cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in turns)
+        rotation = torch.view_as_real(angles(self.base.cells(query), self.raster)).unbind(-1)
+        cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in rotation)
         return cos, sin
 
 
@@ -163,49 +165,49 @@ def load_eagle(
     Raises:
         CheckpointError: as there.
     """
-    own = _config(source, config, base)
-    module = EagleHead(own, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
+    layer_config = _read_config(source, config, base)
+    module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
-        weights = halves_of_pairs(weights, own.head_dim)
+        weights = reorder_halves(weights, layer_config.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
     return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles split no odd heads
 
 
-def halves_of_pairs(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
     """Weights of a layer that rotates adjacent pairs of a head, for one that rotates its halves: the rows of q and k in
     another order, which changes no product of the two."""
-    found = dict(weights)
+    reordered = dict(weights)
     for name, tensor in weights.items():
         if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
             heads = tensor.unflatten(0, (-1, head_dim))
-            found[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
-    return found
+            reordered[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
+    return reordered
 
 
-def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
+def _read_config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     """Raises CheckpointError: a field that is missing, out of its range, or not the base's."""
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
-    check_base_sizes(source, base, **{name: positive(config, name) for name in ("hidden_size", "vocab_size")})
-    return layer_config(source, config)
+    check_base_sizes(source, base, **{name: read_positive(config, name) for name in ("hidden_size", "vocab_size")})
+    return build_layer_config(source, config)
 
 
-def layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
+def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
     """The sizes of a drafter's one layer.
 
     Raises:
         CheckpointError: a field that is missing or out of its range.
     """
-    return configured(
+    return build_config(
         source,
         LlamaConfig,
-        **layer_fields(source, config, max_position_embeddings=2048),
-        vocab_size=positive(config, "vocab_size"),
+        **read_layer_fields(source, config, max_position_embeddings=2048),
+        vocab_size=read_positive(config, "vocab_size"),
         num_hidden_layers=1,
-        rope_parameters=angles_of(source, config, 10000.0),
+        rope_parameters=read_angles(source, config, 10000.0),
         attention_bias=False,
         mlp_bias=False,
         attn_implementation="sdpa",

@@ -29,17 +29,17 @@ from paradec.core.checks import shown
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, check_fit, flag
+from paradec.models.checkpoint import CheckpointError, check_fit, read_flag
 from paradec.models.drafter import (
     TABLES,
     FeatureDrafter,
     check_base,
     check_base_sizes,
-    drafted_ids,
-    input_layers,
     make_drafter,
+    read_input_layers,
+    read_token_map,
 )
-from paradec.models.eagle import layer_config
+from paradec.models.eagle import build_layer_config
 from paradec.models.layers import decoder_layers
 
 
@@ -68,10 +68,10 @@ class Eagle3Layer(nn.Module):
         config.layer_types = ["full_attention"]
         self.self_attn = kind(config, 0)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            rows = getattr(self.self_attn, name)
-            fed = rows.in_features if name == "o_proj" else 2 * width
+            linear = getattr(self.self_attn, name)
+            num_inputs = linear.in_features if name == "o_proj" else 2 * width
             bias = f"midlayer.self_attn.{name}.bias" in weights
-            setattr(self.self_attn, name, nn.Linear(fed, rows.out_features, bias=bias))
+            setattr(self.self_attn, name, nn.Linear(num_inputs, linear.out_features, bias=bias))
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             LlamaRMSNorm(width, eps) for _ in range(3)
@@ -82,10 +82,10 @@ class Eagle3Layer(nn.Module):
     ) -> Tensor:
         """embedded, feature [R, Q, D] -> [R, Q, D]."""
         normed = self.hidden_norm(feature)
-        both = torch.cat((self.input_layernorm(embedded), normed), -1)
-        cached = cache_keyword(self.self_attn, cache)
-        seen = self.self_attn(both, attention_mask=mask, position_embeddings=rotation, **cached)[0]
-        x: Tensor = (normed if normed_residual else feature) + seen
+        inputs = torch.cat((self.input_layernorm(embedded), normed), -1)
+        cache_argument = cache_keyword(self.self_attn, cache)
+        attended = self.self_attn(inputs, attention_mask=mask, position_embeddings=rotation, **cache_argument)[0]
+        x: Tensor = (normed if normed_residual else feature) + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -99,21 +99,21 @@ class Eagle3Head(nn.Module):
         fed: width of the model's hidden states.
     """
 
-    def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], fed: int):
+    def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
         super().__init__()
         self.config, self.settings = config, settings
         width, count, eps = config.hidden_size, len(settings.layers), config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in weights else None
-        self.input_norm = LlamaRMSNorm(count * fed, eps) if "input_norm.weight" in weights else None
-        norms = (LlamaRMSNorm(fed, eps) for _ in range(count))
+        self.input_norm = LlamaRMSNorm(count * base_width, eps) if "input_norm.weight" in weights else None
+        norms = (LlamaRMSNorm(base_width, eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if "fc_norm.0.weight" in weights else None
-        self.fc = nn.Linear(count * fed, width, bias="fc.bias" in weights)
+        self.fc = nn.Linear(count * base_width, width, bias="fc.bias" in weights)
         self.midlayer = Eagle3Layer(config, weights)
         self.norm = LlamaRMSNorm(width, eps)
         rows = weights["lm_head.weight"].shape[0] if "lm_head.weight" in weights else 0
         self.lm_head = nn.Linear(width, rows, bias=False) if rows else None
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
         """[R, F, layers * fed] -> [R, F, D]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -161,10 +161,10 @@ class Eagle3Drafter(FeatureDrafter):
         self.facts = dataclasses.replace(base.facts, name=name)
         self.rotary = LlamaRotaryEmbedding(module.config).to(self.device)
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
         """The three layers' outputs [R, F, 3 D] as features [R, F, D]."""
         with torch.no_grad():
-            return self.module.fused(features.to(self.device, self.dtype))
+            return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
         """See `paradec.models.eagle.EagleDrafter.__call__`; features are fused ones. Tokens that the drafter does not
@@ -176,16 +176,16 @@ class Eagle3Drafter(FeatureDrafter):
             rows = self.base.token_embeddings() if table is None else table.weight
             embedded = nn.functional.embedding(query.tokens.to(self.device), rows).to(features.dtype)
             rotation = self.rotary(features, (query.positions - 1).clamp(min=0))
-            made = self.module(embedded, features, rotation, mask, cache)
-            made = made if query.wanted is None else take_columns(made, query.wanted)
-            normed = self.module.norm(made)
-            return self._logits(normed), normed if self.module.settings.norm_output else made
+            hidden = self.module(embedded, features, rotation, mask, cache)
+            hidden = hidden if query.wanted is None else take_columns(hidden, query.wanted)
+            normed = self.module.norm(hidden)
+            return self._logits(normed), normed if self.module.settings.norm_output else hidden
 
     def _logits(self, normed: Tensor) -> Tensor:
         """[R, W, V] of normed states [R, W, D]."""
         if self.module.lm_head is None:
             return self.base.head(normed.to(self.base.dtype))
-        return self.of_all_tokens(self.module.lm_head(normed).to(self.base.dtype))
+        return self.expand_logits(self.module.lm_head(normed).to(self.base.dtype))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -210,46 +210,49 @@ def load_eagle3(
     if sizes.get("num_hidden_layers", 1) != 1:
         layers = shown(sizes["num_hidden_layers"])
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
-    name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
-    stated = {name: config.get("target_hidden_size") or sizes.get("hidden_size"), "vocab_size": sizes.get("vocab_size")}
-    check_base_sizes(source, base, **stated)
-    own = layer_config(source, sizes)
-    settings = _settings(source, config, base)
-    weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
-    tables = {name: weights.pop(name) for name in TABLES if name in weights}
+    size_name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    base_sizes = {
+        size_name: config.get("target_hidden_size") or sizes.get("hidden_size"),
+        "vocab_size": sizes.get("vocab_size"),
+    }
+    check_base_sizes(source, base, **base_sizes)
+    layer_config = build_layer_config(source, sizes)
+    settings = _read_settings(source, config, base)
+    weights = {size_name.replace("layers.0.", "midlayer.", 1): tensor for size_name, tensor in weights.items()}
+    tables = {size_name: weights.pop(size_name) for size_name in TABLES if size_name in weights}
     width = base.hidden_size
     assert width is not None  # `check_base` has seen to it
-    module = Eagle3Head(own, settings, weights, width)
+    module = Eagle3Head(layer_config, settings, weights, width)
     check_fit(module.state_dict(), weights, source, "config.json")
-    tokens = drafted_ids(source, tables, None if module.lm_head is None else module.lm_head.out_features, base)
-    if module.embed_tokens is None and own.hidden_size != base.hidden_size:
+    tokens = read_token_map(source, tables, None if module.lm_head is None else module.lm_head.out_features, base)
+    if module.embed_tokens is None and layer_config.hidden_size != base.hidden_size:
         raise CheckpointError(
-            f"{source!r} has no embed_tokens.weight, and hidden_size={own.hidden_size} is not {base.hidden_size}, that "
-            f"of {base.facts.name}, whose embeddings would take its place"
+            f"{source!r} has no embed_tokens.weight, and hidden_size={layer_config.hidden_size} is not "
+            f"{base.hidden_size}, that of {base.facts.name}, whose embeddings would take its place"
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
     return make_drafter(Eagle3Drafter, source, module, base, tokens)
 
 
-def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
+def _read_settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
     """Raises CheckpointError: layers that are no list, or a setting that is not read."""
     where = f"config.json of {source!r}"
-    inner = config.get("eagle_config") or {}
-    if not isinstance(inner, dict):
-        raise CheckpointError(f"{where}: eagle_config={shown(inner)} must be an object")
-    for name, needed in (
+    eagle_config = config.get("eagle_config") or {}
+    if not isinstance(eagle_config, dict):
+        raise CheckpointError(f"{where}: eagle_config={shown(eagle_config)} must be an object")
+    for name, supported in (
         ("use_aux_hidden_state", True),
         ("use_input_layernorm_in_first_layer", True),
         ("use_last_layernorm", True),
         ("use_mtp_layernorm", False),
     ):
-        if inner.get(name, needed) is not needed:
-            raise CheckpointError(f"{where}: eagle_config.{name}={shown(inner[name])} is not supported")
+        if eagle_config.get(name, supported) is not supported:
+            raise CheckpointError(f"{where}: eagle_config.{name}={shown(eagle_config[name])} is not supported")
     name, count = "eagle_aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
-    inputs = config.get(name) or inner.get(name) or [2, count // 2, count - 3]
+    inputs = config.get(name) or eagle_config.get(name) or [2, count // 2, count - 3]
     return Eagle3Settings(
-        input_layers(source, name, inputs, base),
-        norm_before_residual=bool(flag(config, "norm_before_residual", False)),
-        norm_output=bool(flag(config, "norm_output", False)),
+        read_input_layers(source, name, inputs, base),
+        norm_before_residual=bool(read_flag(config, "norm_before_residual", False)),
+        norm_output=bool(read_flag(config, "norm_output", False)),
     )

@@ -15,14 +15,14 @@ from paradec.models.checkpoint import (
     NEUTRAL,
     TURN_ENDS,
     CheckpointError,
+    check_supported,
+    check_token_id,
     fetch,
-    flag,
-    positive,
-    refuse_unless,
-    require,
-    token_id,
+    read_flag,
+    read_positive,
+    require_fields,
 )
-from paradec.models.rotary import lengths
+from paradec.models.rotary import read_max_lengths
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ class Family:
         Raises:
             CheckpointError: config.json states something else than a positive integer.
         """
-        stated = None if self.block_name is None else stated_block(config, self.block_name)
+        stated = None if self.block_name is None else read_block_length(config, self.block_name)
         return self.published_block(config, source) if stated is None and self.published_block else stated
 
 
-def stated_block(config: Mapping[str, Any], name: str) -> int | None:
+def read_block_length(config: Mapping[str, Any], name: str) -> int | None:
     """The block length that config.json states under this name, None where it does not.
 
     Raises:
         CheckpointError: something else than a positive integer is there.
     """
-    return None if config.get(name) is None else positive(config, name)
+    return None if config.get(name) is None else read_positive(config, name)
 
 
 SIZES = (
@@ -106,8 +106,11 @@ SIZES = (
 """Fields by the same name in config.json and in transformers' configurations."""
 
 
-def shared_fields(
-    config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, tuple[Any, ...]], whole: bool = True
+def read_shared_fields(
+    config: Mapping[str, Any],
+    required: tuple[str, ...],
+    supported: Mapping[str, tuple[Any, ...]],
+    is_fully_rotated: bool = True,
 ) -> dict[str, Any]:
     """The fields that all configurations of transformers' decoders have, but for the rotary angles.
 
@@ -118,9 +121,9 @@ def shared_fields(
     Raises:
         CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
     """
-    require(config, required)
-    refuse_unless(config, only)
-    sizes = {name: positive(config, name) for name in SIZES}
+    require_fields(config, required)
+    check_supported(config, supported)
+    sizes = {name: read_positive(config, name) for name in SIZES}
     hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads % kv_heads:
         raise CheckpointError(
@@ -128,27 +131,27 @@ def shared_fields(
         )
     if config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
-    width = hidden // heads if config.get("head_dim") is None else positive(config, "head_dim")
-    if whole and width % 2:
+    width = hidden // heads if config.get("head_dim") is None else read_positive(config, "head_dim")
+    if is_fully_rotated and width % 2:
         raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
     return {
         **sizes,
         "head_dim": width,
-        "rms_norm_eps": float(positive(config, "rms_norm_eps")),
+        "rms_norm_eps": float(read_positive(config, "rms_norm_eps")),
         "hidden_act": "silu",
-        "tie_word_embeddings": bool(flag(config, "tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(read_flag(config, "tie_word_embeddings", False)),
         **NEUTRAL,
     }
 
 
 # ---- ids and the tokenizer ------------------------------------------------------------------------------------------
 
-CONTROL = ("delete_token_id", "split_token_id")
+CONTROL_IDS = ("delete_token_id", "split_token_id")
 """Ids by which a model edits its text, in config.json (LLaDA2.2)."""
 logger = logging.getLogger("paradec")
 
 
-def facts_of(
+def read_facts(
     source: str,
     config: dict[str, Any],
     generation: dict[str, Any],
@@ -157,33 +160,33 @@ def facts_of(
     family: Family,
     mask_token_id: int | None,
     block_length: int | None,
-    raised: bool = False,
+    has_new_base: bool = False,
 ) -> ModelFacts:
     """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer.
     `raised` says whether `load` was given another base of the rotary angles."""
     vocab = hf_config.vocab_size
-    known = {} if tokenizer is None else tokenizer.get_vocab()
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
     if tokenizer_mask is None:
-        tokenizer_mask = known.get(family.mask_token)
-    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer_mask, mask_token_id)
+        tokenizer_mask = vocabulary.get(family.mask_token)
+    mask = _first_id(source, "mask_token_id", config, generation, tokenizer_mask, mask_token_id)
     if mask is None:
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
-    ends = stated_ends(config, generation, tokenizer, family)
-    pad = _first_stated(source, "pad_token_id", config, {}, getattr(tokenizer, "pad_token_id", None))
-    control = {name: config.get(name) for name in CONTROL}
-    stated = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
-    for name, value in (*stated, *(("eos_token_id", end) for end in ends)):
-        token_id(name, value, vocab)
-    longest, trained = lengths(hf_config, raised)
+    eos_ids = read_end_ids(config, generation, tokenizer, family)
+    pad = _first_id(source, "pad_token_id", config, {}, getattr(tokenizer, "pad_token_id", None))
+    control = {name: config.get(name) for name in CONTROL_IDS}
+    ids = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
+    for name, value in (*ids, *(("eos_token_id", end) for end in eos_ids)):
+        check_token_id(name, value, vocab)
+    max_length, trained_length = read_max_lengths(hf_config, has_new_base)
     try:
         return ModelFacts(
             vocab_size=vocab,
             mask_token_id=mask,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
+            eos_token_ids=tuple(dict.fromkeys(eos_ids)),
             pad_token_id=pad,
-            max_length=longest,
-            trained_length=trained,
+            max_length=max_length,
+            trained_length=trained_length,
             prediction=family.prediction,
             topology=family.topology,
             block_length=block_length,
@@ -199,48 +202,48 @@ def facts_of(
 
 def tokenizer_size(tokenizer: Any) -> int | None:
     """One more than the largest id that a tokenizer has a token for; None without a tokenizer that lists them."""
-    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return max(known.values()) + 1 if known else None
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(vocabulary.values()) + 1 if vocabulary else None
 
 
-def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
+def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
     """The ids that end answers, by what a checkpoint states; whether they are ids is not checked."""
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    ends: list[Any] = []
-    for data in (config, generation):
-        stated = data.get("eos_token_id")
-        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if not ends and family.padding_ends:
-        places = (getattr(tokenizer, "eos_token_id", None), config.get("pad_token_id"))
-        ends += [place for place in places if place is not None][:1]
-    return ends + [known[token] for token in TURN_ENDS if token in known]
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    end_ids: list[Any] = []
+    for fields in (config, generation):
+        eos_ids = fields.get("eos_token_id")
+        end_ids += eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
+    if not end_ids and family.padding_ends:
+        candidates = (getattr(tokenizer, "eos_token_id", None), config.get("pad_token_id"))
+        end_ids += [candidate for candidate in candidates if candidate is not None][:1]
+    return end_ids + [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
 
 
-def _first_stated(
-    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, given: Any = None
+def _first_id(
+    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
     """The first of the places that state this id. Others that state another one are mentioned to the log; of the mask,
     without which nothing is read as it was trained, in a warning unless the id is given."""
-    stated = {
-        "argument": given,
+    values = {
+        "argument": argument,
         "config.json": config.get(name),
         "generation_config.json": generation.get(name),
         "tokenizer": tokenizer_id,
     }
-    stated = {place: value for place, value in stated.items() if value is not None}
-    if not stated:
+    values = {source_name: value for source_name, value in values.items() if value is not None}
+    if not values:
         return None
-    used, value = next(iter(stated.items()))
-    if any(other != value for other in stated.values()):
-        text = f"{source!r}: {name}={value!r} as its {used} says, of {stated!r}"
-        if name == "mask_token_id" and given is None:
-            warnings.warn(f"{text}; load(..., mask_token_id=...) gives another one", stacklevel=5)
+    first, value = next(iter(values.items()))
+    if any(other != value for other in values.values()):
+        message = f"{source!r}: {name}={value!r} as its {first} says, of {values!r}"
+        if name == "mask_token_id" and argument is None:
+            warnings.warn(f"{message}; load(..., mask_token_id=...) gives another one", stacklevel=5)
         else:
-            logger.info(text)
+            logger.info(message)
     return value
 
 
-def tokenizer_of(source: str, family: Family, revision: str | None) -> Any:
+def read_tokenizer(source: str, family: Family, revision: str | None) -> Any:
     """The checkpoint's tokenizer, or None when it ships none."""
     if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None

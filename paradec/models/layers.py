@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
     """A model's layers, in the order in which they run; None where no list of that length is found."""
-    lists = (part for part in model.module.modules() if isinstance(part, nn.ModuleList))
-    return next((part for part in lists if len(part) == model.text_config.num_hidden_layers), None)
+    lists = (layers for layers in model.module.modules() if isinstance(layers, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == model.text_config.num_hidden_layers), None)
 
 
 class LayerOutputs:
@@ -33,14 +33,14 @@ class LayerOutputs:
     def __enter__(self) -> LayerOutputs:
         for index in self.indices:
             layer = self.layers[min(index, len(self.layers) - 1)]
-            self._handles.append(layer.register_forward_hook(partial(self._keep, index)))
+            self._handles.append(layer.register_forward_hook(partial(self._record, index)))
         return self
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def _record(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
         self.outputs[index] = output[0] if isinstance(output, tuple) else output
 
     def concatenate(self, last: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from paradec.core.checks import check_choice, shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
-from paradec.models.dflash import IN_TREE, DFlashDrafter, load_dflash, network
+from paradec.models.dflash import TRANSFORMERS_TYPE, DFlashDrafter, load_dflash, network_classes
 from paradec.models.drafter import check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
 from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
@@ -64,36 +64,37 @@ def load_drafter(
     if kind is not None:
         check_choice("kind", kind, ("mtp",))
     if kind is not None and base is None:
-        base, source = source, _folder_of(source)  # type: ignore[assignment]
+        base, source = source, _checkpoint_folder(source)  # type: ignore[assignment]
     check_base(base)
     assert base is not None
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     source = os.fspath(source)
-    stated = read_json(source, "config.json", revision, required=True)
-    if kind is not None or stated.get("speculators_model_type") == "mtp":
-        return load_mtp(source, stated, base, dtype, revision)
-    format_name = stated.get("speculators_model_type")
+    config = read_json(source, "config.json", revision, required=True)
+    if kind is not None or config.get("speculators_model_type") == "mtp":
+        return load_mtp(source, config, base, dtype, revision)
+    format_name = config.get("speculators_model_type")
     if format_name is not None and (not isinstance(format_name, str) or format_name not in FORMATS):
         raise CheckpointError(
             f"{source!r}: speculators_model_type={shown(format_name)} is not read; of speculators' formats "
             f"{', '.join(map(repr, FORMATS))} are"
         )
-    named = stated.get("architectures")
-    block = format_name or next(
-        (ARCHITECTURES[name] for name in ARCHITECTURES if isinstance(named, list) and name in named), None
+    architectures = config.get("architectures")
+    format_kind = format_name or next(
+        (ARCHITECTURES[name] for name in ARCHITECTURES if isinstance(architectures, list) and name in architectures),
+        None,
     )
-    if block in ("dflash2", "dspark"):
-        network(source)  # raises where transformers has none
+    if format_kind in ("dflash2", "dspark"):
+        network_classes(source)  # raises where transformers has none
         from paradec.models import dflash2, dspark
 
-        load = dflash2.load_dflash2 if block == "dflash2" else dspark.load_dspark
-        return load(source, stated, base, dtype, revision)
-    if "dflash_config" in stated or stated.get("model_type") == IN_TREE:
-        return load_dflash(source, stated, base, dtype, revision)
-    if str(stated.get("model_type")).startswith("deepseek_v4"):
+        load = dflash2.load_dflash2 if format_kind == "dflash2" else dspark.load_dspark
+        return load(source, config, base, dtype, revision)
+    if "dflash_config" in config or config.get("model_type") == TRANSFORMERS_TYPE:
+        return load_dflash(source, config, base, dtype, revision)
+    if str(config.get("model_type")).startswith("deepseek_v4"):
         raise CheckpointError(f"{source!r} is a DeepSeek-V4, whose built-in DSpark is not read")
-    path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
+    path = next((candidate for name in FILES if (candidate := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
     weights = {
@@ -101,21 +102,21 @@ def load_drafter(
         for name, tensor in read_weights(path, NO_WEIGHTS)[0].items()
         if not name.endswith(UNUSED)
     }
-    read = load_eagle3 if format_name or is_eagle3(weights) else load_eagle
-    return read(source, stated, weights, base, dtype)
+    load_eagle_format = load_eagle3 if format_name or is_eagle3(weights) else load_eagle
+    return load_eagle_format(source, config, weights, base, dtype)
 
 
-def _folder_of(model: Any) -> str:
+def _checkpoint_folder(model: Any) -> str:
     """Where a model was read from.
 
     Raises:
         ValueError: it was not read from a checkpoint.
     """
     check_base(model)
-    found = getattr(model.text_config, "name_or_path", "") or getattr(model.module.config, "name_or_path", "")
-    if not found:
+    folder = getattr(model.text_config, "name_or_path", "") or getattr(model.module.config, "name_or_path", "")
+    if not folder:
         raise ValueError(
             f"{model.facts.name} was not read from a checkpoint that holds MTP heads: give load_drafter the folder, "
             "with base= the model and kind='mtp'"
         )
-    return str(found)
+    return str(folder)

@@ -18,10 +18,10 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
-from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
-from paradec.models.tensor_parallel import load_together
+from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
+from paradec.models.tensor_parallel import load_on_all_ranks
 from paradec.models.text import diffusion_gemma
-from paradec.models.wrapping import implementation, wrap
+from paradec.models.wrapping import registered_attention, wrap
 
 __all__ = ["FAMILIES", "known_family", "load", "wrap"]
 
@@ -111,7 +111,7 @@ def load(
             unexpected weights, an unsupported configuration, no mask id.
         ValueError: an argument out of its range.
     """
-    for_text = {
+    text_options = {
         "device_map": device_map,
         "tp_plan": tp_plan,
         "quantization_config": quantization_config,
@@ -128,41 +128,41 @@ def load(
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
-            return load(folder, **common, **for_text, **image_options)
-    _check_arguments(source, revision, for_text)
-    for_text["adapter"] = None if adapter is None else os.fspath(adapter)
-    dtype, device = _dtype(dtype), _device(device)
+            return load(folder, **common, **text_options, **image_options)
+    _check_arguments(source, revision, text_options)
+    text_options["adapter"] = None if adapter is None else os.fspath(adapter)
+    dtype, device = _parse_dtype(dtype), _parse_device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
-    implementation(attn_implementation)
+    registered_attention(attn_implementation)
     source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
-    if adapter is None and gguf_file is None and (alone := _adapter_alone(source, revision)):
-        source, revision, for_text["adapter"] = *alone, lora.read_lora(source, revision)
+    if adapter is None and gguf_file is None and (base_checkpoint := _find_lone_adapter(source, revision)):
+        source, revision, text_options["adapter"] = *base_checkpoint, lora.read_lora(source, revision)
     if tp_plan is not None:
-        _check_plan(tp_plan, for_text | {"gguf_file": gguf_file})
+        _check_plan(tp_plan, text_options | {"gguf_file": gguf_file})
     if gguf_file is not None:
         _refuse_image_options(image_options)
-        read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return lay_by_columns(read_it(gguf_file=gguf_file, dtype=dtype, **for_text))
-    source, config = _found(source, revision)
+        load_gguf = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
+        return lay_out_by_columns(load_gguf(gguf_file=gguf_file, dtype=dtype, **text_options))
+    source, config = _find_checkpoint(source, revision)
     if image_loader(config.get("model_type")) is not None:
-        for name, value in for_text.items():
+        for name, value in text_options.items():
             if value is not None:
                 raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return lay_by_columns(load_image_model(config["model_type"], source, image_options, **common))
+        return lay_out_by_columns(load_image_model(config["model_type"], source, image_options, **common))
     _refuse_image_options(image_options)
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
-        return lay_by_columns(model)
-    of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
-    read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
-    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
-    return lay_by_columns(load_it() if tp_plan is None else load_together(load_it))
+        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **text_options)
+        return lay_out_by_columns(model)
+    is_masked = known_family(config) is not None or config.get("model_type") in [*UNSUPPORTED]
+    load_model = load_masked if is_masked or not causal.is_causal(config) else causal.load_causal
+    load_now = partial(load_model, source, config, revision, attn_implementation, device, dtype=dtype, **text_options)
+    return lay_out_by_columns(load_now() if tp_plan is None else load_on_all_ranks(load_now))
 
 
 @torch.no_grad()
-def lay_by_columns(model: Any) -> Any:
+def lay_out_by_columns(model: Any) -> Any:
     """Let the float32 matrices of a small model's linear layers lie column by column on a CPU; return the model.
 
     Products of few positions read columns. From one to the next it is an odd number of cache lines, so that they do not
@@ -181,16 +181,16 @@ def lay_by_columns(model: Any) -> Any:
     return model
 
 
-def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for one of a wrong type or out of its range; the rest of `given` is checked by what takes it."""
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
-    check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
-    check_int("block_length", given["block_length"], low=1, none=True)
-    check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
-    topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
+    check_int("mask_token_id", options["mask_token_id"], low=0, none=True)
+    check_int("block_length", options["block_length"], low=1, none=True)
+    check_number("rope_theta", options["rope_theta"], low=0, open_low=True, none=True)
+    topology, adapter, offload_folder = options["topology"], options["adapter"], options["offload_folder"]
     if topology is not None:
         check_choice("topology", topology, ("bidirectional", "block_causal", "causal", "causal_context"))
     if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):
@@ -201,8 +201,8 @@ def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> No
 
 def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a `tp_plan` that is none, or that does not go with other options of `load`."""
-    named = isinstance(plan, dict) and all(isinstance(text, str) for pair in plan.items() for text in pair)
-    if plan != "auto" and not (named and plan):
+    is_mapping = isinstance(plan, dict) and all(isinstance(text, str) for pair in plan.items() for text in pair)
+    if plan != "auto" and not (is_mapping and plan):
         raise ValueError(f"tp_plan={shown(plan)} must be 'auto' or a mapping of module names to transformers' styles")
     for name in ("device_map", "quantization_config", "gguf_file", "offload_folder"):
         if options[name] is not None:
@@ -215,7 +215,7 @@ def _refuse_image_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(options))!r}")
 
 
-def _found(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     """Where a checkpoint is, and its config.json; of an image model's single file its `model_type`.
 
     Raises:
@@ -234,8 +234,8 @@ def _found(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
         )
     if not os.path.isfile(source) or source.endswith(".json"):  # only image models' checkpoints are one file
         return source, read_json(source, "config.json", revision, required=True)
-    beside = read_json(os.path.dirname(source) or ".", "config.json", None)
-    if beside and image_loader(beside.get("model_type")) is None:  # a text model's weights
+    folder_config = read_json(os.path.dirname(source) or ".", "config.json", None)
+    if folder_config and image_loader(folder_config.get("model_type")) is None:  # a text model's weights
         fetch(source, "config.json", revision)  # says that it wants the folder
     return source, {"model_type": file_type(source)}
 
@@ -260,35 +260,35 @@ def _load_canvases(
     )
 
 
-def _adapter_alone(source: str, revision: str | None) -> tuple[str, str | None] | None:
+def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | None] | None:
     """The base of a folder or repository that holds nothing but an adapter, and its revision; None for all others."""
     if os.path.isfile(source) or source in PACKAGED_IMAGES or source in PACKAGED_PIPELINES:
         return None
     if fetch(source, "config.json", revision) is not None or fetch(source, lora.CONFIG, revision) is None:
         return None
-    return lora.base_of(source, revision)
+    return lora.read_base(source, revision)
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     """Raises ValueError: not a floating dtype."""
     if dtype is None or dtype == "auto":
         return "auto"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in DTYPES:
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or parsed not in DTYPES:
         raise ValueError(f"dtype={shown(dtype)} must be one of 'float32', 'bfloat16', 'float16', 'float64', 'auto'")
-    return found
+    return parsed
 
 
-def _device(device: str | torch.device | None) -> torch.device | None:
+def _parse_device(device: str | torch.device | None) -> torch.device | None:
     """Raises ValueError: no such device here."""
     if device is None:
         return None
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        parsed = torch.device(device)
+        torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"device={shown(device)} is not available here: {reason}") from error
-    if found.type == "meta":
+    if parsed.type == "meta":
         raise ValueError(f"device={shown(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
-    return found
+    return parsed

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from paradec.core.checks import check_bool, check_int, check_number, shown
 from paradec.models.checkpoint import (
     CheckpointError,
-    Stored,
+    StoredTensor,
     check_fit,
+    check_supported,
     fetch,
-    listed,
-    published_to_own,
+    format_problems,
     read_json,
-    refuse_unless,
+    rename_weight,
 )
 from paradec.models.weights import read_weights
 
@@ -88,7 +88,7 @@ class LoRA:
     config: Any
     weights: Mapping[str, Tensor]
 
-    def layers(self, base: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    def layers(self, base: str, headers: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """peft's layers for the adapted matrices of the checkpoint `base`, by its names of them without ".weight".
 
         Matrices of the file that the config does not name are left out, as by peft, but with a warning.
@@ -103,46 +103,46 @@ class LoRA:
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        held = {_matrix(key): None for key in self.weights}
-        shapes = {name.removesuffix(".weight"): e.shape for name, e in stored.items() if name.endswith(".weight")}
-        if unknown := [name for name in held if len(shapes.get(name, ())) != 2]:
+        adapted = {_matrix_name(key): None for key in self.weights}
+        shapes = {name.removesuffix(".weight"): e.shape for name, e in headers.items() if name.endswith(".weight")}
+        if unknown := [name for name in adapted if len(shapes.get(name, ())) != 2]:
             raise CheckpointError(
-                f"the adapter {self.source!r} does not fit {base!r}: {listed({'unexpected': unknown})}"
+                f"the adapter {self.source!r} does not fit {base!r}: {format_problems({'unexpected': unknown})}"
             )
         config = replace(self.config)
         if config.target_modules is None or str(config.target_modules).lower() == "all-linear":
-            config.target_modules = set(held)  # peft knows these for transformers' modules alone
+            config.target_modules = set(adapted)  # peft knows these for transformers' modules alone
         try:
             with torch.device("meta"):
                 module = _linear_layers({name: shape for name, shape in shapes.items() if len(shape) == 2})
                 inject_adapter_in_model(config, module)
             layers = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-            why = ""
+            problem = ""
         except (re.error, RecursionError, OverflowError) as error:
             patterns = "target_modules, exclude_modules, layers_pattern, rank_pattern, alpha_pattern"
             raise CheckpointError(f"{CONFIG} of {self.source!r}: a pattern ({patterns}) is wrong: {error}") from error
         except ValueError as error:
-            layers, why = {}, f" ({error})"
-        others = [name for name in held if name not in layers]
-        more = f"{', '.join(others[:4])}{f' and {len(others) - 4} more' if len(others) > 4 else ''}"
+            layers, problem = {}, f" ({error})"
+        unused = [name for name in adapted if name not in layers]
+        listing = f"{', '.join(unused[:4])}{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}"
         if not layers:
             raise CheckpointError(
                 f"{CONFIG} of {self.source!r}: target_modules, exclude_modules and layers_to_transform leave nothing "
-                f"of what it holds: {more}{why}"
+                f"of what it holds: {listing}{problem}"
             )
         parts = {f"{name}.lora_A.weight": layer.lora_A["default"] for name, layer in layers.items()}
         parts |= {f"{name}.lora_B.weight": layer.lora_B["default"] for name, layer in layers.items()}
-        weights = {key: tensor for key, tensor in self.weights.items() if _matrix(key) in layers}
-        needed = {key: part.weight for key, part in parts.items()}
-        check_fit(needed, weights, self.source, f"{base!r} by its {CONFIG}")
-        if others:
-            warnings.warn(f"{CONFIG} of {self.source!r} does not name {more}: left out, as by peft", stacklevel=4)
+        weights = {key: tensor for key, tensor in self.weights.items() if _matrix_name(key) in layers}
+        expected = {key: part.weight for key, part in parts.items()}
+        check_fit(expected, weights, self.source, f"{base!r} by its {CONFIG}")
+        if unused:
+            warnings.warn(f"{CONFIG} of {self.source!r} does not name {listing}: left out, as by peft", stacklevel=4)
         for key, tensor in weights.items():
             parts[key].weight = nn.Parameter(tensor, requires_grad=False)
         return layers
 
     @torch.no_grad()
-    def merge(self, module: nn.Module, names: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+    def merge(self, module: nn.Module, patterns: Mapping[str, str], layers: Mapping[str, Any]) -> None:
         """Add the products to the module's weights, in float32 at least, rounded once.
 
         Args:
@@ -153,15 +153,15 @@ class LoRA:
         """
         parameters = dict(module.named_parameters())
         for name, layer in layers.items():
-            weight = parameters[published_to_own(f"{name}.weight", names)]
+            weight = parameters[rename_weight(f"{name}.weight", patterns)]
             if weight.is_meta:
                 raise CheckpointError(
                     f"the adapter {self.source!r} cannot be merged into {name}, which device_map has put on the disk"
                 )
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            layer.lora_A.to(weight.device, wide)
-            layer.lora_B.to(weight.device, wide)
-            weight.copy_(weight.to(wide) + layer.get_delta_weight("default"))
+            wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+            layer.lora_A.to(weight.device, wide_dtype)
+            layer.lora_B.to(weight.device, wide_dtype)
+            weight.copy_(weight.to(wide_dtype) + layer.get_delta_weight("default"))
             if not weight.isfinite().all():
                 raise CheckpointError(
                     f"{name} with the adapter {self.source!r} holds numbers that are not finite, by its matrices, "
@@ -169,24 +169,24 @@ class LoRA:
                 )
 
 
-def base_of(source: str, revision: str | None) -> tuple[str, str | None]:
+def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
     """The checkpoint that an adapter says it is for, and its revision.
 
     Raises:
         CheckpointError: it names none.
     """
     config = read_json(source, CONFIG, revision)
-    base, of_base = config.get("base_model_name_or_path"), config.get("revision")
+    base, base_revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
             f"{CONFIG} of {source!r} names no base_model_name_or_path; give load(base, adapter={source!r})"
         )
-    if of_base is not None and not isinstance(of_base, str):
-        raise CheckpointError(f"{CONFIG} of {source!r}: revision={shown(of_base)} must be a text or null")
-    return base, of_base
+    if base_revision is not None and not isinstance(base_revision, str):
+        raise CheckpointError(f"{CONFIG} of {source!r}: revision={shown(base_revision)} must be a text or null")
+    return base, base_revision
 
 
-def read_lora(source: str, revision: str | None = None, inside: str = "") -> LoRA:
+def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> LoRA:
     """Read an adapter.
 
     Args:
@@ -196,19 +196,19 @@ def read_lora(source: str, revision: str | None = None, inside: str = "") -> LoR
         CheckpointError: a file that is missing or wrong, or an adapter that is more than a product of two matrices.
         ModuleNotFoundError: peft is not installed; the message says what to install.
     """
-    file = os.path.join(inside, CONFIG)
+    file = os.path.join(subfolder, CONFIG)
     if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
     config = _lora_config(source, read_json(source, file, revision))
-    path = fetch(source, os.path.join(inside, WEIGHTS), revision)
+    path = fetch(source, os.path.join(subfolder, WEIGHTS), revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {WEIGHTS}; pickled weights are not read")
     weights = {}
     for key, tensor in read_weights(path)[0].items():
-        found = re.fullmatch(rf"{re.escape(PREFIX)}(.+\.lora_[AB])(?:\.default)?(\.weight)", key)
-        if found is None:
+        match = re.fullmatch(rf"{re.escape(PREFIX)}(.+\.lora_[AB])(?:\.default)?(\.weight)", key)
+        if match is None:
             raise CheckpointError(f"the adapter {source!r} holds {key} {list(tensor.shape)}, which is no LoRA matrix")
-        weights[found[1] + found[2]] = tensor
+        weights[match[1] + match[2]] = tensor
     if not weights:
         raise CheckpointError(f"the adapter {source!r} holds no matrices")
     return LoRA(source, path, config, weights)
@@ -229,7 +229,7 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
             name="peft",
         ) from None
     where = f"{CONFIG} of {source!r}"
-    refuse_unless(config, ONLY, where, ". Merge it with peft (merge_and_unload) and load what that saves")
+    check_supported(config, ONLY, where, ". Merge it with peft (merge_and_unload) and load what that saves")
     fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
     try:
         _check_fields(fields)
@@ -288,6 +288,6 @@ def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     return root
 
 
-def _matrix(key: str) -> str:
+def _matrix_name(key: str) -> str:
     """The matrix that an adapter's weight is for."""
     return key.rpartition(".lora_")[0]

@@ -19,20 +19,20 @@ from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
     CheckpointError,
     fetch,
-    published_to_own,
+    first_line,
+    is_quantised,
     read_json,
     read_module,
-    reason,
-    states_quantiser,
-    stored_weights,
+    read_weight_headers,
+    rename_weight,
 )
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family, facts_of, stated_block, tokenizer_of
+from paradec.models.family import Family, read_block_length, read_facts, read_tokenizer
 from paradec.models.lora import LoRA
-from paradec.models.rotary import with_base
+from paradec.models.rotary import replace_base
 from paradec.models.saving import Published, check_weights
 from paradec.models.text import dream, llada, llada2, llada_moe, nemotron_diffusion, sdar, stable_diffcoder
-from paradec.models.wrapping import default_attention, implementation
+from paradec.models.wrapping import default_attention, registered_attention
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
@@ -45,7 +45,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_labs_diffusion": nemotron_diffusion.FAMILY,
 }
 """What `load` reads, by the `model_type` of config.json."""
-REFUSED = {
+UNSUPPORTED = {
     "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
     "published form, which load reads",
     "nemotron_labs_diffusion_vlm": "it takes pictures as embeddings, not as tokens; load reads the models of text "
@@ -89,40 +89,40 @@ def load_masked(
     """What `load` does for masked language models; `options` are for `from_pretrained`."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.GIVEN: block_length}
-    family = _family(source, config)
-    config = with_base(config, rope_theta)
+    family = _find_family(source, config)
+    config = replace_base(config, rope_theta)
     hf_config = family.config(config)
     if family.fused is not None:
         _check_fused(source, hf_config, options)
-    quantised = states_quantiser(source, config)
+    quantised = is_quantised(source, config)
     if quantised:
         hf_config.quantization_config = config["quantization_config"]  # transformers' quantisers read the weights
     if adapter is not None:
-        adapter = _adapter(source, family, quantised, adapter, options)
+        adapter = _read_adapter(source, family, quantised, adapter, options)
     elif fetch(source, lora.CONFIG, revision) is not None:
         raise CheckpointError(
             f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
             "merged into the weights there"
         )
-    family, block_length = _blocks(source, config, family, block_length, topology, adapter)
+    family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
-    stored = stored_weights(source, revision)
+    headers = read_weight_headers(source, revision)
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
-        names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
+        names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
     else:
-        names = check_weights(source, stored, hf_config, family)
+        names = check_weights(source, headers, hf_config, family)
     if adapter is not None and not family.modes:
-        layers = adapter.layers(source, stored)
+        layers = adapter.layers(source, headers)
     generation = read_json(source, "generation_config.json", revision)
-    tokenizer = tokenizer_of(source, family, revision)
+    tokenizer = read_tokenizer(source, family, revision)
     block = None if family.topology == "causal" else block_length
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
-    facts, own = facts_of(*ids, raised=rope_theta is not None), None
+    facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None
     if family.modes:
-        own = own_drafts.of(source, family, block_length, stored, revision, adapter)
-    name = implementation(attn_implementation)
-    module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
-    if adapter is not None and own is None:
+        drafts = own_drafts.read_own_drafts(source, family, block_length, headers, revision, adapter)
+    name = registered_attention(attn_implementation)
+    module = _read_pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
+    if adapter is not None and drafts is None:
         adapter.merge(module, family.key_mapping or {}, layers)
     if device is not None:
         module = module.to(device)
@@ -138,9 +138,9 @@ def load_masked(
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
         attn_implementation="sdpa" if facts.topology == "causal" else name,
     )
-    model.own_drafts = own
-    place = os.path.abspath(source) if os.path.isdir(source) else source
-    model.published = Published(place, family, config, generation, names)
+    model.own_drafts = drafts
+    location = os.path.abspath(source) if os.path.isdir(source) else source
+    model.published = Published(location, family, config, generation, names)
     return model
 
 
@@ -164,8 +164,8 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
             "where they are read; give 'auto', or a plan without it"
         )
     if plan is not None:
-        whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
-        hf_config.base_model_tp_plan = whole
+        expert_plan = {name: style for name, style in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
+        hf_config.base_model_tp_plan = expert_plan
 
 
 def known_family(config: Mapping[str, Any]) -> Family | None:
@@ -178,20 +178,20 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
-def _family(source: str, config: dict[str, Any]) -> Family:
+def _find_family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
-    model_type, known = config.get("model_type"), known_family(config)
-    if known in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
+    model_type, family = config.get("model_type"), known_family(config)
+    if family in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}, and is I-DLM by its name or by block_size="
             f"{shown(config.get(sdar.BLOCK_NAME))}: a causal model that verifies its last drafts in the call that "
             "makes new ones, which no sampler here does. For an SDAR with such blocks give load(..., block_length=...)"
         )
-    if known is not None:
-        return known
-    if isinstance(model_type, str) and model_type in REFUSED:
+    if family is not None:
+        return family
+    if isinstance(model_type, str) and model_type in UNSUPPORTED:
         raise CheckpointError(
-            f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
+            f"{source!r} has model_type={model_type!r}, which load does not read: {UNSUPPORTED[model_type]}"
         )
     if config.get("is_causal") is False:
         raise CheckpointError(
@@ -205,26 +205,31 @@ def _family(source: str, config: dict[str, Any]) -> Family:
     )
 
 
-def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
+def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
     """The adapter, read. Raises CheckpointError: one that does not work with this checkpoint or these options."""
     name = adapter if isinstance(adapter, str) else adapter.source
-    why = None
+    problem = None
     if family.experts or family.fused is not None:
-        why = "its matrices are not in the module as they are in the file"
+        problem = "its matrices are not in the module as they are in the file"
     elif quantised or options.get("quantization_config") is not None:
-        why = "quantised weights cannot take a product"
+        problem = "quantised weights cannot take a product"
     elif options.get("tp_plan") is not None:
-        why = "each process of tp_plan reads a part of each matrix"
-    if why is not None:
+        problem = "each process of tp_plan reads a part of each matrix"
+    if problem is not None:
         raise CheckpointError(
-            f"adapter={name!r} does not work for {source!r} here: {why}; merge it with peft (merge_and_unload) and "
+            f"adapter={name!r} does not work for {source!r} here: {problem}; merge it with peft (merge_and_unload) and "
             "load what that saves"
         )
     return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
 
 
-def _blocks(
-    source: str, config: dict[str, Any], family: Family, given: int | None, topology: str | None, adapter: LoRA | None
+def _resolve_blocks(
+    source: str,
+    config: dict[str, Any],
+    family: Family,
+    block_length: int | None,
+    topology: str | None,
+    adapter: LoRA | None,
 ) -> tuple[Family, int | None]:
     """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
     from the prompt's end.
@@ -233,18 +238,22 @@ def _blocks(
         CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
     """
     if family.modes:
-        return own_drafts.in_mode(source, family, topology), _block_length(source, config, family, given)
+        return own_drafts.select_mode(source, family, topology), _resolve_block_length(
+            source, config, family, block_length
+        )
     if topology is not None and topology.startswith("causal"):
         raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which was not trained with it")
     if family.block_name is not None:
         if topology == "bidirectional":
             raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
-        return family, _block_length(source, config, family, given)
-    stated = stated_block(config, PROMPT_BLOCK)
-    named = adapter is not None and D2F.fullmatch(os.path.basename(adapter.source.rstrip("/"))) is not None
-    if topology == "bidirectional" or (topology is None and stated is None and not named):
-        return family, _block_length(source, config, family, given)
-    length = next((n for n in (given, stated, D2F_BLOCK_LENGTH if named else None) if n is not None), None)
+        return family, _resolve_block_length(source, config, family, block_length)
+    config_block = read_block_length(config, PROMPT_BLOCK)
+    is_d2f = adapter is not None and D2F.fullmatch(os.path.basename(adapter.source.rstrip("/"))) is not None
+    if topology == "bidirectional" or (topology is None and config_block is None and not is_d2f):
+        return family, _resolve_block_length(source, config, family, block_length)
+    length = next(
+        (n for n in (block_length, config_block, D2F_BLOCK_LENGTH if is_d2f else None) if n is not None), None
+    )
     if length is None:
         raise CheckpointError(
             f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
@@ -253,16 +262,16 @@ def _blocks(
     return replace(family, block_name=PROMPT_BLOCK, block_align="prompt"), length
 
 
-def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:
+def _resolve_block_length(source: str, config: dict[str, Any], family: Family, block_length: int | None) -> int | None:
     """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
     if family.block_name is None:
-        if given is not None:
+        if block_length is not None:
             raise CheckpointError(
-                f"block_length={given} is for block-causal checkpoints; {source!r} is bidirectional. How an answer is "
-                "cut is an argument of generate"
+                f"block_length={block_length} is for block-causal checkpoints; {source!r} is bidirectional. How an "
+                "answer is cut is an argument of generate"
             )
         return None
-    length = family.block_length(config, source) if given is None else given
+    length = family.block_length(config, source) if block_length is None else block_length
     if length is None:
         raise CheckpointError(
             f"neither config.json nor the name of {source!r} says how long its blocks are; give load(..., "
@@ -271,16 +280,16 @@ def _block_length(source: str, config: dict[str, Any], family: Family, given: in
     return length
 
 
-def _pretrained(
+def _read_pretrained(
     source: str, hf_config: Any, family: Family, config: dict[str, Any], revision: str | None, **options: Any
 ) -> nn.Module:
     """Load the weights, strictly."""
     import transformers
 
-    own = getattr(transformers, family.module)
+    cls = getattr(transformers, family.module)
     try:
         module = read_module(
-            own if family.reader is None else family.reader(),
+            cls if family.reader is None else family.reader(),
             source,
             revision,
             config=hf_config,
@@ -293,12 +302,12 @@ def _pretrained(
             raise
         raise CheckpointError(
             f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: "
-            f"{reason(error)}"
+            f"{first_line(error)}"
         ) from error
     if family.reader is not None:
-        module.__class__ = own
-    _saves_alone(module, family)
-    if family.experts and not _groups(module):
+        module.__class__ = cls
+    _fix_saving(module, family)
+    if family.experts and not _can_group_experts(module):
         module.set_experts_implementation("eager")
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
@@ -306,14 +315,14 @@ def _pretrained(
     return module.eval()
 
 
-def _groups(module: Any) -> bool:
+def _can_group_experts(module: Any) -> bool:
     """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
     rows must be multiples of 16 bytes. The loop over the experts takes any."""
     sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
     return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
 
 
-def _saves_alone(module: Any, family: Family) -> None:
+def _fix_saving(module: Any, family: Family) -> None:
     """See to it that the module's own `save_pretrained` writes what transformers loads again.
 
     Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
@@ -322,7 +331,9 @@ def _saves_alone(module: Any, family: Family) -> None:
     """
     renamed = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
-    module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
+    module._weight_conversions = [
+        conversion for conversion in conversions if not renamed.issuperset(conversion.source_patterns)
+    ]
     module.config.is_causal = False
 
 

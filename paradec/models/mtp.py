@@ -29,11 +29,11 @@ from paradec.core.checks import shown
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.causal import mtp_names, stated_layers
-from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, stored_tensors, stored_weights
+from paradec.models.causal import count_mtp_layers, find_mtp_weights
+from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, read_tensors, read_weight_headers
 from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.layers import decoder_layers
-from paradec.models.saving import parts_of
+from paradec.models.saving import file_weights
 
 SAME = (
     *("hidden_size", "vocab_size", "model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -50,21 +50,21 @@ class MtpLayer(nn.Module):
         index: which of the heads it is.
     """
 
-    def __init__(self, config: Any, kind: Any, norm: Any, at: int, index: int):
+    def __init__(self, config: Any, layer_class: Any, norm_class: Any, like_layer: int, index: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm, self.norm = (norm(width, eps=eps) for _ in range(3))
+        self.enorm, self.hnorm, self.norm = (norm_class(width, eps=eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = kind(config, at)
+        self.block = layer_class(config, like_layer)
         for part in self.block.modules():
             if hasattr(part, "layer_idx"):
                 part.layer_idx = index  # its place in the store
 
-    def forward(self, embedded: Tensor, states: Tensor, hidden_first: bool, **given: Any) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor, hidden_first: bool, **kwargs: Any) -> Tensor:
         """embedded, states [R, Q, D] -> [R, Q, D]. given: as the decoder layer takes them."""
         parts = (self.enorm(embedded), self.hnorm(states))
-        found = self.block(self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, -1)), **given)
-        return self.norm(found[0] if isinstance(found, tuple) else found)
+        output = self.block(self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, -1)), **kwargs)
+        return self.norm(output[0] if isinstance(output, tuple) else output)
 
 
 class MtpNetwork(nn.Module):
@@ -81,8 +81,8 @@ class MtpNetwork(nn.Module):
         assert layers is not None  # `check_layers` has seen to it
         self.config, self.hidden_first = copy.deepcopy(base.text_config), hidden_first
         self.config._attn_implementation = "sdpa"
-        parts: Any = layers[-1]
-        kinds = type(parts), type(parts.input_layernorm), len(layers) - 1
+        last_layer: Any = layers[-1]
+        kinds = type(last_layer), type(last_layer.input_layernorm), len(layers) - 1
         self.layers = nn.ModuleList(MtpLayer(self.config, *kinds, index) for index in range(count))
         self.config.num_hidden_layers = count
 
@@ -110,7 +110,7 @@ class MtpDrafter(FeatureDrafter):
         self.facts = dataclasses.replace(base.facts, name=name)
 
     @property
-    def reads_again(self) -> int:
+    def num_reread(self) -> int:
         """Columns that are read again each time: of the last ones some layers have read drafts in the place of
         tokens."""
         return len(self.module.layers) - 1
@@ -118,7 +118,7 @@ class MtpDrafter(FeatureDrafter):
     @property
     def slots(self) -> int | None:
         """Slots of a window: the next token and a draft of each layer; None for one layer, which makes any number."""
-        return len(self.module.layers) + 1 if self.reads_again else None
+        return len(self.module.layers) + 1 if self.num_reread else None
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Evaluate tokens of positions 1 and on.
@@ -140,7 +140,7 @@ class MtpDrafter(FeatureDrafter):
             features, positions = features.to(self.device, self.dtype), query.positions + layer
             embedded = self.base.module.get_input_embeddings()(query.tokens).to(features)
             network = self.module.layers[layer]
-            made = network(
+            hidden = network(
                 embedded,
                 features,
                 self.module.hidden_first,
@@ -149,8 +149,8 @@ class MtpDrafter(FeatureDrafter):
                 position_embeddings=self._rotation(features, positions),
                 **cache_keyword(network.block, cache),
             )
-            wanted = made if query.wanted is None else take_columns(made, query.wanted)
-            return self.base.head(wanted.to(self.base.dtype)), made if self.reads_again else wanted
+            wanted = hidden if query.wanted is None else take_columns(hidden, query.wanted)
+            return self.base.head(wanted.to(self.base.dtype)), hidden if self.num_reread else wanted
 
     def _rotation(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [R, Q, .] of the model's own angles."""
@@ -185,21 +185,28 @@ def load_mtp(
     """
     check_layers(base)
     _check_config(source, config, base)
-    stored = stored_weights(source, revision)
-    names = mtp_names(stored, config)
-    count = 1 + max((int(own.split(".")[1]) for own in names.own.values()), default=-1)
-    stated = stated_layers(config)
+    headers = read_weight_headers(source, revision)
+    weights = find_mtp_weights(headers, config)
+    count = 1 + max((int(module_name.split(".")[1]) for module_name in weights.renamed.values()), default=-1)
+    num_stated = count_mtp_layers(config)
     if not count:
         raise CheckpointError(
             f"{source!r} has no weights of MTP heads (model.layers.{base.text_config.num_hidden_layers}.eh_proj, "
             "mtp.fc or mtp_layers.0.input_proj)"
         )
-    if stated not in (0, count):
-        raise CheckpointError(f"config.json of {source!r} states {stated} MTP layers; the weights are those of {count}")
-    check_dtypes(source, {name: stored[name].dtype for name in names.own})
+    if num_stated not in (0, count):
+        raise CheckpointError(
+            f"config.json of {source!r} states {num_stated} MTP layers; the weights are those of {count}"
+        )
+    check_dtypes(source, {name: headers[name].dtype for name in weights.renamed})
     with torch.device("meta"):
-        module = MtpNetwork(base, min(count, len(stored)), any(".input_proj." in name for name in names.own))
-    check_fit(_places(module), {own: stored[name] for name, own in names.own.items()}, f"{source} (MTP)", "config.json")
+        module = MtpNetwork(base, min(count, len(headers)), any(".input_proj." in name for name in weights.renamed))
+    check_fit(
+        _weight_slots(module),
+        {module_name: headers[name] for name, module_name in weights.renamed.items()},
+        f"{source} (MTP)",
+        "config.json",
+    )
     unstored = [name for name, _ in module.named_buffers() if name not in module.state_dict()]
     if unstored:
         raise CheckpointError(f"{source!r}: layers of {base.facts.name} compute {unstored[0]}, which is not supported")
@@ -210,16 +217,16 @@ def load_mtp(
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
-    places = _places(module)
-    for name, tensor in stored_tensors(source, list(names.own), revision).items():
-        places[names.own[name]].copy_(tensor)
+    slots = _weight_slots(module)
+    for name, tensor in read_tensors(source, list(weights.renamed), revision).items():
+        slots[weights.renamed[name]].copy_(tensor)
     return MtpDrafter(module, base, f"{os.path.basename(source.rstrip('/')) or source} (MTP)")
 
 
-def _places(module: nn.Module) -> dict[str, Tensor]:
+def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
     """Where each of a file's weights belongs: experts one by one."""
     state = module.state_dict()
-    return {name: part.of(state.__getitem__) for name, part in parts_of(state, None).items()}
+    return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
@@ -227,12 +234,12 @@ def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
     sizes = config.get("transformer_layer_config", config)
     if not isinstance(sizes, dict):
         raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
-    own = base.text_config.to_dict()
-    sizes, own = ({**(each.get("rope_parameters") or {}), **each} for each in (sizes, own))
+    base_sizes = base.text_config.to_dict()
+    sizes, base_sizes = ({**(fields.get("rope_parameters") or {}), **fields} for fields in (sizes, base_sizes))
     for name in SAME:
-        stated = sizes.get(name)
-        if None not in (stated, own.get(name)) and stated != own[name]:
+        size = sizes.get(name)
+        if None not in (size, base_sizes.get(name)) and size != base_sizes[name]:
             raise CheckpointError(
-                f"{source!r} has {name}={shown(stated)}, {base.facts.name} {shown(own[name])}: its MTP heads draft for "
-                "another model"
+                f"{source!r} has {name}={shown(size)}, {base.facts.name} {shown(base_sizes[name])}: its MTP heads "
+                "draft for another model"
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, Stored, fetch, published_to_own
+from paradec.models.checkpoint import CheckpointError, StoredTensor, fetch, rename_weight
 from paradec.models.family import Family
 from paradec.models.lora import CONFIG, LoRA, read_lora
 
@@ -52,7 +52,7 @@ class DraftAdapter:
             shutil.copyfile(file, folder / file.name)
 
     @contextmanager
-    def on(self, module: nn.Module) -> Iterator[None]:
+    def applied_to(self, module: nn.Module) -> Iterator[None]:
         """Add the products to what the layers make."""
         with ExitStack() as hooks:
             for name, product in self.products.items():
@@ -63,11 +63,11 @@ class DraftAdapter:
 
 def _add_product(down: Tensor, up: Tensor, scale: float, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """What a linear layer made, and the product."""
-    into, out = (part.to(output.device, output.dtype) for part in (down, up))
-    return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], into), out)
+    down_matrix, up_matrix = (part.to(output.device, output.dtype) for part in (down, up))
+    return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], down_matrix), up_matrix)
 
 
-def in_mode(source: str, family: Family, topology: str | None) -> Family:
+def select_mode(source: str, family: Family, topology: str | None) -> Family:
     """The family in the mode that was asked for, its first one for None.
 
     Raises:
@@ -82,11 +82,11 @@ def in_mode(source: str, family: Family, topology: str | None) -> Family:
     return replace(family, modes=(mode,), prediction=prediction, block_align=align)
 
 
-def of(
+def read_own_drafts(
     source: str,
     family: Family,
     block_length: int | None,
-    stored: Mapping[str, Stored],
+    headers: Mapping[str, StoredTensor],
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
@@ -104,10 +104,10 @@ def of(
     drafts = None
     if adapter is not None:
         products = {}
-        for name, layer in adapter.layers(source, stored).items():
-            own = published_to_own(f"{name}.weight", family.key_mapping or {}).removesuffix(".weight")
+        for name, layer in adapter.layers(source, headers).items():
+            module_name = rename_weight(f"{name}.weight", family.key_mapping or {}).removesuffix(".weight")
             down, up = (half["default"].weight.data for half in (layer.lora_A, layer.lora_B))
-            products[own] = (down, up, layer.scaling["default"])
+            products[module_name] = (down, up, layer.scaling["default"])
         drafts = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
     assert block_length is not None  # families with modes state one
     return OwnDrafts(block_length, drafts)

@@ -80,7 +80,7 @@ def _empty_module(folder: str) -> tuple[Any, torch.nn.Module]:
             f"{folder!r}: model_type={fields.get('model_type')!r} is not a text model of paradec.load"
         )
     config = AutoConfig.for_model(**fields) if family is None else family.config(fields)
-    if isinstance(stated := fields.get("dtype", fields.get("torch_dtype")), str):
-        config.dtype = getattr(torch, stated, None)
+    if isinstance(dtype_name := fields.get("dtype", fields.get("torch_dtype")), str):
+        config.dtype = getattr(torch, dtype_name, None)
     with torch.device("meta"):
         return config, AutoModelForCausalLM.from_config(config)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import is_finite, shown
-from paradec.models.checkpoint import CheckpointError, positive
+from paradec.models.checkpoint import CheckpointError, read_positive
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -26,12 +26,12 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 }
 BY_CALL = ("dynamic", "longrope")
 """The types that choose angles by the longest position of a call."""
-PLACES = ("rope_parameters", "rope_scaling")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 """Fields of config.json: as transformers 5 writes it, and as releases before it did."""
 
 
 def rope_parameters(
-    config: Mapping[str, Any], rotated: float | None = None, also: tuple[str, ...] = ()
+    config: Mapping[str, Any], rotated_share: float | None = None, extra_fields: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The `rope_parameters` of transformers' configurations that config.json asks for.
 
@@ -43,28 +43,28 @@ def rope_parameters(
         CheckpointError: no base or two that differ, a type that is not read, or fields that are missing, unknown to the
             type, or no positive numbers.
     """
-    bases = {} if config.get("rope_theta") is None else {"rope_theta": float(positive(config, "rope_theta"))}
+    bases = {} if config.get("rope_theta") is None else {"rope_theta": float(read_positive(config, "rope_theta"))}
     scaled: dict[str, dict[str, Any]] = {}
-    for name in PLACES:
+    for name in ROPE_FIELDS:
         fields = config.get(name)
         if fields is None:
             continue
         if not isinstance(fields, dict):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object or null")
         if fields.get("rope_theta") is not None:
-            bases[name] = float(positive(fields, "rope_theta"))
-        scaled[name] = _scaling(name, fields, also)
+            bases[name] = float(read_positive(fields, "rope_theta"))
+        scaled[name] = _read_scaling(name, fields, extra_fields)
     if not bases:
         raise CheckpointError("config.json has no 'rope_theta', nor 'rope_parameters' with one")
     if len(set(bases.values())) > 1:
         raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {bases}")
-    if len(scaled) > 1 and len({str(sorted(each.items())) for each in scaled.values()}) > 1:
+    if len(scaled) > 1 and len({str(sorted(scaling.items())) for scaling in scaled.values()}) > 1:
         raise CheckpointError(f"config.json scales the rotary angles in two ways: {shown(scaled)}")
-    found = next(iter(scaled.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
-    return found if rotated is None else found | {"partial_rotary_factor": rotated}
+    parameters = next(iter(scaled.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
+    return parameters if rotated_share is None else parameters | {"partial_rotary_factor": rotated_share}
 
 
-def _scaling(name: str, fields: Mapping[str, Any], also: tuple[str, ...]) -> dict[str, Any]:
+def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str, ...]) -> dict[str, Any]:
     """What one of the two places says, without the base."""
     kinds = {fields[key] for key in ("rope_type", "type") if isinstance(fields.get(key), str)}
     kind = next(iter(kinds), "default")
@@ -81,59 +81,59 @@ def _scaling(name: str, fields: Mapping[str, Any], also: tuple[str, ...]) -> dic
             f"config.json: {name}={shown(fields)} is not supported: rope_type={shown(kind)} is not known; supported: "
             f"{', '.join(map(repr, REQUIRED))}"
         )
-    known = (*REQUIRED[kind], *OPTIONAL.get(kind, ()), *also)
-    found: dict[str, Any] = {"rope_type": kind}
+    allowed = (*REQUIRED[kind], *OPTIONAL.get(kind, ()), *extra_fields)
+    scaling: dict[str, Any] = {"rope_type": kind}
     for field, value in fields.items():
         neutral = field == "partial_rotary_factor" and value == 1
         if value is None or neutral or field in ("rope_type", "type", "rope_theta"):
             continue
-        if field not in known:
+        if field not in allowed:
             raise CheckpointError(
                 f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} has no meaning "
-                f"for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *known)))}"
+                f"for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *allowed)))}"
             )
-        found[field] = _checked(name, field, value)
+        scaling[field] = _check_scaling_field(name, field, value)
     for field in REQUIRED[kind]:
-        if field not in found:
+        if field not in scaling:
             raise CheckpointError(f"config.json: {name}={shown(fields)} of rope_type={kind!r} has no {field!r}")
-    if kind == "llama3" and found["low_freq_factor"] >= found["high_freq_factor"]:
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise CheckpointError(
-            f"config.json: {name}: low_freq_factor={found['low_freq_factor']} must be below "
-            f"high_freq_factor={found['high_freq_factor']}"
+            f"config.json: {name}: low_freq_factor={scaling['low_freq_factor']} must be below "
+            f"high_freq_factor={scaling['high_freq_factor']}"
         )
-    return found
+    return scaling
 
 
-def _checked(name: str, field: str, value: Any) -> Any:
+def _check_scaling_field(name: str, field: str, value: Any) -> Any:
     """A field of a scaling: lengths are positive integers, `truncate` says yes or no, the rest are positive numbers."""
-    whole = field == "original_max_position_embeddings"
+    is_length = field == "original_max_position_embeddings"
     if field == "truncate":
-        right, what = isinstance(value, bool), "true or false"
+        is_valid, expected = isinstance(value, bool), "true or false"
     else:
-        kinds = int if whole else (int, float)
+        kinds = int if is_length else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool) and is_finite(value)
         least = value > 0 or value == 0 and field == "llama_4_scaling_beta" if number else False
-        right, what = least, "a positive integer" if whole else "a positive number"
-    if not right:
-        raise CheckpointError(f"config.json: {name}[{field!r}]={shown(value)} must be {what}")
-    return value if whole or field == "truncate" else float(value)
+        is_valid, expected = least, "a positive integer" if is_length else "a positive number"
+    if not is_valid:
+        raise CheckpointError(f"config.json: {name}[{field!r}]={shown(value)} must be {expected}")
+    return value if is_length or field == "truncate" else float(value)
 
 
-def with_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
     """The same config.json with another base of the rotary angles, in every place that states one."""
     if theta is None:
         return dict(config)
-    stated: dict[str, Any] = {
+    bases: dict[str, Any] = {
         name: {**config[name], "rope_theta": theta}
-        for name in PLACES
+        for name in ROPE_FIELDS
         if isinstance(config.get(name), dict) and config[name].get("rope_theta") is not None
     }
-    if not stated or config.get("rope_theta") is not None:
-        stated["rope_theta"] = theta
-    return {**config, **stated}
+    if not bases or config.get("rope_theta") is not None:
+        bases["rope_theta"] = theta
+    return {**config, **bases}
 
 
-def lengths(config: Any, raised: bool) -> tuple[int | None, int]:
+def read_max_lengths(config: Any, has_new_base: bool) -> tuple[int | None, int]:
     """How many positions a model can take, None for any number, and how many it was trained for, beyond which a request
     is warned of.
 
@@ -141,7 +141,7 @@ def lengths(config: Any, raised: bool) -> tuple[int | None, int]:
         config: transformers' configuration. raised: whether `load` was given another base of the angles.
     """
     trained = config.max_position_embeddings
-    if raised:
+    if has_new_base:
         return None, trained
     fields = config.rope_parameters
     if not {"factor", "original_max_position_embeddings"} <= fields.keys():

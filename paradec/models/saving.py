@@ -21,10 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import LARGEST_INT64, check_int, shown
-from paradec.models.checkpoint import DTYPES, INDEX, CheckpointError, Stored, check_dtypes, check_fit, published_to_own
-from paradec.models.family import Family, stated_ends
+from paradec.models.checkpoint import (
+    DTYPES,
+    INDEX,
+    CheckpointError,
+    StoredTensor,
+    check_dtypes,
+    check_fit,
+    rename_weight,
+)
+from paradec.models.family import Family, read_end_ids
 
-OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
+SAVED_CLASSES = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
 """How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
 REPLACED = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
@@ -32,10 +40,10 @@ REPLACED = re.compile(
     r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
 )
 """What another checkpoint may have left in the folder and would be read with the new one."""
-OTHERS = ("adapter_config.json", "model_index.json")
+FOREIGN_FILES = ("adapter_config.json", "model_index.json")
 """Files that make a folder something else than a checkpoint of one model."""
-DRAFT = ".saving-"
-CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
+DRAFT_PREFIX = ".saving-"
+DTYPE_CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
 """What safetensors calls a dtype of torch."""
 _replacing_files = threading.Lock()
 
@@ -64,12 +72,12 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     path = Path(os.fspath(folder))
     if path.exists() and not path.is_dir():
         raise ValueError(f"folder={str(path)!r} is a file; give the path of a folder")
-    for name in OTHERS:
+    for name in FOREIGN_FILES:
         if (path / name).exists():
             raise ValueError(f"folder={str(path)!r} holds {name}, which says that no model of its own is there")
     if not isinstance(max_shard_size, str):
         check_int("max_shard_size", max_shard_size, low=1, high=LARGEST_INT64)
-    _split({}, max_shard_size)
+    _split_shards({}, max_shard_size)
     if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
         raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")
     source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
@@ -79,20 +87,20 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     if on_disk and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
         raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
     if model.published is None:
-        _save_own_format(model, path, max_shard_size)
+        _save_wrapped(model, path, max_shard_size)
     else:
         _save_published(model, path, max_shard_size)
 
 
-def _save_own_format(model: Any, path: Path, max_shard_size: int | str) -> None:
+def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
     """A wrapped module, as transformers' `save_pretrained` writes it."""
     module, name = model.module, type(model.module).__name__
-    if not type(module).__module__.startswith("transformers.") or not name.endswith(OWN_FORMAT):
+    if not type(module).__module__.startswith("transformers.") or not name.endswith(SAVED_CLASSES):
         raise ValueError(
             f"{model.facts.name} is no text model that paradec.load read, and {name} no causal or masked "
             "language model of transformers, so its format is not known here: save it with the code that it comes from"
         )
-    with _written(path) as draft:
+    with _draft_folder(path) as draft:
         module.save_pretrained(draft, max_shard_size=max_shard_size)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(draft)
@@ -101,18 +109,18 @@ def _save_own_format(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     """A loaded model, in the format that it was loaded from."""
     published, module = model.published, model.module
-    state = published_state(module, published)
-    sizes = _sizes(module, state)
-    config, generation = _stated(model)
-    stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
+    state = published_weights(module, published)
+    sizes = _empty_weights(module, state)
+    config, generation = _build_configs(model)
+    headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
     try:
-        check_weights(str(path), stored, published.family.config(config), published.family)
+        check_weights(str(path), headers, published.family.config(config), published.family)
     except ValueError as error:
         raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
-    split = _split(sizes, max_shard_size)
-    with _written(path) as draft:
-        for file, names in split.filename_to_tensors.items():
-            write_safetensors(draft / file, {name: sizes[name] for name in names}, _reader(module, state))
+    split = _split_shards(sizes, max_shard_size)
+    with _draft_folder(path) as draft:
+        for file, tensor_names in split.filename_to_tensors.items():
+            write_safetensors(draft / file, {name: sizes[name] for name in tensor_names}, _make_reader(module, state))
         if split.is_sharded:
             _write_json(draft / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         if generation:
@@ -130,7 +138,7 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 
-def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json as they were read, with what `load` was told besides: read again with the
     tokenizer, they give the model's facts."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
@@ -142,18 +150,23 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     name = published.family.block_name
     if name is not None and facts.block_length is not None and config.get(name) != facts.block_length:
         config[name] = facts.block_length
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    found = {
-        "mask_token_id": (config, generation, tokenizer, {"mask_token_id": known.get(published.family.mask_token)}),
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    id_sources = {
+        "mask_token_id": (
+            config,
+            generation,
+            tokenizer,
+            {"mask_token_id": vocabulary.get(published.family.mask_token)},
+        ),
         "pad_token_id": (config, tokenizer),
     }
-    for name, places in found.items():
-        values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in places]
-        first = next((value for value in values if value is not None), None)
-        if first != getattr(facts, name):
+    for name, id_places in id_sources.items():
+        values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in id_places]
+        value_read = next((value for value in values if value is not None), None)
+        if value_read != getattr(facts, name):
             config[name] = getattr(facts, name)
-    given = set(stated_ends(config, generation, tokenizer, published.family))
-    if given != set(facts.eos_token_ids):
+    end_ids = set(read_end_ids(config, generation, tokenizer, published.family))
+    if end_ids != set(facts.eos_token_ids):
         config["eos_token_id"] = list(facts.eos_token_ids)
         generation.pop("eos_token_id", None)
     if isinstance(config.get("auto_map"), dict) and not os.path.isdir(published.source):
@@ -164,8 +177,8 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, generation
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
@@ -183,56 +196,56 @@ class StackedWeight:
     """One weight of a file, by what the module holds.
 
     Args:
-        own: the module's names of the weights that it is made of, whose rows follow each other in it.
+        sources: the module's names of the weights that it is made of, whose rows follow each other in it.
         index: what of them it is.
     """
 
-    own: tuple[str, ...]
+    sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
 
-    def of(self, get: Callable[[str], Tensor]) -> Tensor:
+    def assemble(self, get: Callable[[str], Tensor]) -> Tensor:
         """The file's weight, of the module's own, which `get` gives by name."""
-        parts = [get(name)[self.index] if self.index else get(name) for name in self.own]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        tensors = [get(name)[self.index] if self.index else get(name) for name in self.sources]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def parts_of(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
+def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
     """What a file holds of a module, under the module's names (but for what they do not name).
 
     Args:
         state: the module's `state_dict`; sizes are all that is looked at.
         fused: as in `paradec.models.family.Family`.
     """
-    found: dict[str, StackedWeight] = {}
-    for own, tensor in state.items():
-        if own.endswith(GATE_UP):
+    weights: dict[str, StackedWeight] = {}
+    for name, tensor in state.items():
+        if name.endswith(GATE_UP):
             experts, inner = tensor.shape[0], tensor.shape[1] // 2
-            place = own.removesuffix("gate_up_proj")
+            prefix = name.removesuffix("gate_up_proj")
             for index in range(experts):
-                found[f"{place}{index}.gate_proj.weight"] = StackedWeight((own,), (index, slice(0, inner)))
-                found[f"{place}{index}.up_proj.weight"] = StackedWeight((own,), (index, slice(inner, None)))
-        elif own.endswith(DOWN):
-            place = own.removesuffix("down_proj")
+                weights[f"{prefix}{index}.gate_proj.weight"] = StackedWeight((name,), (index, slice(0, inner)))
+                weights[f"{prefix}{index}.up_proj.weight"] = StackedWeight((name,), (index, slice(inner, None)))
+        elif name.endswith(DOWN):
+            prefix = name.removesuffix("down_proj")
             for index in range(tensor.shape[0]):
-                found[f"{place}{index}.down_proj.weight"] = StackedWeight((own,), (index,))
-        elif (whole := _whole(own, fused)) is not None:
-            found[whole[0]] = StackedWeight(whole[1])
+                weights[f"{prefix}{index}.down_proj.weight"] = StackedWeight((name,), (index,))
+        elif (fused_weight := _find_fused(name, fused)) is not None:
+            weights[fused_weight[0]] = StackedWeight(fused_weight[1])
         else:
-            found[own] = StackedWeight((own,))
-    return found
+            weights[name] = StackedWeight((name,))
+    return weights
 
 
-def _whole(own: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
+def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
     """The weight of the file that holds this one's rows, and all whose rows are in it."""
     for name, parts in (fused or {}).items():
         for part in parts:
-            if own.endswith(f".{part}"):
-                place = own.removesuffix(part)
+            if module_name.endswith(f".{part}"):
+                place = module_name.removesuffix(part)
                 return place + name, tuple(place + other for other in parts)
     return None
 
 
-def check_weights(source: str, stored: Mapping[str, Stored], config: Any, family: Family) -> dict[str, str]:
+def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
     """Compare what is stored with what a module of this config needs, before memory is taken for it.
 
     Args:
@@ -246,14 +259,19 @@ def check_weights(source: str, stored: Mapping[str, Stored], config: Any, family
     Raises:
         CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
     """
-    check_dtypes(source, {name: entry.dtype for name, entry in stored.items()})
-    needed = _needed_weights(source, stored, config, family)
-    names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
-    check_fit({names.get(own, own): weight for own, weight in needed.items()}, stored, source, "config.json")
+    check_dtypes(source, {name: header.dtype for name, header in headers.items()})
+    expected = _needed_weights(source, headers, config, family)
+    names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
+    check_fit(
+        {names.get(module_name, module_name): weight for module_name, weight in expected.items()},
+        headers,
+        source,
+        "config.json",
+    )
     return names
 
 
-def _needed_weights(source: str, stored: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
+def _needed_weights(source: str, stored_names: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
     """The weights of a family's module as files have them, without numbers, under the module's names.
 
     Raises:
@@ -262,8 +280,8 @@ def _needed_weights(source: str, stored: Collection[str], config: Any, family: F
     import transformers
 
     where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
-    if layers > len(stored):
-        raise CheckpointError(f"{where} {layers} layers, but only {len(stored)} weights")
+    if layers > len(stored_names):
+        raise CheckpointError(f"{where} {layers} layers, but only {len(stored_names)} weights")
     try:
         with torch.device("meta"):
             module = getattr(transformers, family.module)(copy.deepcopy(config))
@@ -271,15 +289,15 @@ def _needed_weights(source: str, stored: Collection[str], config: Any, family: F
         raise CheckpointError(f"{where} its sizes are too large: {error}") from error
     state, tied = module.state_dict(), getattr(module, "all_tied_weights_keys", None) or {}
     if family.experts:
-        _check_experts(source, stored, state)
-    parts = parts_of({name: tensor for name, tensor in state.items() if name not in tied}, family.fused)
-    return {name: part.of(state.__getitem__) for name, part in parts.items()}
+        _check_experts(source, stored_names, state)
+    parts = file_weights({name: tensor for name, tensor in state.items() if name not in tied}, family.fused)
+    return {name: part.assemble(state.__getitem__) for name, part in parts.items()}
 
 
-def _check_experts(source: str, stored: Collection[str], state: Mapping[str, Tensor]) -> None:
+def _check_experts(source: str, stored_names: Collection[str], state: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError where layers hold experts in another number than the module's `state`, or another form."""
-    held: dict[str, set[int]] = {}
-    for name in stored:
+    expert_indices: dict[str, set[int]] = {}
+    for name in stored_names:
         if "language_model." in name or name.startswith("model.lm_head."):
             raise CheckpointError(
                 f"the weights of {source!r} are those of a model with pictures ({name}), which load does not read"
@@ -290,9 +308,9 @@ def _check_experts(source: str, stored: Collection[str], state: Mapping[str, Ten
                 f"{stacked.group()}; load reads the published form, with a matrix for each expert"
             )
         if expert := EXPERT.match(name):
-            held.setdefault(expert.group(1), set()).add(int(expert.group(2)))
+            expert_indices.setdefault(expert.group(1), set()).add(int(expert.group(2)))
     for name, tensor in state.items():
-        indices = held.get(name.removesuffix(DOWN))
+        indices = expert_indices.get(name.removesuffix(DOWN))
         if indices and (len(indices), max(indices)) != (len(tensor), len(tensor) - 1):
             layer = name.removesuffix(DOWN).rpartition(".")[2]
             raise CheckpointError(
@@ -301,7 +319,7 @@ def _check_experts(source: str, stored: Collection[str], state: Mapping[str, Ten
             )
 
 
-def published_state(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
+def published_weights(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
     """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
     another one's under a second name, is left out; others that it does not know keep their names.
 
@@ -309,43 +327,46 @@ def published_state(module: nn.Module, published: Published) -> dict[str, Stacke
         ValueError: weights that are spread over processes, or no plain numbers.
     """
     state, names = module.state_dict(), published.names
-    parts = parts_of(state, published.family.fused)
-    held = {own for name in names if name in parts for own in parts[name].own}
-    places = {_place(state[own]) for own in held}
+    parts = file_weights(state, published.family.fused)
+    file_sources = {source for name in names if name in parts for source in parts[name].sources}
+    storage = {_storage_key(state[source]) for source in file_sources}
     tied = getattr(module, "all_tied_weights_keys", None) or {}
-    found = {}
+    weights = {}
     for name, part in parts.items():
-        for own in part.own:
-            if type(state[own]) is not Tensor:
-                raise ValueError(f"{own} is quantised ({type(state[own]).__name__}); save the model before that")
-        tensor = state[part.own[0]]
+        for source in part.sources:
+            if type(state[source]) is not Tensor:
+                raise ValueError(f"{source} is quantised ({type(state[source]).__name__}); save the model before that")
+        tensor = state[part.sources[0]]
         offloaded = tensor.device.type == "meta"
-        twice = tied.get(name) in names if offloaded else _place(tensor) in places
-        if name in names or not twice:
-            found[names.get(name, name)] = part
-    return found
+        is_alias = tied.get(name) in names if offloaded else _storage_key(tensor) in storage
+        if name in names or not is_alias:
+            weights[names.get(name, name)] = part
+    return weights
 
 
-def _sizes(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
+def _empty_weights(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
     """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
     state_dict = module.state_dict()
-    empty = {own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for own, tensor in state_dict.items()}
-    return {name: torch.empty_like(part.of(empty.__getitem__)) for name, part in state.items()}
+    empty = {
+        module_name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for module_name, tensor in state_dict.items()
+    }
+    return {name: torch.empty_like(part.assemble(empty.__getitem__)) for name, part in state.items()}
 
 
-def _place(tensor: Tensor) -> Any:
+def _storage_key(tensor: Tensor) -> Any:
     """What two names of one tensor have in common."""
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
+def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
     """What gives the file's weights by their names, here."""
-    own = module.state_dict()
+    module_state = module.state_dict()
 
     @lru_cache(maxsize=1)  # the parts of a stacked weight are asked for one after the other
-    def here(name: str) -> Tensor:
-        if own[name].device.type != "meta":
-            return own[name].detach().cpu()
+    def read_tensor(name: str) -> Tensor:
+        if module_state[name].device.type != "meta":
+            return module_state[name].detach().cpu()
         from accelerate.utils import align_module_device  # its hooks know where the tensor is
 
         parent, _, attribute = name.rpartition(".")
@@ -353,10 +374,10 @@ def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[
         with align_module_device(part, torch.device("cpu")):
             return getattr(part, attribute).detach().clone()
 
-    return lambda name: state[name].of(here)
+    return lambda name: state[name].assemble(read_tensor)
 
 
-def _split(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
+def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Which file holds what, as transformers cuts it.
 
     Raises:
@@ -393,7 +414,7 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
     for name in names:
         size = sizes[name]
         begin, end = end, end + size.nbytes
-        header[name] = {"dtype": CODES[size.dtype], "shape": list(size.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_CODES[size.dtype], "shape": list(size.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -414,21 +435,21 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
     state = model.module.state_dict()
-    known = {own: StackedWeight((own,)) for own in state}
+    known_weights = {module_name: StackedWeight((module_name,)) for module_name in state}
     if model.published is not None:
-        known |= published_state(model.module, model.published)
+        known_weights |= published_weights(model.module, model.published)
     writes = list[tuple[Tensor, Tensor]]()
     for key, value in state_dict.items():
-        if key not in known:
-            near = get_close_matches(str(key), known, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+        if key not in known_weights:
+            matches = get_close_matches(str(key), known_weights, 1)
+            hint = f" (did you mean {matches[0]!r}?)" if matches else ""
             raise ValueError(f"state_dict has {key!r}, which is no weight of {name}{hint}")
         if not isinstance(value, Tensor):
             raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
-        weight = known[key]
-        if any(type(state[part]) is not Tensor or state[part].device.type == "meta" for part in weight.own):
+        weight = known_weights[key]
+        if any(type(state[source]) is not Tensor or state[source].device.type == "meta" for source in weight.sources):
             raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
-        targets = [state[part][weight.index] if weight.index else state[part] for part in weight.own]
+        targets = [state[source][weight.index] if weight.index else state[source] for source in weight.sources]
         first = targets[0]
         sizes = [len(target) for target in targets] if first.ndim else []
         shape = [sum(sizes), *first.shape[1:]] if sizes else []
@@ -444,16 +465,16 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[Path]:
+def _draft_folder(folder: Path) -> Iterator[Path]:
     """A draft to write a checkpoint into, which then takes the place of the one in the folder.
 
     The draft is a folder inside, so that moving a file is a rename. What fails or is interrupted while it is written
     leaves the folder as it was. config.json leaves first and comes last: a process that is killed between leaves
     nothing that could be loaded half old and half new, and all old files in the draft.
     """
-    made = not folder.exists()
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
+    draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=folder))
     new, old = draft / "new", draft / "old"
     try:
         new.mkdir()
@@ -464,28 +485,28 @@ def _written(folder: Path) -> Iterator[Path]:
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
         with _replacing_files:
-            _replace(folder, new, old)
+            _replace_files(folder, new, old)
     except BaseException:
         if not old.is_dir() or not any(old.iterdir()):
             shutil.rmtree(draft, ignore_errors=True)
-            if made:
+            if is_new:
                 with suppress(OSError):
                     folder.rmdir()
         raise
     shutil.rmtree(draft, ignore_errors=True)
 
 
-def _replace(folder: Path, new: Path, old: Path) -> None:
+def _replace_files(folder: Path, new: Path, old: Path) -> None:
     """Move what the new checkpoint replaces into `old`, and then the new files in; if that fails, all back."""
-    coming = sorted((path.name for path in new.iterdir()), key=lambda name: (name == "config.json", name))
-    leaving = [path.name for path in folder.iterdir() if path.name in coming or REPLACED.fullmatch(path.name)]
+    incoming = sorted((path.name for path in new.iterdir()), key=lambda name: (name == "config.json", name))
+    outgoing = [path.name for path in folder.iterdir() if path.name in incoming or REPLACED.fullmatch(path.name)]
     try:
-        for name in sorted(leaving, key=lambda name: (name != "config.json", name)):
+        for name in sorted(outgoing, key=lambda name: (name != "config.json", name)):
             os.replace(folder / name, old / name)
-        for name in coming:
+        for name in incoming:
             os.replace(new / name, folder / name)
     except BaseException:
-        for name in reversed(coming):
+        for name in reversed(incoming):
             if not (new / name).exists() and (folder / name).exists():
                 os.replace(folder / name, new / name)
         for name in sorted((path.name for path in old.iterdir()), key=lambda name: (name == "config.json", name)):

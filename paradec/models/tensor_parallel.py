@@ -53,27 +53,27 @@ class TensorParallelModel:
         if _failures:
             raise ConnectionError(f"this process cannot go on after {_failures[0]}: end all, and start again")
         self.check_user("compile=True" if request.compile else "generate")
-        own, generator = {name: getattr(request, name) for name in OBJECTS}, request.generator
+        local_fields, generator = {name: getattr(request, name) for name in OBJECTS}, request.generator
         if request.seed is None and generator is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
         sent = replace(request, **dict.fromkeys(OBJECTS))
         if hasattr(getattr(request.sampler, "drafter", None), "facts"):
-            own["sampler"], sent = request.sampler, replace(sent, sampler="threshold")
+            local_fields["sampler"], sent = request.sampler, replace(sent, sampler="threshold")
         message = (prompts, sent, None if generator is None else generator.get_state())
         if (message := exchange(message if distributed.get_rank() == 0 else None)[0]) is None:
             raise SystemExit
         prompts, request, state = message
         if state is not None:
-            own["generator"] = generator or torch.Generator(self.device)
-            own["generator"].set_state(state)
-        return prompts, replace(request, **own, progress=request.progress and distributed.get_rank() == 0)
+            local_fields["generator"] = generator or torch.Generator(self.device)
+            local_fields["generator"].set_state(state)
+        return prompts, replace(request, **local_fields, progress=request.progress and distributed.get_rank() == 0)
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
     """The values of all ranks, through the store of the process group; all call it in the same order. RuntimeError: a
     rank has not come in time, or the store is gone."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
-    keys = [f"paradec/{number}/{other}" for other in range(distributed.get_world_size())]
+    keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
     store.wait(keys, *[] if wait is None else [wait])
     store.delete_key(f"paradec/{number - 1}/{rank}")  # all have come here, and so have read it
@@ -81,7 +81,7 @@ def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """A block that all ranks leave together. ConnectionError: another rank has failed, with its error."""
     failure, others = None, list[str]()
     try:
@@ -104,23 +104,27 @@ def failing_together() -> Iterator[None]:
         raise failure
 
 
-def load_together(load: Callable[[], Any]) -> Any:
+def load_on_all_ranks(load: Callable[[], Any]) -> Any:
     """Load a model in all processes, of which each reads its part. ConnectionError: another one could not. ValueError:
     it reads another checkpoint."""
     if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group(timeout=timedelta(hours=2))  # weights may take long
-    with failing_together():
-        model = spread(load())
+    with fail_together():
+        model = join_ranks(load())
     if distributed.is_initialized():
-        read = exchange(repr((replace(model.facts, name=""), model.module.config.to_dict() | {"_name_or_path": ""})))
-        if (other := next((rank for rank, text in enumerate(read) if text != read[0]), 0)) > 0:
-            raise ValueError(f"rank {other} reads another checkpoint than rank 0: all processes need the same files")
+        checkpoints = exchange(
+            repr((replace(model.facts, name=""), model.module.config.to_dict() | {"_name_or_path": ""}))
+        )
+        if (different_rank := next((rank for rank, text in enumerate(checkpoints) if text != checkpoints[0]), 0)) > 0:
+            raise ValueError(
+                f"rank {different_rank} reads another checkpoint than rank 0: all processes need the same files"
+            )
     return model
 
 
-def spread(model: Any) -> Any:
+def join_ranks(model: Any) -> Any:
     """The model itself, which decodes with the other processes if its module is spread over them."""
     if (getattr(model.module, "_tp_size", None) or 1) > 1 and not isinstance(model, TensorParallelModel):
         model.__class__ = type(type(model).__name__, (TensorParallelModel, type(model)), {})
@@ -129,7 +133,9 @@ def spread(model: Any) -> Any:
 
 def splits_heads(plan: Any) -> bool:
     """Whether a plan gives each rank some of attention's heads."""
-    return any(name.endswith(("k_proj", "qkv_proj", "_key_value")) and how == "colwise" for name, how in plan.items())
+    return any(
+        name.endswith(("k_proj", "qkv_proj", "_key_value")) and style == "colwise" for name, style in plan.items()
+    )
 
 
 def distributed_config(plan: Any, config: Any, name: str) -> Any:
@@ -137,14 +143,16 @@ def distributed_config(plan: Any, config: Any, name: str) -> Any:
     the only process, transformers has no plan for the model, or its heads cannot be shared out."""
     from transformers.distributed import DistributedConfig
 
-    text, what = config.get_text_config(), f"tp_plan={shown(plan)} for {name!r}"
+    text_config, description = config.get_text_config(), f"tp_plan={shown(plan)} for {name!r}"
     size = distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if size == 0:
-        raise ValueError(f"{what} needs several processes: start them with torchrun --nproc-per-node N")
-    styles = (text.base_model_tp_plan or {}) | ({} if plan == "auto" else plan)
+        raise ValueError(f"{description} needs several processes: start them with torchrun --nproc-per-node N")
+    styles = (text_config.base_model_tp_plan or {}) | ({} if plan == "auto" else plan)
     if not styles:
-        raise ValueError(f"{what} does not work: transformers has no plan for {text.model_type!r}")
+        raise ValueError(f"{description} does not work: transformers has no plan for {text_config.model_type!r}")
     for field in ("num_key_value_heads", "num_attention_heads") if splits_heads(styles) else ():
-        if (heads := getattr(text, field, None) or size) % size:
-            raise ValueError(f"{what} cannot share out {field}={heads} among {size} processes: take a divisor of it")
+        if (heads := getattr(text_config, field, None) or size) % size:
+            raise ValueError(
+                f"{description} cannot share out {field}={heads} among {size} processes: take a divisor of it"
+            )
     return DistributedConfig(tp_plan=plan, tp_size=size)

@@ -13,7 +13,7 @@ from paradec.core.query import Query, WindowQuery
 from paradec.models.rotary import BY_CALL
 
 
-def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
+def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask: bool) -> Tensor | None:
     """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
 
     Args:
@@ -31,8 +31,8 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
         mask, keys = store.visible(query)
         structure = None  # the store's mask has it
     if structure is None and facts.topology != "bidirectional":
-        itself = masks_itself and mask is None and store is None
-        structure = structure_of(facts, query, keys, store, itself)
+        module_masks = makes_causal_mask and mask is None and store is None
+        structure = topology_mask(facts, query, keys, store, module_masks)
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
@@ -41,7 +41,7 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
     return visible
 
 
-def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itself: bool) -> Tensor | None:
+def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_masks: bool) -> Tensor | None:
     """[R, Q, K] bool: which keys each column sees by the model's topology, or None where that says nothing.
 
     Args:
@@ -66,21 +66,21 @@ def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itse
         if query.visible is None:
             raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
         return None
-    if facts.topology.startswith("causal") and not itself:
+    if facts.topology.startswith("causal") and not module_masks:
         return query.positions[:, :, None] >= keys[:, None, :]
     return None
 
 
-def beyond_plain(module: Any) -> dict[str, Any]:
+def special_attention(module: Any) -> dict[str, Any]:
     """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
     config = module.config
     layers = getattr(config, "layer_types", None)
-    found: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
+    special: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
     if layers is None:
-        found["sliding_window"] = getattr(config, "sliding_window", None)
+        special["sliding_window"] = getattr(config, "sliding_window", None)
     if getattr(module, "_is_stateful", False):
-        found["model_type"] = config.model_type
+        special["model_type"] = config.model_type
     angles = getattr(config, "rope_parameters", None) or {}
     if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
-        found["rope_parameters"] = angles
-    return {field: value for field, value in found.items() if value is not None}
+        special["rope_parameters"] = angles
+    return {field: value for field, value in special.items() if value is not None}

@@ -21,11 +21,11 @@ NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
 
 
-def inside(data: Any, path: str) -> dict[str, Any] | None:
+def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
     """The dict that is in a dict under names joined by points, or None."""
     for key in path.split("."):
-        data = data.get(key) if isinstance(data, dict) else None
-    return data if isinstance(data, dict) else None
+        mapping = mapping.get(key) if isinstance(mapping, dict) else None
+    return mapping if isinstance(mapping, dict) else None
 
 
 def read_weights(
@@ -55,18 +55,18 @@ def read_weights(
     try:
         # training scripts leave their arguments beside the weights; a Namespace holds data alone
         with torch.serialization.safe_globals([argparse.Namespace]):
-            data = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as error:  # pickle, zip and torch each raise their own kinds
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(
             f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
         ) from error
-    data = next((found for key in nested if (found := inside(data, key)) is not None), data)
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(data).__name__}, not weights by name")
-    weights = {name: tensor for name, tensor in data.items() if isinstance(tensor, Tensor)}
+    content = next((weights_at for key in nested if (weights_at := find_nested(content, key)) is not None), content)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not weights by name")
+    weights = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     if not weights:
-        raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, data))[:5]}")
+        raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, content))[:5]}")
     check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items() if _used(name, unused)})
     return weights, {}
 

@@ -18,9 +18,9 @@ from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument
 from paradec.models.decoder import Decoder
 from paradec.models.family import tokenizer_size
-from paradec.models.tensor_parallel import spread
+from paradec.models.tensor_parallel import join_ranks
 from paradec.models.text import diffusion_gemma
-from paradec.models.visibility import beyond_plain
+from paradec.models.visibility import special_attention
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -73,12 +73,12 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    if (base := _base(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
-        of_masks = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
-        for argument, value in {**of_masks, "block_length": block_length}.items():
+    if (base := _transformers_class(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
+        mask_options = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
+        for argument, value in {**mask_options, "block_length": block_length}.items():
             if value is not None:
                 raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
-        canvases = diffusion_gemma.adapted(
+        canvases = diffusion_gemma.adapt_module(
             module,
             tokenizer,
             name=diffusion_gemma.CLASS,
@@ -86,15 +86,15 @@ def wrap(
             pad_token_id=pad_token_id,
             max_length=max_length,
         )
-        return spread(canvases)
-    registered = implementation(attn_implementation)
-    name, adapter = type(module).__name__, _adapter(module)
-    if topology is None and _generates(module) and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
+        return join_ranks(canvases)
+    registered = registered_attention(attn_implementation)
+    name, adapter = type(module).__name__, _select_adapter(module)
+    if topology is None and _is_causal_lm(module) and _is_plain_causal(module, prediction, mask_token_id, tokenizer):
         topology = "causal"
-        own_ids = generation_ids(module, tokenizer)
-        eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
-        pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
-    prediction, topology = _conventions(module, adapter, prediction, topology)
+        module_ids = generation_ids(module, tokenizer)
+        eos_token_id = module_ids[0] if eos_token_id is None else eos_token_id
+        pad_token_id = module_ids[1] if pad_token_id is None else pad_token_id
+    prediction, topology = _resolve_conventions(module, adapter, prediction, topology)
     if mask_token_id is None and tokenizer is not None and topology != "causal":
         mask_token_id = tokenizer.mask_token_id
     if mask_token_id is None and topology != "causal":
@@ -102,14 +102,14 @@ def wrap(
     if eos_token_id is None and tokenizer is not None:
         eos_token_id = tokenizer.eos_token_id
     config: Any = getattr(module, "config", None)
-    _refuse_unfit(module, config, adapter, topology)
+    _check_module(module, config, adapter, topology)
     vocab = getattr(config, "vocab_size", None)
     if vocab is None:
         raise ValueError(f"{name} has no config.vocab_size; give the module a config with one")
     facts = ModelFacts(
         vocab_size=vocab,
         mask_token_id=mask_token_id,
-        eos_token_ids=_ends(eos_token_id),
+        eos_token_ids=_end_ids(eos_token_id),
         pad_token_id=pad_token_id,
         max_length=_max_length(module, config, adapter) if max_length is None else max_length,
         prediction=prediction,
@@ -122,13 +122,15 @@ def wrap(
     if adapter is not Decoder and facts.prompt_aligned:
         raise ValueError(f"block_align='prompt' does not work with {name}, which is not told where a prompt ends")
     sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
-    own: str | None = None
+    current_attention: str | None = None
     if adapter is Decoder and topology != "causal":
-        own = module.get_correct_attn_implementation(registered)  # type: ignore[operator]
+        current_attention = module.get_correct_attn_implementation(registered)  # type: ignore[operator]
     elif adapter is Decoder and config._attn_implementation.startswith("paradec_"):  # a module that `load` made
-        own = "sdpa"
+        current_attention = "sdpa"
     _check_experts(module, config)
-    return spread(adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own))
+    return join_ranks(
+        adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=current_attention)
+    )
 
 
 def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:
@@ -138,59 +140,61 @@ def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...],
     Returns:
         The end ids, and the padding id.
     """
-    places = (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer)
-    found = {}
+    configs = (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer)
+    ids = {}
     for name in ("eos_token_id", "pad_token_id"):
-        stated = (getattr(place, name, None) for place in places)
-        found[name] = next((value for value in stated if value is not None), None)
-    pad = found["pad_token_id"]
-    return _ends(found["eos_token_id"]), pad if isinstance(pad, int) and pad >= 0 else None
+        values = (getattr(config, name, None) for config in configs)
+        ids[name] = next((value for value in values if value is not None), None)
+    pad = ids["pad_token_id"]
+    return _end_ids(ids["eos_token_id"]), pad if isinstance(pad, int) and pad >= 0 else None
 
 
-def _adapter(module: nn.Module) -> type[Model]:
+def _select_adapter(module: nn.Module) -> type[Model]:
     """The kind of model that a module makes."""
-    base = _base(module)
+    base = _transformers_class(module)
     if base is None:
         return Opaque
-    takes = inspect.signature(module.forward).parameters
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
-    if base.__name__.endswith("ForMaskedLM") and "attention_mask" in takes:
+    parameters = inspect.signature(module.forward).parameters
+    takes_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if base.__name__.endswith("ForMaskedLM") and "attention_mask" in parameters:
         return Encoder
-    generates = _generates(module) and getattr(module, "_supports_attention_backend", False)
+    generates = _is_causal_lm(module) and getattr(module, "_supports_attention_backend", False)
     cache = cache_argument(module)
-    if generates and (anything or cache is not None and all(name in takes for name in (*DECODER_TAKES, cache))):
+    if generates and (
+        takes_kwargs or cache is not None and all(name in parameters for name in (*DECODER_TAKES, cache))
+    ):
         return Decoder
     return Opaque
 
 
-def _base(module: nn.Module) -> type | None:
+def _transformers_class(module: nn.Module) -> type | None:
     """The class of transformers that a module is of or that its own class extends, with a network of its own; None
     where there is none: remote code extends `PreTrainedModel` at most."""
     from transformers import PreTrainedModel
 
-    for each in type(module).__mro__:
-        abstract = each.__name__.endswith("PreTrainedModel") or not issubclass(each, PreTrainedModel)
-        if each.__module__.startswith("transformers.") and not abstract:
-            return each
+    for cls in type(module).__mro__:
+        abstract = cls.__name__.endswith("PreTrainedModel") or not issubclass(cls, PreTrainedModel)
+        if cls.__module__.startswith("transformers.") and not abstract:
+            return cls
     return None
 
 
-def _generates(module: nn.Module) -> bool:
+def _is_causal_lm(module: nn.Module) -> bool:
     """Whether a module is one of transformers' causal language models, or extends one."""
-    base = _base(module)
+    base = _transformers_class(module)
     return base is not None and base.__name__.endswith(CAUSAL_HEADS)
 
 
-def _speaks_of_no_masks(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
+def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
     """Whether a causal language model is asked for as such: nothing says that it was trained on masks, or computes
     without a causal mask (the modules that `load` makes)."""
-    given = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
-    stated = getattr(module.config, "mask_token_id", None)
-    plain = all(value is None for value in (*given, stated))
+    values = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
+    config_mask = getattr(module.config, "mask_token_id", None)
+    plain = all(value is None for value in (*values, config_mask))
     return plain and getattr(module.config, "is_causal", True) is not False
 
 
-def _conventions(
+def _resolve_conventions(
     module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
 ) -> tuple[str, str]:
     """How a module predicts and what it sees, as given, or else as its kind does.
@@ -199,7 +203,7 @@ def _conventions(
         ValueError: its kind does otherwise, or leaves it open.
     """
     name = type(module).__name__
-    if topology == "causal" and prediction is None and _generates(module):
+    if topology == "causal" and prediction is None and _is_causal_lm(module):
         prediction = "shifted"
     if adapter is Encoder:
         prediction, topology = prediction or "same", topology or "bidirectional"
@@ -215,7 +219,7 @@ def _conventions(
     return prediction, topology
 
 
-def _ends(eos_token_id: Any) -> tuple[Any, ...]:
+def _end_ids(eos_token_id: Any) -> tuple[Any, ...]:
     """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
     if eos_token_id is None:
         return ()
@@ -224,9 +228,9 @@ def _ends(eos_token_id: Any) -> tuple[Any, ...]:
     return (eos_token_id,)
 
 
-def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
+def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
     """Raise ValueError for a transformers module that would compute something else than was asked for."""
-    name, base = type(module).__name__, _base(module)
+    name, base = type(module).__name__, _transformers_class(module)
     if base is not None and module.base_model is module:
         raise ValueError(f"module {name} has no language-model head over its base model")
     if getattr(config, "return_dict", True) is False:
@@ -235,28 +239,28 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
         if getattr(config, "is_decoder", False):
             raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
         return
-    if _generates(module) and topology == "causal" and getattr(config, "model_type", None) in NOT_CAUSAL:
+    if _is_causal_lm(module) and topology == "causal" and getattr(config, "model_type", None) in NOT_CAUSAL:
         raise ValueError(f"{name} does not decode token by token: {NOT_CAUSAL[config.model_type]}")
-    if _generates(module) and topology == "causal" and _is_encoder(config):
+    if _is_causal_lm(module) and topology == "causal" and _is_encoder(config):
         raise ValueError(
             f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
         )
     takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
-    if topology != "causal" and _generates(module) and not takes_masks:
+    if topology != "causal" and _is_causal_lm(module) and not takes_masks:
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
     if adapter is Opaque:
         return
     if topology == "causal":
         if getattr(config, "is_causal", True) is False:
-            own = config._attn_implementation
-            if own != "sdpa" and not own.startswith("paradec_"):
+            implementation = config._attn_implementation
+            if implementation != "sdpa" and not implementation.startswith("paradec_"):
                 raise ValueError(
-                    f"config.is_causal=False of {name} takes its causal mask off, and its attention {own!r} none of "
-                    "ours; call module.set_attn_implementation('sdpa') first"
+                    f"config.is_causal=False of {name} takes its causal mask off, and its attention {implementation!r} "
+                    "none of ours; call module.set_attn_implementation('sdpa') first"
                 )
         return
     fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
-    for field, value in (fields | beyond_plain(module)).items():
+    for field, value in (fields | special_attention(module)).items():
         if value is not None:
             raise ValueError(
                 f"config.{field}={shown(value)} of {name} is not available with topology={topology!r}; only plain "
@@ -275,17 +279,17 @@ def _is_encoder(config: Any) -> bool:
 def _check_experts(module: nn.Module, config: Any) -> None:
     """Raise ValueError for experts whose kernel has no float64; warn of those that are computed one after the other
     because transformers looks for their kernels in the file of the module's own class."""
-    name, chosen = type(module).__name__, getattr(config, "_experts_implementation", None)
+    name, kernel = type(module).__name__, getattr(config, "_experts_implementation", None)
     experts = [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
-    if not experts or chosen is None:
+    if not experts or kernel is None:
         return
     dtype = next(experts[0].parameters()).dtype
-    if chosen == "grouped_mm" and dtype == torch.float64:
+    if kernel == "grouped_mm" and dtype == torch.float64:
         raise ValueError(
             f"config._experts_implementation='grouped_mm' of {name} has no float64; call "
             "module.set_experts_implementation('eager') first"
         )
-    if chosen == "eager" and _base(module) not in (None, type(module)) and dtype != torch.float64:
+    if kernel == "eager" and _transformers_class(module) not in (None, type(module)) and dtype != torch.float64:
         warnings.warn(
             f"{name} computes its experts one after the other: transformers chooses a kernel for classes of its own; "
             "module.config._experts_implementation = 'grouped_mm' takes it",
@@ -300,15 +304,15 @@ def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | N
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
     if adapter is Encoder and isinstance(length, int):
         table = getattr(getattr(module.base_model, "embeddings", None), "position_embeddings", None)
-        first = getattr(table, "padding_idx", None)
-        length -= 0 if first is None else first + 1
+        padding_index = getattr(table, "padding_idx", None)
+        length -= 0 if padding_index is None else padding_index + 1
     return length
 
 
 # ---- what loading needs as well -------------------------------------------------------------------------------------
 
 
-def implementation(attn_implementation: str) -> str:
+def registered_attention(attn_implementation: str) -> str:
     """The registered name of an attention function without a causal mask.
 
     Raises:

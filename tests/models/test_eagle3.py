@@ -68,7 +68,7 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
         with replay(key):
             drafter.calls = []
             features = torch.cat([tensors[f"layer_{layer}"] for layer in drafter.keep_layers], -1)
-            fused = drafter.fused(features[None, : case["anchor"]])[0]
+            fused = drafter.fuse(features[None, : case["anchor"]])[0]
             torch.testing.assert_close(fused, tensors[f"{key}/fused"].float(), rtol=0, atol=1e-4)
             drafts, q = drafts_after(drafter, base, tensors["ids"], case, len(case["drafts"]) + 1)
             with tied_below(lambda case=case, q=q: distance_to_bounds(q, case["uniform"][: len(q)])):

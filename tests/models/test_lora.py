@@ -195,7 +195,7 @@ def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({}, {}, "holds no matrices"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("paradec.models.masked._pretrained", None)  # the base is not read before
+        patch.setattr("paradec.models.masked._read_pretrained", None)  # the base is not read before
         for number, (held, fields, message) in enumerate(cases):
             folder = write(tmp_path / str(number), "llada-tiny", held, **fields)
             with pytest.raises(CheckpointError, match=message):

@@ -21,7 +21,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.core.registry import unknown_name
-from paradec.models.decoder import Decoder, keeps_hidden
+from paradec.models.decoder import Decoder, needs_hidden
 from paradec.models.images.grid import Grid, pixels_to_codes
 
 
@@ -246,7 +246,7 @@ class ImageModel(PictureModel, Decoder):
         cache = None if store is None else store.bind(query)
         mask = self._visible(query) if store is None else self._store_mask(query, store)
         hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
-        if keeps_hidden(query):
+        if needs_hidden(query):
             query.hidden = hidden
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 

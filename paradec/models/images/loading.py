@@ -86,7 +86,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
     import torch
     from safetensors import safe_open
 
-    from paradec.models.weights import inside
+    from paradec.models.weights import find_nested
 
     try:
         if str(source).endswith(".safetensors"):
@@ -96,7 +96,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
             nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
-            names = set(next((weights for key in nested if (weights := inside(data, key)) is not None), data))
+            names = set(next((weights for key in nested if (weights := find_nested(data, key)) is not None), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
     return next((kind for name, kind in MARKER_TENSORS.items() if name in names), "llamagen")

@@ -180,10 +180,17 @@ def pretrained(
     """
     import transformers
 
-    from paradec.models.checkpoint import COUNTERS, CheckpointError, check_foreign_dtypes, fetch, listed, read_json
+    from paradec.models.checkpoint import (
+        COUNTERS,
+        CheckpointError,
+        check_stored_dtypes,
+        fetch,
+        format_problems,
+        read_json,
+    )
 
     name = os.fspath(source)
-    check_foreign_dtypes(name, read_json(name, "config.json", revision), revision)
+    check_stored_dtypes(name, read_json(name, "config.json", revision), revision)
     options = {} if revision is None else {"revision": revision}
     try:
         module, info = getattr(transformers, architecture).from_pretrained(
@@ -195,7 +202,9 @@ def pretrained(
     # transformers makes up what is missing
     missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unused and re.match(unused, key))]
     if missing:
-        raise CheckpointError(f"the weights of {name!r} do not fit config.json: {listed({'missing': missing})}")
+        raise CheckpointError(
+            f"the weights of {name!r} do not fit config.json: {format_problems({'missing': missing})}"
+        )
     if not any(fetch(name, file, revision) for file in VOCABULARIES):
         return module, None  # transformers makes up a tokenizer without a vocabulary for some
     try:

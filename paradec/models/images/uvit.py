@@ -22,7 +22,7 @@ from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.decoder import Decoder, keeps_hidden
+from paradec.models.decoder import Decoder, needs_hidden
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
@@ -186,7 +186,7 @@ class UViTModel(Decoder):
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
         arguments.pop("use_cache")
         hidden = self.module.states(**arguments)
-        if keeps_hidden(query):
+        if needs_hidden(query):
             query.hidden = hidden
         return self.module.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 

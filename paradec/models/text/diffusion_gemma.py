@@ -20,7 +20,7 @@ from paradec.core.family_queries import CanvasQuery
 from paradec.core.memory import check_memory
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, read_module, reason
+from paradec.models.checkpoint import CheckpointError, first_line, read_module
 from paradec.models.family import tokenizer_size
 
 MODEL_TYPE = "diffusion_gemma"
@@ -66,7 +66,7 @@ class DiffusionGemmaModel(Model):
         self.denoising = {**DEFAULTS, **(denoising or {})}
         self.processor = processor
 
-    _takes_masks = True
+    _accepts_masks = True
     supports_visibility = shares_prefix = False
 
     @property
@@ -260,7 +260,7 @@ def check_module(module: Any, source: str) -> None:
             )
 
 
-def adapted(
+def adapt_module(
     module: Any,
     tokenizer: Any,
     *,
@@ -330,7 +330,7 @@ def load_diffusion_gemma(
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{source!r} cannot be loaded: {reason(error)}") from error
+        raise CheckpointError(f"{source!r} cannot be loaded: {first_line(error)}") from error
     if device is not None:
         module = module.to(device)
     processor = _read_processor(transformers.AutoProcessor, source, revision)
@@ -338,7 +338,7 @@ def load_diffusion_gemma(
     if tokenizer is None:
         tokenizer = _read_processor(transformers.AutoTokenizer, source, revision)
     name = os.path.basename(source.rstrip("/")) or source
-    return adapted(module, tokenizer, name=name, processor=processor)
+    return adapt_module(module, tokenizer, name=name, processor=processor)
 
 
 def _read_processor(cls: Any, source: str, revision: str | None) -> Any:

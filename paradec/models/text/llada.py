@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import is_finite
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.checkpoint import (
+    NEUTRAL,
+    CheckpointError,
+    check_supported,
+    read_flag,
+    read_positive,
+    require_fields,
+)
 from paradec.models.family import Family
 from paradec.models.rotary import rope_parameters
 
@@ -66,10 +73,10 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     """The `LlamaConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported fields."""
     from transformers import LlamaConfig
 
-    require(config, REQUIRED)
+    require_fields(config, REQUIRED)
     # defaults of the published configuration class that differ from Llama's are refused, not assumed
-    refuse_unless({**CLASS_DEFAULTS, **config}, ONLY)
-    hidden, layers, heads = (positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
+    check_supported({**CLASS_DEFAULTS, **config}, ONLY)
+    hidden, layers, heads = (read_positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
     if hidden % heads:
         raise CheckpointError(f"config.json: d_model={hidden} is not a multiple of n_heads={heads}")
     if hidden // heads % 2:
@@ -84,33 +91,33 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         head_dim=hidden // heads,
         intermediate_size=_mlp_size(config, hidden),
         vocab_size=_embedding_size(config),
-        max_position_embeddings=positive(config, "max_sequence_length"),
+        max_position_embeddings=read_positive(config, "max_sequence_length"),
         rope_parameters=rope_parameters(config),
-        rms_norm_eps=float(positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
+        rms_norm_eps=float(read_positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
-        tie_word_embeddings=bool(flag(config, "weight_tying", True)),
+        tie_word_embeddings=bool(read_flag(config, "weight_tying", True)),
         **NEUTRAL,
     )
 
 
 def _embedding_size(config: Mapping[str, Any]) -> int:
     """Rows of the embedding and of the output matrix: `embedding_size`, or `vocab_size` where that is null."""
-    vocab = positive(config, "vocab_size")
+    vocab = read_positive(config, "vocab_size")
     if config.get("embedding_size") is None:
         return vocab
-    size = positive(config, "embedding_size")
+    size = read_positive(config, "embedding_size")
     if size < vocab:
         raise CheckpointError(f"config.json: embedding_size={size} is smaller than vocab_size={vocab}")
     return size
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    multi_query = flag(config, "multi_query_attention", None)
+    multi_query = read_flag(config, "multi_query_attention", None)
     if config.get("n_kv_heads") is None:
         return 1 if multi_query else heads
-    kv_heads = positive(config, "n_kv_heads")
+    kv_heads = read_positive(config, "n_kv_heads")
     if multi_query is not None and kv_heads != (1 if multi_query else heads):
         raise CheckpointError(f"config.json: multi_query_attention={multi_query} contradicts n_kv_heads={kv_heads}")
     if heads % kv_heads:
@@ -120,10 +127,10 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 def _mlp_size(config: Mapping[str, Any], hidden: int) -> int:
     if config.get("mlp_hidden_size") is not None:
-        return positive(config, "mlp_hidden_size")
+        return read_positive(config, "mlp_hidden_size")
     if config.get("mlp_ratio") is None:
         raise CheckpointError("config.json has neither 'mlp_hidden_size' nor 'mlp_ratio'")
-    size = positive(config, "mlp_ratio") * hidden
+    size = read_positive(config, "mlp_ratio") * hidden
     if not is_finite(size) or int(size) < 1:
         raise CheckpointError(f"config.json: mlp_ratio={config['mlp_ratio']!r} times d_model={hidden} is no width")
     return int(size)

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, positive
+from paradec.models.checkpoint import CheckpointError, read_positive
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family, shared_fields, stated_block
+from paradec.models.family import Family, read_block_length, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
@@ -84,7 +84,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
 
     if not config.get("num_key_value_heads"):
         config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
-    fields = shared_fields(config, REQUIRED, ONLY, whole=False)
+    fields = read_shared_fields(config, REQUIRED, ONLY, is_fully_rotated=False)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
@@ -97,11 +97,11 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
         )
     return Glm4MoeConfig(
         **fields,
-        intermediate_size=positive(config, "intermediate_size"),
-        moe_intermediate_size=positive(config, "moe_intermediate_size"),
+        intermediate_size=read_positive(config, "intermediate_size"),
+        moe_intermediate_size=read_positive(config, "moe_intermediate_size"),
         first_k_dense_replace=dense,
-        n_shared_experts=positive(config, "num_shared_experts"),
-        routed_scaling_factor=float(positive(config, "routed_scaling_factor")),
+        n_shared_experts=read_positive(config, "num_shared_experts"),
+        routed_scaling_factor=float(read_positive(config, "routed_scaling_factor")),
         **_routing(config),
         rope_parameters=rope_parameters(config, _rotated_share(config, fields["head_dim"])),
         use_qk_norm=True,
@@ -111,7 +111,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
 
 def _rotated_share(config: Mapping[str, Any], width: int) -> float:
     """The rotated fraction of a head of this width."""
-    factor = positive(config, "partial_rotary_factor")
+    factor = read_positive(config, "partial_rotary_factor")
     rotated = int(width * factor)
     if factor > 1 or rotated < 2 or rotated % 2:
         raise CheckpointError(
@@ -133,7 +133,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": top_k > 1}
     if config.get(CAPACITY) is not None:
         return fields | _block_routing(config, num_experts, top_k)
-    num_groups, topk_group = (positive(config, name) for name in ("n_group", "topk_group"))
+    num_groups, topk_group = (read_positive(config, name) for name in ("n_group", "topk_group"))
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise CheckpointError(
             f"config.json: num_experts={num_experts} cannot be cut into n_group={num_groups} equal groups of at least 2"
@@ -150,7 +150,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
     """Build the routing fields of block routing, without groups of experts."""
-    capacity, block = positive(config, CAPACITY), positive(config, BLOCK_SIZE)
+    capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
     if not top_k <= capacity <= num_experts:
         raise CheckpointError(
             f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={top_k} to "
@@ -161,7 +161,7 @@ def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> d
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
     """The block of block routing; otherwise 32 for a published name."""
-    block_length = stated_block(config, BLOCK_SIZE)
+    block_length = read_block_length(config, BLOCK_SIZE)
     if block_length is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
         return block_length
     return 32

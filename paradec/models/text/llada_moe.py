@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
-from paradec.models.family import Family, shared_fields
+from paradec.models.checkpoint import CheckpointError, check_supported, read_positive
+from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
@@ -48,15 +48,15 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     fields."""
     from transformers import Qwen3MoeConfig
 
-    fields = shared_fields(config, REQUIRED, ONLY)
+    fields = read_shared_fields(config, REQUIRED, ONLY)
     layers = fields["num_hidden_layers"]
-    refuse_unless(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
+    check_supported(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
     num_experts, top_k = experts_per_token(config)
     dense_layers = _dense_layers(config, layers)
-    inner = positive(config, "expert_intermediate_size")
+    inner = read_positive(config, "expert_intermediate_size")
     return Qwen3MoeConfig(
         **fields,
-        intermediate_size=positive(config, "dense_intermediate_size") if dense_layers else inner,
+        intermediate_size=read_positive(config, "dense_intermediate_size") if dense_layers else inner,
         moe_intermediate_size=inner,
         num_experts=num_experts,
         num_experts_per_tok=top_k,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.models.checkpoint import positive
-from paradec.models.family import Family, shared_fields
+from paradec.models.checkpoint import read_positive
+from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED
 
@@ -38,13 +38,13 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     fields."""
     from transformers import Ministral3Config
 
-    fields = shared_fields(config, ("dlm_paradigm", *REQUIRED, "head_dim"), ONLY)
+    fields = read_shared_fields(config, ("dlm_paradigm", *REQUIRED, "head_dim"), ONLY)
     angles = {
         SCALE: 0.0,
         "original_max_position_embeddings": fields["max_position_embeddings"],  # read even where nothing is scaled
-        **rope_parameters(config, also=(SCALE,)),
+        **rope_parameters(config, extra_fields=(SCALE,)),
     }
-    inner = positive(config, "intermediate_size")
+    inner = read_positive(config, "intermediate_size")
     return Ministral3Config(**fields, intermediate_size=inner, rope_parameters=angles, sliding_window=None)
 
 

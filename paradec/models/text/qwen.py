@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
-from paradec.models.family import shared_fields
+from paradec.models.checkpoint import CheckpointError, check_supported, read_flag, read_positive
+from paradec.models.family import read_shared_fields
 from paradec.models.rotary import rope_parameters
 
 ONLY = {"hidden_act": ("silu",), "use_sliding_window": (False, None), "use_mrope": (False, None)}
@@ -39,7 +39,7 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
     from transformers import Qwen2Config
 
     fields = _fields(config, REQUIRED, ONLY)
-    refuse_unless(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
+    check_supported(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
     del fields["head_dim"]
     return Qwen2Config(**fields)
 
@@ -66,18 +66,18 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     return Qwen3MoeConfig(
         **fields,
         attention_bias=False,
-        moe_intermediate_size=positive(config, "moe_intermediate_size"),
+        moe_intermediate_size=read_positive(config, "moe_intermediate_size"),
         num_experts=num_experts,
         num_experts_per_tok=top_k,
-        norm_topk_prob=bool(flag(config, "norm_topk_prob", None)),
-        decoder_sparse_step=positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step"),
+        norm_topk_prob=bool(read_flag(config, "norm_topk_prob", None)),
+        decoder_sparse_step=read_positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step"),
         mlp_only_layers=dense,
     )
 
 
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     """Read the numbers of experts in a layer and per token. Raises CheckpointError for inconsistent numbers."""
-    num_experts, top_k = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
+    num_experts, top_k = read_positive(config, "num_experts"), read_positive(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"config.json: num_experts_per_tok={top_k} is larger than num_experts={num_experts}")
     return num_experts, top_k
@@ -85,8 +85,8 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _fields(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that the three configurations share."""
-    fields, layers = shared_fields(config, required, only), config.get("layer_types")
+    fields, layers = read_shared_fields(config, required, only), config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
         raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")
-    inner, angles = positive(config, "intermediate_size"), rope_parameters(config)
+    inner, angles = read_positive(config, "intermediate_size"), rope_parameters(config)
     return fields | {"intermediate_size": inner, "rope_parameters": angles, "use_sliding_window": False}

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.models.checkpoint import positive
-from paradec.models.family import Family, shared_fields
+from paradec.models.checkpoint import read_positive
+from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED
 
@@ -35,8 +35,8 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        **shared_fields(config, REQUIRED, ONLY),
-        intermediate_size=positive(config, "intermediate_size"),
+        **read_shared_fields(config, REQUIRED, ONLY),
+        intermediate_size=read_positive(config, "intermediate_size"),
         rope_parameters=rope_parameters(config),
         attention_bias=False,
         mlp_bias=False,

@@ -162,7 +162,7 @@ class DraftingSampler(CausalSampler):
 
     def bind_drafter(self, model: Any) -> Any:
         """The drafter, bound to the request's model where it reads its features."""
-        return self.drafter.bound(model) if self.reads_features else self.drafter
+        return self.drafter.bind(model) if self.reads_features else self.drafter
 
     def num_slots(self, model: Any, num_new: int) -> int:
         if self.tree is None:
@@ -208,7 +208,7 @@ class DraftingSampler(CausalSampler):
             drafting.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
         if self.reads_features:
             state.drafted[:] = 0
-            if num_reread := getattr(self.drafter, "reads_again", 0):
+            if num_reread := getattr(self.drafter, "num_reread", 0):
                 shape = (len(state.context), num_reread, model.hidden_size)
                 drafting.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
         else:
@@ -230,7 +230,7 @@ class DraftingSampler(CausalSampler):
         if features is not None:
             state.drafted[rows] = ALL_SLOTS
             branch_offset = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
-            features = self.drafter.fused(
+            features = self.drafter.fuse(
                 features[(branch_offset + torch.as_tensor(active, device=features.device)).flatten()]
             )
         rows = rows[active]

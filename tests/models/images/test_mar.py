@@ -16,10 +16,10 @@ from recorded import find_weights, golden, read_head, read_json, replays
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paradec.core.orders import remaining_counts
 from paradec.core.protocol import NotFinite, decode
 from paradec.models.images.mar import MAR, PRESETS, MARModel
 from paradec.samplers.pictures.continuous import MAR as Sampler
-from paradec.samplers.pictures.continuous import left_after
 
 SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
@@ -116,7 +116,7 @@ def test_replays_the_reference(path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "steps"), [(36, 6), (256, 64), (256, 256), (16, 1)])
 def test_every_step_decides_something(size: int, steps: int) -> None:
-    left = left_after(size, steps)
+    left = remaining_counts(size, steps)
     assert left[0] == size and left[-1] == 0 and len(left) == steps + 1 and (left[:-1] > left[1:]).all()
 
 
@@ -155,7 +155,7 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
         forwarded.append(int(state.forwarded_tokens[0]) // 2 - sum(forwarded))
 
     decode(sampler, model, state, note)
-    left = left_after(16, 6)
+    left = remaining_counts(16, 6)
     assert kinds == ["full", "full", "full", "window", "full", "window"] and decided.all()
     assert forwarded == [16, 16, 16, left[2] - left[4], 16, left[4]]
     assert state.nfe.tolist() == [6] * 3 and state.row_forwards.tolist() == [12] * 3
@@ -167,7 +167,7 @@ def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
     """Full and local steps alike: 1 + (s - 1) (S - m) / S, m positions being left behind the step; or s throughout."""
     sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
     plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
-    left, scale, kinds = left_after(16, 6), 3.0, []
+    left, scale, kinds = remaining_counts(16, 6), 3.0, []
     state = sampler.start(model, [0, 5], steps=6, guidance_scale=scale, seed=1)
     other = plain.start(model, [0, 5], steps=6, guidance_scale=1.0, seed=1)
     while not state.done:

@@ -111,7 +111,7 @@ def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     sees = None if own else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
         return evaluated(model, ids, start, store, sees, own)
-    with model.own_drafts.adapter.on(model.module):
+    with model.own_drafts.adapter.applied_to(model.module):
         return evaluated(model, ids, start, store, sees, own)
 
 

@@ -17,7 +17,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from paradec.integrations.engines.vllm.sampler import Left
-from paradec.models.checkpoint import published_to_own
+from paradec.models.checkpoint import rename_weight
 from paradec.models.text.llada2 import FUSED, KEY_MAPPING
 
 
@@ -55,7 +55,7 @@ class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
 def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
     """LLaDA2's weights under Glm4Moe's names. rows: of queries, keys and values."""
     for published, tensor in weights:
-        name = published_to_own(published, KEY_MAPPING)
+        name = rename_weight(published, KEY_MAPPING)
         for fused, parts in FUSED.items():
             if name.endswith(fused):
                 for part, piece in zip(parts, tensor.split(rows), strict=True):

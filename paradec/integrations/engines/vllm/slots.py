@@ -67,16 +67,16 @@ def served_by(model: Any) -> Served:
     """The model of an engine, by its checkpoint's own files. model: vLLM's `ModelConfig`. Raises CheckpointError: files
     that do not say what is needed."""
     from paradec.models.checkpoint import read_json
-    from paradec.models.family import facts_of, tokenizer_of
+    from paradec.models.family import read_facts, read_tokenizer
     from paradec.models.loading import FAMILIES
 
     hf_config, source, revision = model.hf_config, model.model, model.revision
     family = FAMILIES[hf_config.model_type]
     fields = dict(hf_config.published)
     generation = read_json(source, "generation_config.json", revision)
-    tokenizer = tokenizer_of(source, family, revision)
+    tokenizer = read_tokenizer(source, family, revision)
     mask = getattr(hf_config, "mask_token_id", None)
-    facts = facts_of(source, fields, generation, tokenizer, hf_config, family, mask, hf_config.canvas_length)
+    facts = read_facts(source, fields, generation, tokenizer, hf_config, family, mask, hf_config.canvas_length)
     longest = min(model.max_model_len, facts.max_length or model.max_model_len)
     return Served(dataclasses.replace(facts, max_length=longest), server_defaults(hf_config))
 

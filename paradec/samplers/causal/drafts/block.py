@@ -149,7 +149,7 @@ class DraftWalk(DraftBlock):
                     confidences.append(walk.confidence(slot, token).sigmoid())
                 return walk.logits(slot, token)
 
-            result = draft_in_order(state, rows, positions, logits, walk.candidates_of)
+            result = draft_in_order(state, rows, positions, logits, walk.slot_candidates)
         if confidences:
             state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(confidences, 1), (0, 1)))
         return result

@@ -80,7 +80,7 @@ class DraftLayers:
         drafting, device = state.drafting, state.context.device
         drafter: Any = drafting.model
         assert features is not None  # such drafters read them
-        num_reread = drafter.reads_again
+        num_reread = drafter.num_reread
         first_unread, _ = unread_span(state, rows, True)
         positions = state.positions(rows)[:, :-1]
         drafts, every_q = positions[:, :0], []
