@@ -1,11 +1,4 @@
-"""The kinds of models, by the names that users and pickles know.
-
-- `Decoder`: a transformers causal language model (Llama, Qwen2, ...) that runs with any attention mask and over a
-  key/value store; LLaDA and Dream checkpoints are loaded as these.
-- `Encoder`: a transformers masked language model (BERT-like) with a 2-D padding mask and no store.
-- `Opaque`: anything else that maps input ids to logits, a user's own remote-code model, say. It is never padded:
-  rows of different lengths go in separate calls.
-"""
+"""Kinds of models: transformers' decoders, transformers' encoders, and any other module of ids -> logits."""
 
 from __future__ import annotations
 
@@ -25,16 +18,15 @@ PADDED_ENCODERS = frozenset(
     "albert bert camembert deberta deberta-v2 distilbert electra megatron-bert mobilebert modernbert mpnet nomic_bert "
     "roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl".split()
 )
-"""Masked language models whose padding changes nothing for the other positions. Others (ConvBERT convolves over it,
-Nystromformer averages it in) are evaluated without: rows of different lengths go in separate calls."""
+"""Masked language models whose padding leaves other positions unchanged. (ConvBERT convolves over it, for example.)"""
 
 
 HEADS = (("cls",), ("lm_head",), ("predictions",), ("head", "decoder"), ("generator_predictions", "generator_lm_head"))
-"""Parts that make an encoder's logits of its hidden states, one after the other, by transformers' names."""
+"""transformers' names of the parts that make logits of an encoder's hidden states, in order."""
 
 
 class Encoder(Model):
-    """A transformers masked language model: it predicts in place, and takes no mask but for padding."""
+    """A transformers masked language model (BERT-like): predicts in place, with a padding mask and without a store."""
 
     kind = "encoder"
 
@@ -63,7 +55,8 @@ class Encoder(Model):
 
 
 class Opaque(Model):
-    """Any module of ids -> logits, called with ids alone."""
+    """Any module of ids -> logits, called with ids alone and never padded: rows of unequal lengths go in separate
+    calls."""
 
     kind = "opaque"
     hidden_size = None

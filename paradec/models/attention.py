@@ -1,4 +1,4 @@
-"""Attention without a causal mask, registered with transformers so that its decoders run bidirectionally.
+"""Attention without a causal mask, registered with transformers.
 
 Importing this module imports transformers' attention registry (and triton, where installed); `import paradec` does not.
 """
@@ -46,8 +46,7 @@ def sdpa(
     """PyTorch's scaled dot product attention over every visible key.
 
     Args:
-        query: [R, heads, Q, head_dim].
-        key, value: [R, kv_heads, K, head_dim].
+        query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
         attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
 
     Returns:
@@ -60,7 +59,7 @@ def sdpa(
 
 
 def with_extras(function: Any) -> Any:
-    """The same attention with two more arguments: a `shared_prefix` that all rows see (`paradec.caches.kept`), and an
+    """The same attention with two more arguments: `shared_prefix`, which all rows see (`paradec.caches.kept`), and
     `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(

@@ -64,16 +64,14 @@ class Adapter:
 
 
 class Model(Adapter):
-    """Base of the models of tokens, which samplers query. Subclasses implement `_logits`.
-
-    Copies and pickles hold a module of their own, and no engines.
+    """Base of the models of tokens, which samplers query. Subclasses implement `_logits`. Copies and pickles have a
+    module of their own, and no engines.
 
     Args:
         module: the network; it attends with `attn_implementation` until `unwrap()`.
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
-        default_max_new_tokens: the answer length when the request names none.
-        default_block_length: the block length when the request names none; None decodes the whole canvas at once.
-        default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
+        default_max_new_tokens, default_block_length, default_attention: what a request that names none gets; a block
+            length of None decodes the canvas at once, an attention (`paradec.attention`) of None is full.
         attn_implementation: registered name of the attention function; None is the module's own.
     """
 
@@ -86,10 +84,10 @@ class Model(Adapter):
     reads_order: bool = False
     """Whether logits depend on the order of the decisions (`WindowQuery.decided_at`)."""
     any_order: bool = False
-    """Whether a position is predicted from those decided before it alone: samplers of causal models decode such a model
-    in any order (`AnyOrderQuery`)."""
+    """Whether a position is predicted from those decided before it alone, so that samplers of causal models decode in
+    any order (`AnyOrderQuery`)."""
     first_place: int = 0
-    """On these, the position that orders count from."""
+    """Of a model of any order: the position that orders count from."""
     published: Published | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""
     own_drafts: Any = None
@@ -119,7 +117,6 @@ class Model(Adapter):
 
     @property
     def _has_paradec_attention(self) -> bool:
-        """Whether the module runs with an attention function of paradec, which is not causal."""
         return self.attn_implementation is not None and self.attn_implementation.startswith("paradec_")
 
     @cached_property
@@ -129,7 +126,6 @@ class Model(Adapter):
 
     @property
     def _accepts_masks(self) -> bool:
-        """Whether the module follows any attention mask."""
         return False
 
     @property
@@ -165,19 +161,18 @@ class Model(Adapter):
         return self.module
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
-        """Write the model into a folder, which `paradec.load` reads.
+        """Write the model into a folder, which `paradec.load` reads. A failed call leaves the folder unchanged.
 
-        A loaded model keeps its format: the published names of weights and config fields, generation_config.json, the
-        tokenizer, safetensors in the weights' dtypes. A wrapped causal or masked language model of transformers is
-        written in transformers' format. A failed or interrupted call leaves the folder unchanged; other files stay.
+        A loaded model keeps its published format (names, config fields, tokenizer, dtypes), as safetensors. A wrapped
+        causal or masked language model of transformers is written in transformers' format.
 
         Args:
-            folder: made if missing; a checkpoint in it is replaced.
+            folder: made if missing; a checkpoint in it is replaced, other files stay.
             max_shard_size: bytes in one file, or a text like "5GB"; a single weight may be larger.
 
         Raises:
-            ValueError: a path that is a file, an image model or a module of unknown format, weights that the format has
-                no place for (adapters, quantised or resized ones). OSError: it cannot be written.
+            ValueError: a path that is a file, a module of unknown format, weights that the format has no place for
+                (adapters, quantised or resized ones). OSError: it cannot be written.
         """
         save(self, folder, max_shard_size)
 
@@ -197,29 +192,26 @@ class Model(Adapter):
         return self._logits(query, store)
 
     def _logits(self, query: Query, store: Any) -> Tensor:
-        """Call the module: logits of the wanted columns."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
 
     @property
     def weights_version(self) -> int:
-        """How often the weights have changed: by `update_weights`, or in place by an optimizer (seen when asked for).
-        `Rollout.version` is that of its beginning."""
+        """Number of changes of the weights: by `update_weights`, or in place by an optimizer (counted when this is
+        read)."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
-        """Write new values into the weights in place, and return the new `weights_version`.
-
-        Requests of other threads and updates wait for each other, except requests that are stepped by hand. Prefixes
-        and prompt pools of the old weights are refused or dropped afterwards.
+        """Write new values into the weights in place, and return the new `weights_version`. Waits for requests of other
+        threads, except those stepped by hand. Prefixes and prompt pools of the old weights become invalid.
 
         Args:
             state_dict: tensors by the names in the checkpoint's files, or in the module's `state_dict`; other weights
                 stay. Values are converted to the weights' dtype and device.
 
         Raises:
-            TypeError, ValueError: no tensors by names, unknown names, other shapes, weights that are spread over
-                processes, offloaded or quantised; nothing is written then. RuntimeError: a request that runs in this
-                thread, or rows of a batch that are being decoded.
+            TypeError, ValueError: no tensors, unknown names, other shapes, weights that are spread over processes,
+                offloaded or quantised; nothing is written then. RuntimeError: a running request in this thread or
+                batch.
         """
         writes = plan_writes(self, state_dict)
         with self.weights_lock.update(self.facts.name):
@@ -251,11 +243,8 @@ class Model(Adapter):
         return _call_accessor(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
-
-        Raises:
-            ValueError: the module names none (`has_head`).
-        """
+        """The output matrix alone: hidden states [..., d] -> [..., vocab_size]. Raises ValueError without one
+        (`has_head`)."""
         if not self.has_head:
             raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
         return self.module.get_output_embeddings()(hidden)
@@ -284,7 +273,6 @@ def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
 
 
 def _call_accessor(module: nn.Module, name: str) -> Any:
-    """Call transformers' accessor of that name; None where the module has none, or it is not implemented."""
     try:
         return getattr(module, name)()
     except (AttributeError, NotImplementedError):

@@ -1,5 +1,4 @@
-"""Calls of transformers' modules: the argument that takes a key/value cache, which 5.24 has renamed, and whether an
-attention function of ours ran."""
+"""The key/value cache as an argument of transformers' modules, and a record of which attention function ran."""
 
 from __future__ import annotations
 
@@ -11,14 +10,12 @@ from typing import Any
 from torch import nn
 
 NAMES = ("cache", "past_key_values")
-"""transformers' name from 5.24 on, and the one before, which code from elsewhere keeps."""
+"""transformers' name from 5.24 on, and the one before."""
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Name of the argument of the module's forward that takes a key/value cache, or None.
-
-    Where its class names none, its bases are asked: its forward may pass keyword arguments on to theirs.
-    """
+    """Name of the forward's argument that takes a key/value cache, from the first class in its MRO that names one; or
+    None."""
     cls: Any = type(module)
     return _find_argument(cls)
 

@@ -1,8 +1,4 @@
-"""Plain causal language models: folders and hub repositories in transformers' own format, and GGUF files.
-
-What `load` reads where config.json names a class of transformers that predicts the next token, and nothing that speaks
-of masks. The module is transformers' own, and it ends and pads as its own `generate` does.
-"""
+"""Causal language models in transformers' own format, and GGUF files. They end and pad as their own `generate` does."""
 
 from __future__ import annotations
 
@@ -31,19 +27,19 @@ from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 COMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""How the names of stored tensors end that older releases wrote and modules compute for themselves."""
+"""Endings of the names of stored tensors that modules compute for themselves."""
 GGUF_ENDING = ".gguf"
 GGUF_ENCODERS = (
     *("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
     *("t5encoder", "gemma-embedding", "clip"),
 )
-"""Architectures that give no next token, as GGUF names them."""
+"""GGUF's names of architectures that give no next token."""
 GGUF_MASKED = ("llada", "llada-moe", "dream", "rnd1")
-"""Those of masked diffusion: transformers has none of them."""
+"""GGUF's names of masked diffusion models, which transformers does not read."""
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a class of transformers which predicts the next token, by its `model_type`."""
+    """Whether config.json is that of a causal language model of transformers, by its `model_type`."""
     return _causal_class_name(config) is not None and config.get("is_causal") is not False
 
 
@@ -58,16 +54,13 @@ def load_causal(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Model:
-    """What `load` does for causal language models.
+    """Load a causal language model, as `load` does. Raises CheckpointError for files that are missing, wrong, or of
+    another kind.
 
     Args:
-        source: a folder or hub repository.
-        config: config.json; {} for a GGUF file, which has one inside.
+        config: config.json; {} for a GGUF file, which contains one.
         gguf_file: the GGUF file in `source`. Its weights become plain numbers, float32 unless `dtype` says otherwise.
         options: for `from_pretrained`.
-
-    Raises:
-        CheckpointError: files that are missing, wrong, or of another kind of model.
     """
     for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if (value := options.pop(name, None)) is not None:
@@ -128,11 +121,7 @@ def _causal_class_name(config: Mapping[str, Any]) -> str | None:
 
 
 def _select_class(source: str, config: Mapping[str, Any]) -> Any:
-    """The class of transformers for a config.json.
-
-    Raises:
-        CheckpointError: another one is stated, none is for next tokens, or masks are spoken of.
-    """
+    """The class of transformers for a config.json. Raises CheckpointError for another class, or a masked model."""
     import transformers
 
     expected = _causal_class_name(config)
@@ -169,7 +158,6 @@ def _read_config(source: str, files: dict[str, Any]) -> Any:
 
 
 def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:
-    """Load the weights; none may be missing or left over."""
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     try:
         return read_module(cls, source, config=hf_config, computed=COMPUTED, **files, **options).eval()
@@ -181,7 +169,7 @@ def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, 
 
 
 def _clear_quantizer(module: Any) -> None:
-    """Take off a module of plain numbers that it came from a quantised file: else transformers would not save it."""
+    """Remove the traces of a quantised file from plain numbers, which transformers would not save otherwise."""
     if all(parameter.is_floating_point() for parameter in module.parameters()):
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
             module.__dict__.pop(name, None)
@@ -189,7 +177,6 @@ def _clear_quantizer(module: Any) -> None:
 
 
 def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
-    """The checkpoint's tokenizer, or None when it ships none."""
     if "gguf_file" not in files and not any(fetch(source, name, files["revision"]) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -204,11 +191,8 @@ def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
 
 
 def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """The folder or repository, and the GGUF file in it: "folder/file.gguf" and "owner/repository/file.gguf" name both.
-
-    Raises:
-        CheckpointError: another ending, or two files.
-    """
+    """The folder or repository, and the GGUF file in it ("folder/file.gguf", "owner/repository/file.gguf"). Raises
+    CheckpointError for another ending, or two files."""
     if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
         raise CheckpointError(f"gguf_file={shown(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}")
     if not source.endswith(GGUF_ENDING) or os.path.isdir(source):
@@ -223,8 +207,8 @@ def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None
 
 
 def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
-    """Raise CheckpointError unless the file is there, has a header that can be read, and is of an architecture that
-    transformers reads."""
+    """Raise CheckpointError unless the file is there, can be read, and is of an architecture that transformers
+    reads."""
     path = fetch(source, gguf_file, revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {gguf_file}")
@@ -266,36 +250,30 @@ def _gguf_architecture(path: Path) -> str:
 MTP_NAME = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
 )
-"""After the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo, speculators), or under one name
-(Qwen3-Next, Mellum)."""
+"""The prefix of a head's weights: after the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo,
+speculators), or under one name (Qwen3-Next, Mellum)."""
 MTP_PARTS = {
     **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
     **{"hnorm": "hnorm", "pre_fc_norm_hidden": "hnorm", "hidden_layernorm": "hnorm"},
     **{"eh_proj": "eh_proj", "fc": "eh_proj", "input_proj": "eh_proj"},
     **{"shared_head.norm": "norm", "norm": "norm", "final_layernorm": "norm"},
 }
-"""What is beside the decoder layer, and what it is called here."""
+"""The parts beside the decoder layer: published names -> ours."""
 MTP_SHARED = ("embed_tokens", "shared_head.head")
-"""Copies of what the model has."""
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Fields of config.json that say how many layers there are."""
+"""Fields of config.json for the number of heads."""
 
 
 class MtpWeights(NamedTuple):
-    """The weights of the heads among those of a checkpoint."""
-
     renamed: dict[str, str]
-    """What `paradec.models.mtp` calls the weights, by the checkpoint's names."""
+    """The checkpoint's names -> those of `paradec.models.mtp`."""
     prefixes: tuple[str, ...]
-    """How the checkpoint's names of the heads' weights begin, copies of the model's included."""
+    """Prefixes of the checkpoint's names, with those of copies of the model's weights."""
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """Which of the `stored` weights are those of heads.
-
-    A layer after the model's own is one only if config.json counts it and it has the matrix that heads have: else the
-    model would lose a layer.
-    """
+    """The heads' weights by their names. A layer after the model's own counts as a head only if config.json counts it
+    and it has an `eh_proj`."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     renamed, prefixes = {}, set()
     for name in names:
@@ -322,11 +300,7 @@ def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWe
 
 
 def count_mtp_layers(config: Mapping[str, Any]) -> int:
-    """How many layers of heads config.json says that there are; 0 where it says nothing.
-
-    Raises:
-        CheckpointError: no such number.
-    """
+    """The number of heads that config.json states, 0 if none. Raises CheckpointError for anything but a count."""
     name = next((name for name in MTP_COUNTS if config.get(name) is not None), "")
     value = config.get(name, 0)
     if type(value) is not int or value < 0:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder (or hub repository) with errors that say what is wrong with it."""
+"""Reading a checkpoint folder or hub repository."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from paradec.models.tensor_parallel import distributed_config
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
-"""Tokens that end a turn; looked up in the checkpoint's tokenizer."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-"""Dtypes that weights may be stored in."""
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -41,7 +39,7 @@ DTYPES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-"""What safetensors calls a dtype -> what torch does."""
+"""safetensors' names of dtypes -> torch's."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
 """Fields of config.json that need not be integers."""
 NEUTRAL: Mapping[str, Any] = {
@@ -49,11 +47,10 @@ NEUTRAL: Mapping[str, Any] = {
     "attention_dropout": 0.0,
     "use_cache": False,
 }
-"""Fields of a configuration that say nothing of the maths: ids are for the model's facts, stores for caches."""
+"""Fields of a configuration without effect on the maths."""
 COUNTERS = ("position_ids", "num_batches_tracked")
-"""Buffers of image models in transformers' format that are integers: their names end so."""
+"""Endings of the names of integer buffers in image models."""
 PROGRESS_BAR_FROM = 2**28
-"""Bytes of weights from which loading shows a progress bar."""
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 
@@ -63,19 +60,16 @@ class CheckpointError(ValueError):
 
 
 class StoredTensor(NamedTuple):
-    """What the header of a file says of one tensor."""
+    """Shape and dtype of a stored tensor, from the file's header."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it."""
+    """torch's name."""
 
 
 def fetch(source: str, filename: str, revision: str | None) -> Path | None:
-    """Local path of one file of a folder or hub repository; None when it does not have that file.
-
-    Raises:
-        CheckpointError: neither a folder nor a reachable repository.
-    """
+    """Local path of one file of a folder or hub repository, None where it is missing. Raises CheckpointError unless
+    `source` is a folder or a reachable repository."""
     if os.path.isdir(source):
         path = Path(source, filename)
         return path if path.is_file() else None
@@ -97,7 +91,7 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
 
 
 def _can_reach(source: str, filename: str, revision: str | None) -> bool:
-    """Ask once, with a short timeout: hub downloads retry for half a minute when there is no network."""
+    """Ask once, with a short timeout, since hub downloads retry for half a minute without network."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, get_session
 
@@ -116,11 +110,8 @@ def _can_reach(source: str, filename: str, revision: str | None) -> bool:
 
 
 def read_json(source: str, filename: str, revision: str | None, required: bool = False) -> dict[str, Any]:
-    """A JSON object from the checkpoint; {} when it is absent and not required.
-
-    Raises:
-        CheckpointError: absent but required, or no JSON object.
-    """
+    """A JSON object from the checkpoint; {} if absent and not required. Raises CheckpointError for an absent or wrong
+    one."""
     path = fetch(source, filename, revision)
     if path is None:
         if required:
@@ -136,11 +127,7 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
 
 
 def read_positive(config: Mapping[str, Any], name: str) -> Any:
-    """A positive number from the config (an int stays one).
-
-    Raises:
-        CheckpointError: something else is there.
-    """
+    """A positive integer from the config, or number for `FRACTIONS`. Raises CheckpointError for anything else."""
     value = config.get(name)
     integral = name not in FRACTIONS
     kinds = int if integral else (int, float)
@@ -151,11 +138,7 @@ def read_positive(config: Mapping[str, Any], name: str) -> Any:
 
 
 def read_flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    """True, False or None (null) from the config.
-
-    Raises:
-        CheckpointError: something else is there.
-    """
+    """True, False or None (null) from the config. Raises CheckpointError for anything else."""
     value = config.get(name, default)
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name}={shown(value)} must be true or false")
@@ -172,10 +155,10 @@ def require_fields(config: Mapping[str, Any], names: Iterable[str]) -> None:
 def check_supported(
     config: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]], file: str = "config.json", hint: str = ""
 ) -> None:
-    """Raise CheckpointError for a field that changes the maths and has a value that is not supported.
+    """Raise CheckpointError for a field that changes the maths and has an unsupported value.
 
     Args:
-        file: what the message calls the config. way_out: what the message ends with.
+        file: name of the config in the message. hint: end of the message.
     """
     for name, allowed in supported.items():
         value = config.get(name, allowed[0])
@@ -186,11 +169,7 @@ def check_supported(
 
 
 def check_token_id(name: str, value: Any, vocab_size: int) -> int | None:
-    """Check an optional token id.
-
-    Raises:
-        CheckpointError: not an id of the vocabulary.
-    """
+    """Return an optional token id. Raises CheckpointError for one that is not in the vocabulary."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
@@ -199,11 +178,8 @@ def check_token_id(name: str, value: Any, vocab_size: int) -> int | None:
 
 
 def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTensor]:
-    """Names, shapes and dtypes of the stored weights, read from the headers alone. Shards on the hub are downloaded.
-
-    Raises:
-        CheckpointError: no safetensors here, an index that is wrong, or a header that cannot be read.
-    """
+    """Names, shapes and dtypes of the stored weights, from the headers alone (shards on the hub are downloaded). Raises
+    CheckpointError without safetensors, or for a wrong index or header."""
     single = fetch(source, WEIGHTS, revision)
     if single is not None:
         return dict(_read_header(single))
@@ -237,11 +213,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
 
 
 def read_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
-    """Some of the stored tensors, of one file or of shards.
-
-    Raises:
-        CheckpointError: as `read_weight_headers`, which has their names, or a file that cannot be read.
-    """
+    """Read some of the stored tensors. Raises CheckpointError as `read_weight_headers`, which lists their names."""
     from safetensors import SafetensorError, safe_open
 
     single = fetch(source, WEIGHTS, revision)
@@ -257,7 +229,6 @@ def read_tensors(source: str, names: Collection[str], revision: str | None) -> d
 
 
 def _download_shards(source: str, files: list[str], revision: str | None) -> None:
-    """Bring files of a hub repository here, side by side; those that it lacks are for `fetch` to tell."""
     if os.path.isdir(source):
         return
     from transformers.utils.hub import cached_files
@@ -283,13 +254,11 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
-    """Refuse weights that are no floating-point numbers: integers of a quantised file would be taken for the weights.
+    """Raise CheckpointError, with names, for weights that are not floating-point numbers (integers of a quantised
+    file).
 
     Args:
-        source: what the message calls the file. dtypes: names of weights and their dtypes, torch's or their names.
-
-    Raises:
-        CheckpointError: a weight that is stored as something else, by name.
+        source: name of the file in the message. dtypes: by weight; torch's dtypes or their names.
     """
     dtype_names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     unsupported = [f"{name} is {dtype}" for name, dtype in sorted(dtype_names.items()) if dtype not in FLOATS]
@@ -302,11 +271,7 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
 
 
 def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
-    """Whether config.json says how the weights are quantised.
-
-    Raises:
-        CheckpointError: a way that transformers does not know.
-    """
+    """Whether config.json has a quantisation. Raises CheckpointError for one that transformers does not know."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return False
@@ -327,13 +292,10 @@ def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
 def check_stored_dtypes(
     source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
-    """The same for a folder that transformers' own classes read; those with a `quantization_config` are left to them.
+    """`check_dtypes` of a folder's weights, except those with a `quantization_config`, which transformers checks.
 
     Args:
-        unused: how the names of what is no weight end.
-
-    Raises:
-        CheckpointError: a weight of another dtype, by name, or files that cannot be read.
+        unused_suffixes: endings of names that are not weights.
     """
     if config.get("quantization_config") is None:
         headers = read_weight_headers(source, revision)
@@ -344,7 +306,7 @@ def check_stored_dtypes(
 
 
 def rename_weight(name: str, patterns: Mapping[str, str]) -> str:
-    """What the model calls a weight of the checkpoint."""
+    """The module's name of a weight of the checkpoint."""
     for pattern, replacement in patterns.items():
         if re.search(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -359,11 +321,11 @@ def check_fit(
     optional: Collection[str] = (),
     unused: tuple[str, ...] = (),
 ) -> None:
-    """Raise CheckpointError unless the tensors `weights` are those that are `needed`, by names and shapes.
+    """Raise CheckpointError unless `weights` are the `expected` ones, by names and shapes.
 
     Args:
-        source: the file. what: that the message says they do not fit.
-        optional: names that may be missing. unused: how names begin that nothing needs.
+        source: name of the file in the message. target: what they do not fit, in the message.
+        optional: names that may be missing. unused: prefixes of names that nothing needs.
     """
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],
@@ -407,14 +369,12 @@ def read_module(
     """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
 
     Args:
-        computed: how the names of stored tensors end that modules compute for themselves: these may be left over.
-        beside: how the names of stored tensors begin that others read: these may be left over, too.
-        tp_plan: as in `paradec.load`: this process reads a part of each matrix.
-        given: arguments of `from_pretrained`; None leaves one out.
+        computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
+        tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
 
     Raises:
-        CheckpointError: weights that cannot be read, or that do not fit. ImportError, ValueError: as transformers has
-            them, of arguments that it cannot follow.
+        CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
+            arguments.
     """
     from safetensors import SafetensorError
 
@@ -446,7 +406,7 @@ def read_module(
 
 @contextmanager
 def silence_loading(source: str, weights: str, revision: str | None) -> Iterator[None]:
-    """Without transformers' table of keys, which is replaced by an error, and without a bar for what is soon loaded."""
+    """Hide transformers' table of keys, which an error replaces, and the progress bar of small files."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -463,5 +423,4 @@ def silence_loading(source: str, weights: str, revision: str | None) -> Iterator
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

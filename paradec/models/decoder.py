@@ -21,7 +21,7 @@ from paradec.models.layers import LayerOutputs, decoder_layers
 from paradec.models.visibility import special_attention, visible_keys
 
 SEE_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""A mask that hides nothing: transformers passes masks of four dimensions on, and without one makes its causal mask."""
+"""A mask that hides nothing; without a mask, transformers would make its causal one."""
 PLAIN_CLASSES = frozenset(
     f"{name}ForCausalLM" for name in "Llama Mistral Ministral3 Qwen2 Qwen3 Qwen3Moe Glm4Moe SmolLM3 GptOss".split()
 )
@@ -40,8 +40,8 @@ class Decoder(Model):
 
     @cached_property
     def _slices_logits(self) -> bool:
-        """Whether the module's forward takes [R, W] positions as `logits_to_keep`: those of transformers do from 5.23
-        on. Not with layers on several devices, where the device of the positions is unknown."""
+        """Whether the forward takes [R, W] positions as `logits_to_keep` (transformers from 5.23 on). Not with layers
+        on several devices, where the device of the positions is unknown."""
         from transformers import modeling_utils
 
         forward = type(self.module).forward
@@ -72,7 +72,6 @@ class Decoder(Model):
         return logits
 
     def _call(self, query: Query, store: Any) -> Tensor:
-        """Call the module, or its parts, and check that they followed the arguments."""
         arguments = {}
         if store is not None or getattr(query, "attention", None) is not None:
             arguments = cache_and_plan(self.module, query, store)
@@ -99,7 +98,6 @@ class Decoder(Model):
         return logits
 
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
-        """Logits of the wanted columns, and the hidden states where the query asks for them."""
         module = self.module
         if calls_parts(module):
             # embedding, layers and norm; then the output matrix on the wanted positions
@@ -136,10 +134,7 @@ class Decoder(Model):
         self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None, start: int = 0
     ) -> Any:
         """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
-
-        Raises:
-            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
-        """
+        Raises ValueError beyond `max_memory` bytes, or what the device has."""
         from paradec.caches.store import KeyValueStore
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
@@ -159,13 +154,12 @@ class Decoder(Model):
 
 
 def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
-    """Whether the query asks for hidden states."""
     return isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers is not None)
 
 
 def calls_parts(module: Any) -> bool:
     """Whether a call of the module equals calls of its parts: a class in `PLAIN_CLASSES` without hooks, compiled code
-    or a replaced forward. (accelerate's hook on the whole module aligns devices.)"""
+    or a replaced forward (but accelerate's, which aligns devices)."""
     return (
         type(module).__name__ in PLAIN_CLASSES
         and type(module).__module__.startswith("transformers.")
@@ -175,7 +169,7 @@ def calls_parts(module: Any) -> bool:
 
 
 def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
-    """The module's keyword arguments for a call over a store, or with a plan for its attention."""
+    """The module's keyword arguments for a store, and for a plan of its attention."""
     arguments: dict[str, Any] = {}
     if store is not None:
         arguments = cache_keyword(module, store.bind(query))
@@ -192,7 +186,7 @@ def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any
 
 
 def check_arguments_used(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where the model of this name has not passed its keyword arguments on."""
+    """Raise RuntimeError where the model has not passed its keyword arguments on to its attention."""
     shared, plan = arguments.get("shared_prefix"), arguments.get("attention_plan")
     if shared is not None:
         shared.check_read(name)

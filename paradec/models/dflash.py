@@ -1,15 +1,13 @@
-"""DFlash drafters: a few layers that fill a whole block of masks in one forward, beside a model's hidden states.
+"""DFlash drafters (Chen et al., arXiv 2602.06036; z-lab/dflash): layers that fill a whole block of masks in one
+forward.
 
-Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; z-lab/dflash; transformers from
-5.23 on. A draft block is the last final token and `block_size - 1` masks, embedded by the model itself. Keys and values
-of every layer come from two places with the same matrices: from the block, and from the model's own hidden states after
-`target_layer_ids`, side by side, through one matrix and a norm. The block sees all of both. What is made of a mask goes
-through the model's own output matrix: the distribution of the token at that very position.
+A draft block is the last final token and `block_size - 1` masks, embedded by the model. Each layer has keys and values
+of the block and, through the same matrices, of the model's hidden states after `target_layer_ids`. A mask's output goes
+through the model's output matrix and predicts the token at its own position.
 
-The network is transformers' own (`MuseGlimmerAssistantModel`), with masks of ours, so that rows of several lengths may
-share a call. Two formats are read: transformers', and z-lab's (`dflash_config` in a Qwen3's config.json, other names of
-two weights). They differ in more than names: z-lab's sliding layers are causal unless `is_causal` says otherwise, and
-their window leaves its end out; and z-lab's embeddings are the model's rows without what its class does to them.
+The network is transformers' (`MuseGlimmerAssistantModel`), with our masks. Two formats are read: transformers', and
+z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's, sliding layers are causal unless `is_causal` says
+otherwise, the window excludes its end, and embeddings are the model's rows, unscaled.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ from paradec.models.layers import decoder_layers
 TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""
 KEY_MAPPING = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
-"""z-lab's names of weights, and transformers'."""
+"""z-lab's names of weights -> transformers'."""
 FIELDS = (
     *("block_size", "mask_token_id", "target_layer_ids", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
-"""What z-lab's `dflash_config` may hold; norms per layer are refused."""
+"""Fields that z-lab's `dflash_config` may have."""
 NUMBERS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 MAX_LAYERS = 1000
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -64,18 +62,18 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a drafter is beside its weights.
+    """Settings of a drafter besides its weights.
 
     Args:
         block_size: the last final token and the masks.
-        mask_token_id: the id of the model that represents a token to draft.
+        mask_token_id: the model's id that marks a token to draft.
         target_layer_ids: layers of the model, from 0, whose outputs are read.
-        window: of sliding layers: they see what is less than so many positions away; 0 where there are none.
+        window: of sliding layers, in positions; 0 without such layers.
         causal: whether sliding layers see nothing to their right.
-        raw: whether embeddings are the model's rows as they are; else what its embedding makes of ids, but for a norm.
+        raw: whether embeddings are the model's rows, without what its embedding module adds.
         scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
-        first: the block's first row that drafts: 0 where the last final token's does too.
-        anchored: whether the window is counted from the last final token for the whole block, and has its end.
+        first: the first row of the block that drafts; 0 if the last final token's does too.
+        anchored: whether the window counts from the last final token for the whole block, and includes its end.
     """
 
     block_size: int
@@ -92,19 +90,15 @@ class BlockSettings:
 
 
 class DFlashDrafter(FeatureDrafter):
-    """A DFlash network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
-
-    Exactness does not depend on it: a bad network costs acceptance, nothing else. It makes `block_size - 1` drafts for
-    each of the model's forwards, in one forward of its own.
+    """A DFlash network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
+    `block_size - 1` drafts in one forward. A bad network costs acceptance, not exactness.
 
     Args:
-        module: transformers' network.
-        base: the model that it drafts for, as loaded or wrapped.
-        settings: see there.
+        module: transformers' network. base: the model, loaded or wrapped.
 
     Raises:
-        TypeError: a base of another kind. ValueError: one that gives no hidden states, names no output matrix or list
-            of layers, runs over no store or is not causal, or other sizes than the base's.
+        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, output matrix,
+            layers, store, causality, sizes).
     """
 
     fills: ClassVar[str] = "block"
@@ -144,20 +138,17 @@ class DFlashDrafter(FeatureDrafter):
         return self.settings.block_size + 1 - self.settings.first
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """Draft a block for each row of the call.
+        """Logits [R, n, V] of the rows that draft.
 
         Args:
-            query: with C columns of final tokens, which the store takes in, and then the block.
-            features: [R, C, layers * D]: of the former.
-
-        Returns:
-            Logits [R, n, V] of the rows that draft.
+            query: C columns of final tokens, which the store takes in, then the block.
+            features: [R, C, layers * D]: of the final tokens.
         """
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
 
     def states(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """What is made of the rows that draft, [R, n, D]; arguments as for a call."""
+        """Output states [R, n, D] of the rows that draft; arguments as for a call."""
         with torch.no_grad():
             num_context = features.shape[1]
             cache = store.bind(query)
@@ -210,13 +201,7 @@ class DFlashDrafter(FeatureDrafter):
 def load_dflash(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> DFlashDrafter:
-    """What `load_drafter` does for DFlash's drafters.
-
-    Raises:
-        CheckpointError: as there, a field that is missing or out of its range, a variant that is not read, or a
-            transformers that has no such network.
-        TypeError, ValueError: a base that it cannot draft for.
-    """
+    """Load a DFlash drafter, as `load_drafter` does."""
     fields, settings = read_settings(
         source, flatten_config(source, config), base, config.get("dflash_config") is not None
     )
@@ -238,14 +223,11 @@ def read_network(
     unused_suffixes: tuple[str, ...] = (),
     **extra: Any,
 ) -> Any:
-    """The network, on the base's device.
+    """Read the network onto the base's device. Raises CheckpointError for weights that do not fit.
 
     Args:
-        cls: its class. own: fields of transformers' config. more: fields that `cls` reads beside these.
-        published: whether the names of weights are z-lab's. unused: how names end that are no weights of it.
-
-    Raises:
-        CheckpointError: weights that do not fit.
+        cls: its class. fields: of transformers' config. extra: further fields that `cls` reads.
+        published: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights.
     """
     _check_sizes(source, fields, read_weight_headers(source, revision))
     check_stored_dtypes(source, {}, revision, unused_suffixes)
@@ -260,7 +242,7 @@ def read_network(
 
 
 def network_classes(source: str) -> tuple[Any, Any]:
-    """transformers' classes of the config and of the network, which older releases do not have."""
+    """transformers' classes of the config and of the network; CheckpointError before 5.23."""
     try:
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError:
@@ -274,11 +256,7 @@ def network_classes(source: str) -> tuple[Any, Any]:
 def read_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
-    """Fields of transformers' config, and the rest, of all that config.json states.
-
-    Args:
-        published: whether the format is not transformers'.
-    """
+    """Fields of transformers' config, and the settings. published: whether the format is z-lab's or speculators'."""
     fields = _read_network_fields(source, config, base, published)
     fields["rope_parameters"] = read_angles(source, config, 10000.0 if published else 500000.0)
     settings = _read_block_settings(source, config, base, published, "sliding_attention" in fields["layer_types"])
@@ -286,13 +264,11 @@ def read_settings(
 
 
 def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
-    """All that config.json states, of z-lab's `dflash_config` too.
+    """Fields of config.json and z-lab's `dflash_config`, without nulls. Raises CheckpointError for a variant that is
+    not read.
 
     Args:
-        known: what that may hold.
-
-    Raises:
-        CheckpointError: a variant that is not read.
+        known: fields that `dflash_config` may have.
     """
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
     if dflash_config is not None and not isinstance(dflash_config, dict):
@@ -310,11 +286,6 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
 
 
 def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, published: bool) -> dict[str, Any]:
-    """Sizes of the network, layers and activation, as transformers' config has them.
-
-    Args:
-        published: whether the format is z-lab's.
-    """
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})
@@ -338,11 +309,6 @@ def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, pu
 def _read_block_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool, has_window: bool
 ) -> BlockSettings:
-    """What the drafter is beside its network.
-
-    Args:
-        published: whether the format is z-lab's. slides: whether a layer has a window.
-    """
     where, targets, mask = f"config.json of {source!r}", config.get("target_layer_ids"), config.get("mask_token_id")
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
         raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
@@ -376,7 +342,7 @@ def _read_block_settings(
 
 
 def _check_sizes(source: str, fields: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError for sizes that the weights do not have, before a module of them is built."""
+    """Raise CheckpointError for sizes that the weights do not have, before a module is built."""
     heads, kv_heads, inner, width = (
         fields[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
     )

@@ -1,12 +1,10 @@
-"""DFlash 2 drafters: DFlash's network with convolutions inside the block, and a selector that makes drafts depend on
-each other.
+"""DFlash 2 drafters (z-lab/dflash): DFlash's network with convolutions inside the block, and a selector of drafts.
 
-z-lab/dflash. Every layer's attention and MLP stand between two short convolutions over the block, whose kernels are
-made of the sublayer's normed input. The model's output matrix proposes the likeliest `selector_top_k` candidates at
-each position; a table of low rank scores them beside the draft before them, so that q is a distribution over the
-candidates and 0 elsewhere. Two formats are read: z-lab's (`architectures` "DFlash2DraftModel"), whose
-`target_layer_ids` are outputs of layers, and speculators' (`speculators_model_type` "dflash2"), which counts what
-layers read.
+Every attention and MLP stands between two short convolutions over the block, with kernels made of the sublayer's normed
+input. At each position the model's output matrix proposes `selector_top_k` candidates; a table of low rank scores them
+given the draft before. q is 0 for other tokens. Two formats are read: z-lab's (`architectures` "DFlash2DraftModel"),
+with `target_layer_ids` as outputs of layers, and speculators' (`speculators_model_type` "dflash2"), which counts
+inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k
 
 
 class Convolution(nn.Module):
-    """Two short convolutions over a block, before and after a sublayer, whose kernels depend on what it reads."""
+    """Two short convolutions over a block, before and after a sublayer, with kernels that depend on its input."""
 
     def __init__(self, width: int, taps: int, group: int):
         super().__init__()
@@ -47,7 +45,7 @@ class Convolution(nn.Module):
         return self.base_kernel + dynamic.repeat_interleave(self.group, -1)
 
     def forward(self, y: Tensor, kernel: Tensor) -> Tensor:
-        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: of each row and those before it in the block."""
+        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: over each row and those before it in the block."""
         terms = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
         return sum(nn.functional.pad(term, (0, 0, y.shape[1] - term.shape[1], 0)) for term in terms)  # type: ignore[return-value]
 
@@ -77,7 +75,7 @@ class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no
 
 
 class Selector(nn.Module):
-    """What a candidate gains after the draft before it; parameter names are those of the published checkpoints."""
+    """Scores of candidates given the draft before; parameter names are those of the published checkpoints."""
 
     def __init__(self, vocab: int, width: int, rank: int):
         super().__init__()
@@ -87,8 +85,6 @@ class Selector(nn.Module):
 
 
 class DFlash2Network(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
-    """transformers' network of DFlash with the parts of DFlash 2."""
-
     def __init__(self, config: Any):
         super().__init__(config)
         self.layers = nn.ModuleList(ConvolvedLayer(config, layer) for layer in range(config.num_hidden_layers))
@@ -101,10 +97,8 @@ class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
     Args:
-        selector: see there.
         unary, candidates: [R, n, K]: the candidates' logits, and their ids.
-        projected: [R, n, r]: of the states.
-        vocab: tokens of the model.
+        projected: [R, n, r]: of the states. vocab: tokens of the model.
     """
 
     selector: Selector
@@ -114,7 +108,7 @@ class SelectorWalk:
     vocab: int
 
     def slot_candidates(self, slot: int) -> Tensor:
-        """[R, K] int64: the tokens that a slot's draft is one of, the likeliest first."""
+        """[R, K] int64: the possible tokens of a slot's draft, the likeliest first."""
         return self.candidates[:, slot]
 
     def scores(self, slot: int, previous: Tensor) -> Tensor:
@@ -132,11 +126,8 @@ class SelectorWalk:
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """A DFlash 2 network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
-
-    Exactness does not depend on it: every draft carries the distribution over candidates that it was drawn from. Under
-    guidance, logits and scores of both branches are mixed before the candidates are chosen.
-    """
+    """A DFlash 2 network over the model that it was trained for, as `drafter` of the sampler "speculative". Under
+    guidance, logits and scores of both branches are mixed before candidates are chosen."""
 
     fills: ClassVar[str] = "walk"
 
@@ -148,7 +139,7 @@ class DFlash2Drafter(DFlashDrafter):
         """The candidates' scores.
 
         Args:
-            states: [branches * R, n, D]. guide: mixes what the branches have [branches * R, n, X] into [R, n, X].
+            states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
             allowed: [V] bool: tokens that may be drawn; None for all.
         """
         selector, vocab = self.module.candidate_selector, self.facts.vocab_size
@@ -163,11 +154,7 @@ class DFlash2Drafter(DFlashDrafter):
 def load_dflash2(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> DFlash2Drafter:
-    """What `load_drafter` does for DFlash 2's drafters.
-
-    Raises:
-        CheckpointError: as there, or a field that is missing or out of its range.
-    """
+    """Load a DFlash 2 drafter, as `load_drafter` does."""
     is_speculators = config.get("speculators_model_type") is not None
     fields = flatten_speculators_config(source, config, base) if is_speculators else _published(source, config)
     sizes: dict[str, Any] = {name: read_positive(fields, name) for name in SIZES}

@@ -1,4 +1,4 @@
-"""Drafters that read a model's hidden states: what EAGLE's and DFlash's have in common."""
+"""Base of drafters that read a model's hidden states, and what their files have in common."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
 )
-"""Fields of `rope_parameters` that are numbers."""
 TABLES = ("d2t", "t2d")
-"""Which of the model's tokens the drafter has: how much further than each of its own ids the model's lies; and true for
-the model's ids that it has."""
+"""`d2t`: distance from each of the drafter's ids to the model's; `t2d`: whether the drafter has each of the model's
+ids."""
 
 
 class FeatureDrafter:
-    """A network that drafts from what the model it was trained for computes. A subclass says what it reads and how it
-    is called."""
+    """A network that drafts from hidden states of the model that it was trained for."""
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How one that fills a window by itself (`slots`) does so: a "block" at once, a "walk" over one, or by "layers"."""
+    """How a drafter with `slots` fills a window: "block" at once, "walk" over a block, or by "layers"."""
     reads_features: ClassVar[bool] = True
     """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
@@ -46,7 +44,6 @@ class FeatureDrafter:
     pads = supports_store = supports_visibility = True
     module: Any
     base: Any
-    """The model that it drafts for."""
     facts: ModelFacts
 
     def __repr__(self) -> str:
@@ -56,12 +53,10 @@ class FeatureDrafter:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
         return next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
         return next(self.module.parameters()).dtype
 
     def store_bytes(self, rows: int, length: int) -> int:
@@ -69,11 +64,8 @@ class FeatureDrafter:
         return store_bytes(self.module.config, rows, length, self.dtype)
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """An empty store of the layers' keys and values of what was read; a token's slot is its position.
-
-        Raises:
-            ValueError: it would not fit into what the device has.
-        """
+        """An empty store of keys and values; a token's slot is its position. Raises ValueError beyond the device's
+        memory."""
         check_memory(
             self.store_bytes(rows, length),
             self.device,
@@ -83,23 +75,19 @@ class FeatureDrafter:
         return KeyValueStore(rows, length, self.device)
 
     def expand_logits(self, logits: Tensor) -> Tensor:
-        """[..., V] of logits [..., Vd] of the drafter's own tokens: minus infinity for the others."""
+        """Logits [..., Vd] of the drafter's tokens -> [..., V], minus infinity for others."""
         if self.tokens is None:
             return logits
         expanded = logits.new_full((*logits.shape[:-1], self.facts.vocab_size), -torch.inf)
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """What is carried from position to position [R, F, D] of what the model left [R, F, layers * D]: the same, but
-        for drafters that read several layers and say otherwise."""
+        """The model's features [R, F, layers * D] -> what is carried from position to position [R, F, D]; here
+        unchanged."""
         return features
 
     def bind(self, model: Model) -> Self:
-        """The drafter over what `base` became for one request (image models know its rows in a copy).
-
-        Raises:
-            ValueError: another model.
-        """
+        """The drafter over the model's copy for one request. Raises ValueError for another model."""
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
                 f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
@@ -111,7 +99,7 @@ class FeatureDrafter:
 
 
 def check_base(base: Any) -> None:
-    """Raise TypeError for a model of another kind, ValueError unless such a drafter can draft for it."""
+    """Raise TypeError for a model of another kind, ValueError for one that such a drafter cannot draft for."""
     facts = getattr(base, "facts", None)
     if facts is None:
         raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
@@ -127,7 +115,7 @@ def check_base(base: Any) -> None:
 
 
 def check_base_sizes(source: str, base: Model, **sizes: Any) -> None:
-    """Raise CheckpointError for a drafter whose config.json states other sizes than its model's; None states none."""
+    """Raise CheckpointError for sizes in config.json other than the model's; None states none."""
     base_sizes = {
         "hidden_size": base.hidden_size,
         "target_hidden_size": base.hidden_size,
@@ -143,13 +131,11 @@ def check_base_sizes(source: str, base: Model, **sizes: Any) -> None:
 
 
 def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Sizes of a drafter's decoder layers, as transformers' configurations have them.
+    """Sizes of a drafter's decoder layers, as transformers' configurations have them. Raises CheckpointError for a
+    wrong field.
 
     Args:
-        defaults: of fields that config.json may leave out, besides the usual ones of heads and the norm.
-
-    Raises:
-        CheckpointError: a field that is missing or out of its range.
+        defaults: of fields that config.json may leave out.
     """
     where = f"config.json of {source!r}"
     hidden, heads = (read_positive(config, name) for name in ("hidden_size", "num_attention_heads"))
@@ -177,7 +163,7 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
 
 
 def make_drafter(cls: Any, source: str, *args: Any) -> Any:
-    """A drafter of class `cls`, by the name of its folder; CheckpointError where it refuses its parts."""
+    """A drafter of class `cls`, named after its folder. Raises CheckpointError where it refuses its arguments."""
     try:
         return cls(*args, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:
@@ -185,12 +171,8 @@ def make_drafter(cls: Any, source: str, *args: Any) -> Any:
 
 
 def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """The rotary angles that a drafter's config.json says, as transformers' `rope_parameters`; of base `theta` where it
-    states none.
-
-    Raises:
-        CheckpointError: a field that is not known, of a wrong type or out of its range, or two bases.
-    """
+    """transformers' `rope_parameters` of a drafter's config.json, with base `theta` where it states none. Raises
+    CheckpointError for an unknown field, one out of its range, or two bases."""
     base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
@@ -224,11 +206,8 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
 
 
 def build_config(source: str, cls: Any, **fields: Any) -> Any:
-    """A configuration of transformers' class, whose rotary angles can be computed.
-
-    Raises:
-        CheckpointError: it is refused there, or the angles are not finite.
-    """
+    """A configuration of transformers' class. Raises CheckpointError if refused there, or for angles that are not
+    finite."""
     angles = fields["rope_parameters"]
     try:
         config = cls(**fields)
@@ -244,12 +223,9 @@ def build_config(source: str, cls: Any, **fields: Any) -> Any:
 
 
 def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
-    """Layers that config.json counts by what they read, as `CausalQuery.keep_layers` has them: number l is the output
-    of layer l - 1, and the last number, the last layer's output, is before the final norm.
-
-    Raises:
-        CheckpointError: no list of layers.
-    """
+    """Layers that config.json counts by their inputs, as `CausalQuery.keep_layers` counts them: l reads the output of
+    layer l - 1; the last number is the last layer's output before the final norm. Raises CheckpointError for no list of
+    layers."""
     count = base.text_config.num_hidden_layers
     if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
         raise CheckpointError(
@@ -260,11 +236,11 @@ def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple
 
 
 def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
-    """[Vd] int64: the model's id of each token of a drafter whose output matrix has so many rows (None: it has none of
-    its own); None where it has all tokens.
+    """[Vd] int64: the model's id of each of the drafter's tokens, None where it has all. Raises CheckpointError for
+    wrong tables.
 
-    Raises:
-        CheckpointError: tables that do not fit.
+    Args:
+        rows: of the drafter's output matrix; None without one.
     """
     vocab = base.facts.vocab_size
     count = vocab if rows is None else rows
@@ -287,7 +263,6 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
 
 
 def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
-    """Raise CheckpointError unless `t2d` is true for the drafter's `tokens` alone."""
     if t2d.shape != (vocab,) or t2d.dtype.is_floating_point:
         raise CheckpointError(
             f"{source!r}: t2d must have a truth value for each of {vocab} ids; it has shape {tuple(t2d.shape)} and "
@@ -305,13 +280,8 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
 
 
 def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
-    """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object.
-
-    Layers are numbered as in `CausalQuery.keep_layers`; `is_causal` is that of sliding layers.
-
-    Raises:
-        CheckpointError: a field of another type, or a drafter of a model of another size.
-    """
+    """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object. Layers are numbered as in
+    `CausalQuery.keep_layers`; `is_causal` is that of sliding layers. Raises CheckpointError for a wrong field."""
     where, sublayer = f"config.json of {source!r}", config.get("transformer_layer_config")
     if not isinstance(sublayer, dict):
         raise CheckpointError(f"{where}: transformer_layer_config={shown(sublayer)} must be an object")

@@ -1,10 +1,9 @@
-"""DSpark drafters: DFlash's network, whose first row drafts too, with a head that adds a bias for the token before.
+"""DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network with a bias for the token before.
 
-DeepSpec (MIT), and speculators' format. A block is the last final token and `block_size - 1` masks; row j predicts the
-token after its own position, so the last final token's row makes the first draft (with `sample_from_anchor` false, rows
-predict their own positions, as DFlash's do). A Markov head of low rank adds a bias to the logits of a row, of the token
-before (vanilla), of that and the row's state (gated), or of a state of its own (rnn); q is the softmax of the sum. A
-confidence head says how likely a row's draft is to be accepted, before it is drawn.
+A block is the last final token and `block_size - 1` masks; row j predicts the token after its own position, so the last
+final token's row drafts too (not with `sample_from_anchor` false). A Markov head of low rank biases a row's logits by
+the token before (vanilla), also by the row's state (gated), or by a state of its own (rnn); q is the softmax of the
+sum. A confidence head predicts a draft's acceptance before it is drawn.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MarkovHead(nn.Module):
 
     Args:
         kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
-        vocab: tokens of the model, one of which lies before. rows: tokens of the drafter.
+        vocab, rows: tokens of the model and of the drafter.
     """
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
@@ -42,7 +41,7 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
 
     def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [R, Vd], and what the next row remembers [R, r].
+        """The bias [R, Vd], and the next row's memory [R, r].
 
         Args:
             embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r].
@@ -66,7 +65,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
-    """transformers' network of DFlash with the parts of DSpark that the config names in `dspark`."""
+    """transformers' network of DFlash with the parts of DSpark that the config lists in `dspark`."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -82,11 +81,7 @@ class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-uni
 
 @dataclass
 class MarkovWalk:
-    """The logits of a block's rows, token by token.
-
-    Args:
-        drafter: see there. states: [branches * R, n, D]. guide: see `DSparkDrafter.walk`.
-    """
+    """The logits of a block's rows, token by token. states: [branches * R, n, D]. guide: see `DSparkDrafter.walk`."""
 
     drafter: DSparkDrafter
     states: Tensor
@@ -105,7 +100,7 @@ class MarkovWalk:
         """None: a draft may be any token."""
 
     def _before(self, previous: Tensor) -> Tensor:
-        """[branches * R, r]: the tokens before, through the head's first matrix; an id that is no token counts as 0."""
+        """[branches * R, r]: the tokens before, embedded; unknown ids count as 0."""
         head = self.drafter.module.markov_head
         if head is None:
             return self.memory
@@ -113,11 +108,8 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logit of the chance that the draft at a slot is accepted; of the first branch.
-
-        Raises:
-            ValueError: the drafter has no confidence head.
-        """
+        """[R]: logit of the acceptance of a slot's draft, in the first branch. Raises ValueError without a confidence
+        head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -139,14 +131,12 @@ class MarkovWalk:
 
 
 class DSparkDrafter(DFlashDrafter):
-    """A DSpark network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
-
-    Exactness does not depend on it: every draft carries the distribution that it was drawn from. It makes `block_size`
-    drafts for each of the model's forwards (`block_size - 1` with `sample_from_anchor` false).
+    """A DSpark network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
+    `block_size` drafts in one forward (one less with `sample_from_anchor` false).
 
     Args:
         module, base, settings: as for `DFlashDrafter`.
-        tokens: [Vd] int64: the model's id of each of the drafter's; None where it has all of them.
+        tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
     """
 
     fills: ClassVar[str] = "walk"
@@ -160,12 +150,8 @@ class DSparkDrafter(DFlashDrafter):
         return self.states(query, features, store)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """The rows' logits.
-
-        Args:
-            states: [branches * R, n, D]. guide: mixes what the branches have [branches * R, n, X] into [R, n, X].
-            allowed: not read here.
-        """
+        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
+        allowed: unused."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -182,11 +168,7 @@ class DSparkDrafter(DFlashDrafter):
 def load_dspark(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> DSparkDrafter:
-    """What `load_drafter` does for DSpark's drafters.
-
-    Raises:
-        CheckpointError: as there, or a field that is missing or out of its range.
-    """
+    """Load a DSpark drafter, as `load_drafter` does."""
     is_speculators, num_layers = config.get("speculators_model_type") is not None, base.text_config.num_hidden_layers
     fields = (
         flatten_speculators_config(source, config, base)
@@ -218,7 +200,6 @@ def load_dspark(
 
 
 def _read_heads(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Which heads there are."""
     rank = read_positive(fields, "markov_rank") if fields.get("markov_rank", 0) != 0 else 0
     kind, confident = fields.get("markov_head_type", "vanilla"), read_flag(fields, "enable_confidence_head", False)
     try:

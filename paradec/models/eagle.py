@@ -1,17 +1,16 @@
-"""EAGLE drafters: one decoder layer that carries a model's hidden states on by a position at a time.
+"""EAGLE drafters: one decoder layer that predicts a model's next hidden state.
 
-Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077, section 4.1.
-EAGLE-2, arXiv 2406.16858, and LANTERN, arXiv 2410.03355, draft with the same network; EAGLE-3's is in
-`paradec.models.eagle3`.
+Li et al., arXiv 2401.15077, section 4.1. EAGLE-2 (arXiv 2406.16858) and LANTERN (arXiv 2410.03355) have the same
+network.
 
-The feature of a position is the model's last hidden state there, after the final norm. The drafter reads the feature
-of position i - 1 beside the embedding of the token at i, and its output represents the feature of position i: the
-model's own output matrix makes logits of it, and it is read in turn where drafts go on. So the first token of a prompt
-has no column of its own, and columns are rotated as position i - 1, or, over LlamaGen, by the token's own cell.
+A position's feature is the model's last hidden state, after the final norm. The drafter reads the feature of position i
+- 1 and the embedding of token i; its output stands for the feature of position i, from which the model's output matrix
+makes logits, and is read in turn. A prompt's first token has no column; columns are rotated as position i - 1, or over
+LlamaGen by the token's own cell.
 
-A published folder has config.json (a Llama's fields, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin
-with embed_tokens.weight, fc.weight, sometimes fc.bias, and layers.0: a Llama's decoder layer without its first norm
-(Qwen2's drafters: with biases on q, k and v).
+A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
+embed_tokens.weight, fc.weight, maybe fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's drafters:
+with biases on q, k and v).
 """
 
 from __future__ import annotations
@@ -44,13 +43,8 @@ from paradec.models.images.llamagen import LlamaGenModel, angles
 
 
 class EagleHead(nn.Module):
-    """The network; parameter names are those of the published checkpoints.
-
-    Args:
-        config: a Llama's, of one layer.
-        bias: whether `fc` has one.
-        qkv_bias: whether q, k and v have.
-    """
+    """The network; parameter names are those of the published checkpoints. bias, qkv_bias: whether `fc`, and q, k and v
+    have one."""
 
     def __init__(self, config: LlamaConfig, bias: bool = False, qkv_bias: bool = False):
         super().__init__()
@@ -72,16 +66,13 @@ class EagleHead(nn.Module):
         mask: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Features of the tokens' own positions.
+        """Features [R, Q, D] of the tokens' positions.
 
         Args:
-            tokens: [R, Q] int64. features: [R, Q, D], each of the position left of the token's.
+            tokens: [R, Q] int64. features: [R, Q, D], of the positions left of the tokens'.
             rotation: cosine and sine [R, Q, head_dim].
             mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
-            cache: what `update(keys, values, layer)` gives keys and values to attend over.
-
-        Returns:
-            [R, Q, D].
+            cache: `update(keys, values, layer)` returns keys and values to attend to.
         """
         embedded = self.embed_tokens(tokens).to(features.dtype)
         x = self.fc(torch.cat((embedded, features), -1))
@@ -90,20 +81,18 @@ class EagleHead(nn.Module):
 
 
 class EagleDrafter(FeatureDrafter):
-    """An EAGLE head over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+    """An EAGLE head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head costs
+    acceptance, not exactness.
 
-    Exactness does not depend on it: a bad head costs acceptance, nothing else. Two conventions of the public code for
-    image models: an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and guidance mixes the logits
-    of both branches, each drafted from its own features. That code also attends to a caption's padding, which is left
-    out here.
+    As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
+    guidance mixes the logits of both branches. Unlike there, a caption's padding is not attended to.
 
     Args:
-        module: the network.
-        base: the model that it drafts for, as loaded or wrapped.
+        module: the network. base: the model, loaded or wrapped.
 
     Raises:
-        TypeError: a base of another kind. ValueError: one that gives no hidden states, names no output matrix, runs
-            over no store or is not causal, or other sizes than the base's.
+        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, output matrix,
+            store, causality, sizes).
     """
 
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
@@ -127,14 +116,11 @@ class EagleDrafter(FeatureDrafter):
             self.raster = dataclasses.replace(base.module.config, **heads)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Evaluate tokens of positions 1 and on.
+        """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and their features [R, W, D].
 
         Args:
             query: one with `visible`.
-            features: [R, Q, D]: of the position left of each column's, or, beside a draft, what was made of its parent.
-
-        Returns:
-            Logits [R, W, V] of the wanted columns, and what was made of them, [R, W, D].
+            features: [R, Q, D]: of the position left of each column's, or the output at its parent, for a draft.
         """
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
@@ -160,11 +146,7 @@ class EagleDrafter(FeatureDrafter):
 def load_eagle(
     source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
 ) -> EagleDrafter:
-    """What `load_drafter` does for EAGLE's drafters.
-
-    Raises:
-        CheckpointError: as there.
-    """
+    """Load an EAGLE drafter, as `load_drafter` does."""
     layer_config = _read_config(source, config, base)
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
@@ -176,8 +158,7 @@ def load_eagle(
 
 
 def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Weights of a layer that rotates adjacent pairs of a head, for one that rotates its halves: the rows of q and k in
-    another order, which changes no product of the two."""
+    """Weights of a layer that rotates adjacent pairs, for one that rotates halves: rows of q and k in another order."""
     reordered = dict(weights)
     for name, tensor in weights.items():
         if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
@@ -187,7 +168,6 @@ def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Te
 
 
 def _read_config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
-    """Raises CheckpointError: a field that is missing, out of its range, or not the base's."""
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
@@ -196,11 +176,7 @@ def _read_config(source: str, config: Mapping[str, Any], base: Model) -> LlamaCo
 
 
 def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes of a drafter's one layer.
-
-    Raises:
-        CheckpointError: a field that is missing or out of its range.
-    """
+    """The sizes of a drafter's one layer. Raises CheckpointError for a field that is missing or out of its range."""
     return build_config(
         source,
         LlamaConfig,

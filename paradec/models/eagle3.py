@@ -1,14 +1,12 @@
 """EAGLE-3 drafters: one layer over the outputs of three layers of the model, with a vocabulary of its own.
 
-Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix makes a feature of the outputs of three layers at a position.
-The drafter reads the feature of position i - 1 beside the embedding of the token at i, each through a norm of its own,
-side by side in the attention. What its layer makes is the next feature where drafts go on. Its own output matrix has
-the logits of a part of the model's tokens; the others have probability 0 in q.
+Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix makes a feature of three layers' outputs at a
+position. The attention reads the feature of position i - 1 and the embedding of token i side by side, each normed. The
+layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; the others have
+probability 0 in q.
 
-Two formats are read: that of the paper's code (`midlayer.`, a flat config.json), and speculators'
-(`speculators_model_type` "eagle3", the layer's sizes in `transformer_layer_config`). Layers count from their inputs in
-both: number l is what layer l reads, the output of layer l - 1.
+Two formats are read: the paper's code's (`midlayer.`, a flat config.json) and speculators' (`speculators_model_type`
+"eagle3", sizes in `transformer_layer_config`). Both count layers by inputs: l is the output of layer l - 1.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ from paradec.models.layers import decoder_layers
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """What a drafter is beside its sizes.
+    """Settings of a drafter besides its sizes.
 
     Args:
-        layers: whose outputs are read, counted from 0; as many as there are is the last one, before the final norm.
+        layers: whose outputs are read, from 0; their number is the last output before the final norm.
         norm_before_residual: whether the layer adds to the normed feature.
         norm_output: whether the next feature is normed (3.1).
     """
@@ -93,10 +91,7 @@ class Eagle3Head(nn.Module):
     """The network; parameter names are those of the paper's code.
 
     Args:
-        config: sizes of the layer.
-        settings: see there.
-        weights: what the file holds: parts that only some drafters have are made where it has them.
-        fed: width of the model's hidden states.
+        weights: of the file; it decides which optional parts there are. base_width: of the model's hidden states.
     """
 
     def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
@@ -125,23 +120,21 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """What the layer makes, [R, Q, D]. See `paradec.models.eagle.EagleHead.forward`; features are fused ones."""
+        """The layer's output [R, Q, D]; arguments as in `paradec.models.eagle.EagleHead`, with fused features."""
         return self.midlayer(embedded, features, self.settings.norm_before_residual, rotation, mask, cache)
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """An EAGLE-3 head over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
-
-    Exactness does not depend on it: a bad head costs acceptance, nothing else.
+    """An EAGLE-3 head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head
+    costs acceptance, not exactness.
 
     Args:
-        module: the network.
-        base: the model that it drafts for, as loaded or wrapped.
-        tokens: [Vd] int64: the model's id of each of the drafter's; None where it has all of them.
+        module: the network. base: the model, loaded or wrapped.
+        tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
 
     Raises:
-        TypeError: a base of another kind. ValueError: one that gives no hidden states, has no list of layers, runs over
-            no store or is not causal, or other sizes than the base's.
+        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, layers, store,
+            causality, sizes).
     """
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
@@ -167,8 +160,8 @@ class Eagle3Drafter(FeatureDrafter):
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """See `paradec.models.eagle.EagleDrafter.__call__`; features are fused ones. Tokens that the drafter does not
-        have get logits of minus infinity."""
+        """As `paradec.models.eagle.EagleDrafter.__call__`, with fused features; minus infinity for tokens the drafter
+        lacks."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)
@@ -182,7 +175,6 @@ class Eagle3Drafter(FeatureDrafter):
             return self._logits(normed), normed if self.module.settings.norm_output else hidden
 
     def _logits(self, normed: Tensor) -> Tensor:
-        """[R, W, V] of normed states [R, W, D]."""
         if self.module.lm_head is None:
             return self.base.head(normed.to(self.base.dtype))
         return self.expand_logits(self.module.lm_head(normed).to(self.base.dtype))
@@ -192,18 +184,13 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 def is_eagle3(weights: Mapping[str, Any]) -> bool:
-    """Whether weights are those of an EAGLE-3 drafter."""
     return any(name.startswith(("midlayer.", "layers.0.hidden_norm.", *TABLES)) for name in weights)
 
 
 def load_eagle3(
     source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
 ) -> Eagle3Drafter:
-    """What `load_drafter` does for EAGLE-3's drafters.
-
-    Raises:
-        CheckpointError: as there, or tables of tokens that do not fit together.
-    """
+    """Load an EAGLE-3 drafter, as `load_drafter` does."""
     sizes = config.get("transformer_layer_config", config)
     if not isinstance(sizes, dict):
         raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
@@ -236,7 +223,6 @@ def load_eagle3(
 
 
 def _read_settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
-    """Raises CheckpointError: layers that are no list, or a setting that is not read."""
     where = f"config.json of {source!r}"
     eagle_config = config.get("eagle_config") or {}
     if not isinstance(eagle_config, dict):

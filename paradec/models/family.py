@@ -1,5 +1,4 @@
-"""What the loader must know of a checkpoint family, one value per `model_type`, and the ids and the tokenizer that a
-checkpoint of language has in its own files."""
+"""Checkpoint families, one value per `model_type`, and the ids and tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,28 +29,24 @@ class Family:
     """How checkpoints of one `model_type` become a transformers module and facts.
 
     Args:
-        module: the transformers class that has the same blocks.
-        config: the content of config.json -> that class's configuration; raises CheckpointError for maths it lacks.
+        module: the transformers class with the same blocks.
+        config: config.json -> that class's configuration; raises CheckpointError for unsupported maths.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
         key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
-        block_name: for block-causal families: the field of config.json that states the block.
-        published_block: (config.json, source) -> the block where that field does not state it, by the published name.
+        block_name: the field of config.json with the block of a block-causal family.
+        published_block: (config.json, source) -> the block by the published name, where that field is missing.
         block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
-        default_block_length: how requests of a bidirectional family are cut when they do not say; None leaves the
-            answer whole.
-        mask_token: the mask's name in the vocabulary, for checkpoints that state its id nowhere.
-        qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's and serve where tokenizer.json is missing (the
-            checkpoint's own tokenizer class is remote code over the same files).
+        default_block_length: the block of requests of a bidirectional family that name none; None is the whole answer.
+        mask_token: the mask in the vocabulary, for checkpoints without its id.
+        qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
         float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
         experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
-        fused: what follows the layer in a weight's name, after `key_mapping` -> the module's weights whose rows it
-            holds, one after the other.
-        reader: gives the class that reads the files, where `module` itself cannot; what it reads becomes a `module`.
-        modes: the topologies that one checkpoint may be loaded with, its default first; none for those with one.
-        draft_adapter: the folder beside the weights of an adapter that calls which draft are made with.
-        decoder: gives the `Decoder` of a configuration, where that is not the plain one.
-        padding_ends: whether the tokenizer's end token, else the padding, ends answers where the checkpoint states no
-            end.
+        fused: a weight's name after its layer -> the module's weights whose rows it contains in order.
+        reader: returns the class that reads the files, where `module` cannot; the result becomes a `module`.
+        modes: the topologies that a checkpoint may be loaded with, the default first; empty for a single one.
+        draft_adapter: the folder of the adapter with which a model drafts for itself.
+        decoder: returns the `Decoder` of a configuration, where it is not the plain one.
+        padding_ends: whether the tokenizer's end token, else the padding, ends answers without a stated end.
     """
 
     module: str
@@ -81,21 +76,15 @@ class Family:
         return "bidirectional" if self.block_name is None else "block_causal"
 
     def block_length(self, config: Mapping[str, Any], source: str) -> int | None:
-        """The block that a block-causal checkpoint was trained with, None where neither config.json nor its name says.
-
-        Raises:
-            CheckpointError: config.json states something else than a positive integer.
-        """
+        """The block of a block-causal checkpoint, None where neither config.json nor its name says. Raises
+        CheckpointError for anything but a positive integer."""
         stated = None if self.block_name is None else read_block_length(config, self.block_name)
         return self.published_block(config, source) if stated is None and self.published_block else stated
 
 
 def read_block_length(config: Mapping[str, Any], name: str) -> int | None:
-    """The block length that config.json states under this name, None where it does not.
-
-    Raises:
-        CheckpointError: something else than a positive integer is there.
-    """
+    """The block length that config.json states under this name, None where it does not. Raises CheckpointError for
+    anything but a positive integer."""
     return None if config.get(name) is None else read_positive(config, name)
 
 
@@ -103,7 +92,7 @@ SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings"),
 )
-"""Fields by the same name in config.json and in transformers' configurations."""
+"""Fields with the same name in config.json and in transformers' configurations."""
 
 
 def read_shared_fields(
@@ -112,14 +101,13 @@ def read_shared_fields(
     supported: Mapping[str, tuple[Any, ...]],
     is_fully_rotated: bool = True,
 ) -> dict[str, Any]:
-    """The fields that all configurations of transformers' decoders have, but for the rotary angles.
+    """The fields that all configurations of transformers' decoders have, except the rotary angles. Raises
+    CheckpointError for a missing, inconsistent or unsupported field.
 
     Args:
-        required: fields that config.json must state. only: fields that change the maths, and the supported values.
-        whole: whether all of a head is rotated.
-
-    Raises:
-        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+        required: fields that config.json must state. supported: fields that change the maths, and their supported
+            values.
+        is_fully_rotated: whether all of a head is rotated.
     """
     require_fields(config, required)
     check_supported(config, supported)
@@ -147,7 +135,7 @@ def read_shared_fields(
 # ---- ids and the tokenizer ------------------------------------------------------------------------------------------
 
 CONTROL_IDS = ("delete_token_id", "split_token_id")
-"""Ids by which a model edits its text, in config.json (LLaDA2.2)."""
+"""Ids with which a model edits its text, in config.json (LLaDA2.2)."""
 logger = logging.getLogger("paradec")
 
 
@@ -162,8 +150,8 @@ def read_facts(
     block_length: int | None,
     has_new_base: bool = False,
 ) -> ModelFacts:
-    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer.
-    `raised` says whether `load` was given another base of the rotary angles."""
+    """Facts with ids from config.json, then generation_config.json, then the tokenizer. `has_new_base`: whether `load`
+    was given another base of the rotary angles."""
     vocab = hf_config.vocab_size
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
@@ -201,13 +189,13 @@ def read_facts(
 
 
 def tokenizer_size(tokenizer: Any) -> int | None:
-    """One more than the largest id that a tokenizer has a token for; None without a tokenizer that lists them."""
+    """One more than the largest id with a token; None for a tokenizer that lists none."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
-    """The ids that end answers, by what a checkpoint states; whether they are ids is not checked."""
+    """The ids that end answers, as a checkpoint states them, unchecked."""
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     end_ids: list[Any] = []
     for fields in (config, generation):
@@ -222,8 +210,7 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first of the places that state this id. Others that state another one are mentioned to the log; of the mask,
-    without which nothing is read as it was trained, in a warning unless the id is given."""
+    """The first stated id. Other values are logged; another mask id gives a warning, unless `argument` is set."""
     values = {
         "argument": argument,
         "config.json": config.get(name),
@@ -244,7 +231,7 @@ def _first_id(
 
 
 def read_tokenizer(source: str, family: Family, revision: str | None) -> Any:
-    """The checkpoint's tokenizer, or None when it ships none."""
+    """The checkpoint's tokenizer, or None without one."""
     if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -1,4 +1,4 @@
-"""A decoder's layers, and what each of them puts out, for drafters that read it."""
+"""A decoder's layers, and a context that records their outputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
-    """A model's layers, in the order in which they run; None where no list of that length is found."""
+    """A model's layers in order; None where no list of that length is found."""
     lists = (layers for layers in model.module.modules() if isinstance(layers, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == model.text_config.num_hidden_layers), None)
 
 
 class LayerOutputs:
-    """A context in which calls of a network leave the outputs of some of its layers.
+    """A context in which calls of a network record outputs of its layers.
 
     Args:
         layers: all layers of the network, in order.
-        indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, and n - 1 is the
-            one after it (see `concatenate`).
+        indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, n - 1 after it.
     """
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
@@ -45,6 +44,6 @@ class LayerOutputs:
 
     def concatenate(self, last: Tensor) -> Tensor:
         """[R, Q, layers * D]: in the order of `indices`. `last` [R, Q, D] are the hidden states after the final norm,
-        which are used as the last layer's, as in transformers' `output_hidden_states`."""
+        used as the last layer's output, as in transformers."""
         parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
         return torch.cat([part.to(last.device) for part in parts], -1)

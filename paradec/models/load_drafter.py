@@ -1,4 +1,4 @@
-"""`paradec.load_drafter`: which format a folder has, and who reads it."""
+"""`paradec.load_drafter`: selection of a drafter's format."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paradec.models.weights import read_weights
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP"}
-"""speculators' `speculators_model_type`, and what it means."""
+"""speculators' `speculators_model_type`, and its meaning."""
 ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
-"""The formats of z-lab and DeepSpec by the class that config.json names."""
+"""Formats of z-lab and DeepSpec by the class in config.json."""
 UNUSED = "rotary_emb.inv_freq"
-"""Ending of a name that old checkpoints hold and nothing needs."""
+"""Ending of an unused name in old checkpoints."""
 NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
-"""Names whose tensors are no weights here, and may be integers."""
+"""Names of tensors that are not weights, and may be integers."""
 
 
 def load_drafter(
@@ -37,29 +37,23 @@ def load_drafter(
     revision: str | None = None,
 ) -> EagleDrafter | Eagle3Drafter | DFlashDrafter | MtpDrafter:
     """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
-    3.1 (the paper's code's format, or speculators'), of DFlash (z-lab's format, with `dflash_config`, or
-    transformers'), DFlash 2 (z-lab's, or speculators') or DSpark (DeepSpec's, or speculators'). The last three need
-    safetensors, and transformers 5.23 or newer.
+    3.1 (the paper's format, or speculators'), DFlash (z-lab's or transformers'), DFlash 2 (z-lab's or speculators') or
+    DSpark (DeepSpec's or speculators'). The last three need safetensors, and transformers 5.23 or newer.
 
-    Models that were trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) hold them in
-    their own checkpoint: `load_drafter(model, kind="mtp")` reads them from there. speculators' format of such heads is
-    a folder as above.
-
-    `.bin` files are read with `weights_only=True`. The network goes to the base's device.
+    Models trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) have them in their own
+    checkpoint: `load_drafter(model, kind="mtp")`. speculators' format of such heads is a folder as above.
 
     Args:
         source: the folder or repository; for MTP a model from `paradec.load`, or the folder of its checkpoint.
-        base: the model that it was trained for: a transformers decoder that paradec loaded or wrapped as causal, a
-            LlamaGen, or an image model on a Llama-like backbone. Its output matrix makes the drafter's logits, but for
-            EAGLE-3's, which bring their own.
+        base: the model that it was trained for: a causal transformers decoder (loaded or wrapped), a LlamaGen, or an
+            image model on a Llama-like backbone.
         kind: "mtp" reads the heads of a model's own checkpoint; None a drafter's folder.
-        dtype: of the parameters; the base's by default.
+        dtype: of the parameters; the base's by default. The device is the base's.
         revision: of a hub repository.
 
     Raises:
-        CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
-            shape (named), another hidden size or vocabulary than the base's, or a format that is not read, by name.
-        TypeError, ValueError: a base that the drafter cannot draft for.
+        CheckpointError (a ValueError): files that are missing or corrupt, weights that do not fit (named), other sizes
+            than the base's, or an unknown format. TypeError, ValueError: a base that the drafter cannot draft for.
     """
     if kind is not None:
         check_choice("kind", kind, ("mtp",))
@@ -107,11 +101,7 @@ def load_drafter(
 
 
 def _checkpoint_folder(model: Any) -> str:
-    """Where a model was read from.
-
-    Raises:
-        ValueError: it was not read from a checkpoint.
-    """
+    """The folder that a model was read from. Raises ValueError for a model that was not loaded."""
     check_base(model)
     folder = getattr(model.text_config, "name_or_path", "") or getattr(model.module.config, "name_or_path", "")
     if not folder:

@@ -54,62 +54,48 @@ def load(
 ) -> Model:
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
-    LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
-    `Qwen2ForCausalLM`, both without a causal mask. SDAR and TraDo ("sdar") run on `Qwen3ForCausalLM` and Fast-dLLM v2
-    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask that they were trained with. Of the
-    mixtures of experts LLaDA-MoE and SDAR-MoE run on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
-    (docs/models.md has the table). DiffusionGemma ("diffusion_gemma") runs on transformers' own class, with its
-    generation_config.json for defaults. Weights must be safetensors (one file or sharded); remote code is never
-    executed.
+    Masked models (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, LLaDA-MoE, LLaDA2 and others: docs/models.md has the table)
+    run on transformers' modules, with the attention that they were trained with; DiffusionGemma on its own class.
+    Causal language models in transformers' format ("qwen3", "llama", ...) run on their own class, with the end and
+    padding ids of its `generate`. GGUF files are unpacked to plain numbers (with the package gguf). Weights must be
+    safetensors; remote code is never executed.
 
-    Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class,
-    with the end and padding ids of transformers' `generate`. GGUF files that transformers can read (with the package
-    gguf) are unpacked to plain numbers.
+    Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
+    disagree, the first is used, with a warning about the mask; every end token counts.
 
-    The ids of a masked model's mask, padding and end tokens come from the checkpoint's files: config.json, then
-    generation_config.json, then the tokenizer. If these disagree, the first one is used, with a warning about the mask
-    (the logger "paradec" reports the padding). Every end token that one of them names is used, the tokenizer's turn
-    ends too.
-
-    Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
-    and others (docs/images.md has the table), and in transformers' format for Emu3, Chameleon, Janus and GLM-Image's
-    prior (also from the folder of its pipeline). Six small ones are inside the package: "digits-ar",
-    "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked), "digits-lpd" (in any order), "digits-var" and
-    "digits-var-small" (by scales).
+    Image models (docs/images.md) load from the published files and folders of LlamaGen, MAR, VAR, LPD and others, and
+    in transformers' format for Emu3, Chameleon, Janus and GLM-Image's prior. Inside the package are "digits-ar",
+    "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked), "digits-lpd" (any order), "digits-var" and
+    "digits-var-small".
 
     Args:
-        source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
-            "folder/file.gguf" or "owner/repository/file.gguf", or a LoRA adapter alone, which names its base.
+        source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file
+            ("folder/file.gguf", "owner/repository/file.gguf"), or a LoRA adapter alone, which names its base.
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
-        device: where to put the model; None is the CPU, or the devices of `device_map`/`tp_plan`.
-        device_map, quantization_config, revision: as in transformers' `from_pretrained`.
-        tp_plan: "auto", in each of the processes that `torchrun` started: every one reads a part of each matrix and
-            decodes together with the others (docs/engines.md). A mapping changes transformers' plan, as there.
-        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD with its defaults for requests that do not
-            choose an attention (`generate(attention=...)`).
+        device: None is the CPU, or the devices of `device_map`/`tp_plan`.
+        device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
+            experts need a folder to offload to disk.
+        tp_plan: "auto", in each process of `torchrun`: every one reads a part of each matrix (docs/engines.md). A
+            mapping changes transformers' plan.
+        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD for requests without an attention.
         mask_token_id: overrides the checkpoint's; needed if it names none.
-        block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
-            if it names none. (`generate(block_length=...)` sets the blocks of an answer.)
-        topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
-            the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None takes
-            the format's topology, and for adapters with D2F's published names "block_causal" in blocks of 32.
-            Nemotron-Labs-Diffusion is "causal_context" by default, and may be "causal" (token by token) and
+        block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed if
+            it names none. (`generate(block_length=...)` sets the blocks of an answer.)
+        topology: None is the format's, and "block_causal" in blocks of 32 for D2F's published adapters. "block_causal"
+            is for LLaDA's and Dream's formats with weights trained with blocks from the prompt's end (D2F); it needs
+            `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token by token) or
             "block_causal".
-        rope_theta: another base of the rotary angles than the checkpoint's, for masked models: a larger one stretches
-            them over longer texts (LongLLaDA). Rows may then be longer than the model was trained for, with a warning.
-        adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
-            adapter_model.safetensors), which is merged into the weights; for LLaDA's, Dream's and similar formats.
-            Models that draft for themselves apply it to the drafts alone, in place of the checkpoint's own.
-        offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
-            experts need one, since their files hold the experts one by one.
+        rope_theta: another base of a masked model's rotary angles: a larger one stretches them over longer texts
+            (LongLLaDA). Rows may then be longer than in training, with a warning.
+        adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
+            Dream's and similar formats. Models that draft for themselves apply it to drafts alone.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
-        image_options: further arguments of image models, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
-            `paradec.models.images.llamagen.load_llamagen` and the loaders beside it.
+        image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
+            `paradec.models.images.llamagen.load_llamagen` and the other loaders.
 
     Raises:
-        CheckpointError (a ValueError): not a checkpoint of these formats, corrupt or truncated files, missing or
-            unexpected weights, an unsupported configuration, no mask id.
-        ValueError: an argument out of its range.
+        CheckpointError (a ValueError): an unknown format, corrupt files, missing or unexpected weights, an unsupported
+            configuration, no mask id. ValueError: an argument out of its range.
     """
     text_options = {
         "device_map": device_map,
@@ -165,9 +151,9 @@ def load(
 def lay_out_by_columns(model: Any) -> Any:
     """Let the float32 matrices of a small model's linear layers lie column by column on a CPU; return the model.
 
-    Products of few positions read columns. From one to the next it is an odd number of cache lines, so that they do not
-    compete for the same places in the caches. Shapes, values and saved files stay the same. Matrices of several layers
-    stay where they are, and all where they take more than `MAX_COPIED`: in their file, which processes share.
+    Products of few positions read columns, which here are an odd number of cache lines apart, so that they do not
+    compete for the same cache sets. Shared matrices stay, and all beyond `MAX_COPIED` bytes, which processes share as
+    files.
     """
     readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
     linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
@@ -182,7 +168,7 @@ def lay_out_by_columns(model: Any) -> Any:
 
 
 def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of a wrong type or out of its range; the rest of `given` is checked by what takes it."""
+    """Raise ValueError for an argument of a wrong type or out of its range."""
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
@@ -200,7 +186,6 @@ def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> 
 
 
 def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for a `tp_plan` that is none, or that does not go with other options of `load`."""
     is_mapping = isinstance(plan, dict) and all(isinstance(text, str) for pair in plan.items() for text in pair)
     if plan != "auto" and not (is_mapping and plan):
         raise ValueError(f"tp_plan={shown(plan)} must be 'auto' or a mapping of module names to transformers' styles")
@@ -210,17 +195,13 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for what image models alone take."""
     if options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(options))!r}")
 
 
 def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Where a checkpoint is, and its config.json; of an image model's single file its `model_type`.
-
-    Raises:
-        CheckpointError: there is none, a diffusers pipeline, or a file of a folder that is wanted whole.
-    """
+    """Location and config.json of a checkpoint; for an image model's single file its `model_type`. Raises
+    CheckpointError for a missing one, a diffusers pipeline, or a file of a folder."""
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -249,7 +230,6 @@ def _load_canvases(
     tp_plan: Any,
     **options: Any,
 ) -> Model:
-    """What `load` does for models that decode canvases of noise."""
     for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if options.pop(name) is not None:
             raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
@@ -261,7 +241,7 @@ def _load_canvases(
 
 
 def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | None] | None:
-    """The base of a folder or repository that holds nothing but an adapter, and its revision; None for all others."""
+    """The base and its revision of a source that is only an adapter; None for others."""
     if os.path.isfile(source) or source in PACKAGED_IMAGES or source in PACKAGED_PIPELINES:
         return None
     if fetch(source, "config.json", revision) is not None or fetch(source, lora.CONFIG, revision) is None:
@@ -270,7 +250,6 @@ def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | No
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
-    """Raises ValueError: not a floating dtype."""
     if dtype is None or dtype == "auto":
         return "auto"
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -280,7 +259,6 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 
 
 def _parse_device(device: str | torch.device | None) -> torch.device | None:
-    """Raises ValueError: no such device here."""
     if device is None:
         return None
     try:

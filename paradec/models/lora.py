@@ -1,9 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format: peft chooses the matrices, their ranks and scales, and
-multiplies.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format.
 
-adapter_config.json names matrices as the published checkpoint does, by patterns too, and transformers' modules have
-other names. So peft gets a module of empty linear layers under the published names, from the headers of the checkpoint,
-before anything large is read; a family's `key_mapping` says which weight of the real module each of them is.
+adapter_config.json names matrices as the published checkpoint does, also by patterns. So peft gets a module of empty
+linear layers under the published names; a family's `key_mapping` leads to the real module's weights.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from paradec.models.weights import read_weights
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the base model's names."""
-ONLY: Mapping[str, tuple[Any, ...]] = {
+"""peft's prefix of the base model's names."""
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "lora_bias": (False, None),
@@ -56,8 +54,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Fields of adapter_config.json that change what is computed, and the values that are a plain product of two matrices.
-(Other initialisations change the base's weights too.)"""
+"""Fields of adapter_config.json that change the result, and their values for a plain product of two matrices. (Other
+initialisations change the base's weights too.)"""
 FIELDS = (
     "r",
     "lora_alpha",
@@ -69,12 +67,12 @@ FIELDS = (
     "rank_pattern",
     "alpha_pattern",
 )
-"""Fields that peft is given. The others are for training."""
+"""Fields that peft gets; the others are for training."""
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """An adapter that has been read.
+    """An adapter in memory.
 
     Args:
         source: the folder or hub repository.
@@ -90,15 +88,11 @@ class LoRA:
 
     def layers(self, base: str, headers: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """peft's layers for the adapted matrices of the checkpoint `base`, by its names of them without ".weight".
-
-        Matrices of the file that the config does not name are left out, as by peft, but with a warning.
+        Matrices that the config does not name are left out, as by peft, with a warning. Raises CheckpointError for an
+        adapter that does not fit.
 
         Args:
-            stored: what the checkpoint holds.
-
-        Raises:
-            CheckpointError: the adapter does not fit the checkpoint: a matrix that the checkpoint does not hold, one
-                that the config names and the file lacks, or one of another rank or size.
+            headers: of the checkpoint's weights.
         """
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
@@ -143,13 +137,11 @@ class LoRA:
 
     @torch.no_grad()
     def merge(self, module: nn.Module, patterns: Mapping[str, str], layers: Mapping[str, Any]) -> None:
-        """Add the products to the module's weights, in float32 at least, rounded once.
+        """Add the products to the module's weights, in float32 at least, rounded once. Raises CheckpointError for a
+        weight that is not in memory, or becomes infinite or NaN.
 
         Args:
-            names: the checkpoint's name patterns -> the module's names. layers: as `layers` gives them.
-
-        Raises:
-            CheckpointError: a weight that is not in memory here, or one that is not finite then.
+            patterns: the checkpoint's name patterns -> the module's names. layers: from `layers`.
         """
         parameters = dict(module.named_parameters())
         for name, layer in layers.items():
@@ -170,11 +162,7 @@ class LoRA:
 
 
 def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
-    """The checkpoint that an adapter says it is for, and its revision.
-
-    Raises:
-        CheckpointError: it names none.
-    """
+    """The checkpoint that an adapter names, and its revision. Raises CheckpointError where it names none."""
     config = read_json(source, CONFIG, revision)
     base, base_revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
@@ -187,15 +175,8 @@ def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> LoRA:
-    """Read an adapter.
-
-    Args:
-        inside: the folder of the source that it is in.
-
-    Raises:
-        CheckpointError: a file that is missing or wrong, or an adapter that is more than a product of two matrices.
-        ModuleNotFoundError: peft is not installed; the message says what to install.
-    """
+    """Read an adapter, from a subfolder of the source. Raises CheckpointError for a missing or wrong file, or more than
+    a product of two matrices; ModuleNotFoundError without peft."""
     file = os.path.join(subfolder, CONFIG)
     if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
@@ -215,12 +196,6 @@ def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> 
 
 
 def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
-    """peft's LoraConfig of an adapter_config.json.
-
-    Raises:
-        CheckpointError: a field of a wrong type or out of its range, or an adapter that is more than a product of two
-            matrices. ModuleNotFoundError: without peft.
-    """
     try:
         from peft import LoraConfig
     except ModuleNotFoundError:
@@ -229,7 +204,7 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
             name="peft",
         ) from None
     where = f"{CONFIG} of {source!r}"
-    check_supported(config, ONLY, where, ". Merge it with peft (merge_and_unload) and load what that saves")
+    check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload) and load what that saves")
     fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
     try:
         _check_fields(fields)
@@ -239,7 +214,6 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of `FIELDS` of a wrong type or out of its range."""
     check_rank, check_alpha = partial(check_int, low=1), partial(check_number, low=0, open_low=True)
     check_rank("r", fields.get("r"))
     check_alpha("lora_alpha", fields.get("lora_alpha"))
@@ -266,7 +240,6 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _check_patterns(name: str, patterns: Iterable[str]) -> None:
-    """Raise ValueError for a text that is not a regular expression."""
     for text in patterns:
         try:
             re.compile(text)
@@ -275,7 +248,6 @@ def _check_patterns(name: str, patterns: Iterable[str]) -> None:
 
 
 def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """A module of linear layers with these names and shapes [out, in]."""
     root = nn.Module()
     for name, (rows, columns) in shapes.items():
         parent = root
@@ -289,5 +261,4 @@ def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _matrix_name(key: str) -> str:
-    """The matrix that an adapter's weight is for."""
     return key.rpartition(".lora_")[0]

@@ -1,7 +1,4 @@
-"""Masked language models: LLaDA's, Dream's and kin's checkpoints, in their published formats.
-
-What `load` reads where config.json names one of `FAMILIES`. The module is one of transformers' own.
-"""
+"""Masked language models: checkpoints of `FAMILIES` in their published formats, on modules of transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     "mmada": llada.FAMILY,
     "nemotron_labs_diffusion": nemotron_diffusion.FAMILY,
 }
-"""What `load` reads, by the `model_type` of config.json."""
+"""Families by the `model_type` of config.json."""
 UNSUPPORTED = {
     "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
     "published form, which load reads",
@@ -58,16 +55,13 @@ UNSUPPORTED = {
     "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
     "own code",
 }
-"""Diffusion language models that `load` does not read, and why."""
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
-"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and kin) over Dream and LLaDA: Wang et al., "Diffusion
-LLMs can do faster-than-AR inference via discrete diffusion forcing", arXiv 2508.09192. The prompt is one block, which
-sees itself; the answer is cut into blocks from the prompt's end, which see the prompt, the blocks before and
-themselves. Nothing in the files says so."""
+"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and kin; Wang et al., arXiv 2508.09192): the prompt is
+one block, and the answer is cut into blocks from its end. Their files do not say so."""
 D2F_BLOCK_LENGTH = 32
-"""What most of its published scripts decode with. (It was trained with 16.)"""
+"""The block of most of its published scripts. (Training had 16.)"""
 PROMPT_BLOCK = "prompt_block_length"
-"""The field of config.json that `save_pretrained` states D2F's block in: no published file has one."""
+"""The field of config.json in which `save_pretrained` writes D2F's block."""
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
 
@@ -86,7 +80,7 @@ def load_masked(
     rope_theta: float | None = None,
     **options: Any,
 ) -> Decoder:
-    """What `load` does for masked language models; `options` are for `from_pretrained`."""
+    """Load a masked language model, as `load` does; `options` are for `from_pretrained`."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.GIVEN: block_length}
     family = _find_family(source, config)
@@ -145,12 +139,8 @@ def load_masked(
 
 
 def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
-    """What matrices that are split while they are read cannot be: quantised or spread over processes then. The plan of
-    `tp_plan="auto"` leaves them whole; experts, which are most of such a model, are spread.
-
-    Raises:
-        ValueError: options that ask for one or the other.
-    """
+    """Raise ValueError for options that quantise or spread matrices which are split while they are read. The plan of
+    `tp_plan="auto"` spreads the experts alone."""
     plan = options.get("tp_plan")
     if options.get("quantization_config") is not None:
         raise ValueError(
@@ -179,7 +169,6 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def _find_family(source: str, config: dict[str, Any]) -> Family:
-    """Raises CheckpointError: a model_type that `load` does not read."""
     model_type, family = config.get("model_type"), known_family(config)
     if family in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
         raise CheckpointError(
@@ -206,7 +195,7 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
 
 
 def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
-    """The adapter, read. Raises CheckpointError: one that does not work with this checkpoint or these options."""
+    """Read the adapter. Raises CheckpointError where it does not work with this checkpoint or these options."""
     name = adapter if isinstance(adapter, str) else adapter.source
     problem = None
     if family.experts or family.fused is not None:
@@ -231,12 +220,8 @@ def _resolve_blocks(
     topology: str | None,
     adapter: LoRA | None,
 ) -> tuple[Family, int | None]:
-    """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
-    from the prompt's end.
-
-    Raises:
-        CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
-    """
+    """The family as this checkpoint was trained, and its block. Raises CheckpointError for another topology, or no
+    length."""
     if family.modes:
         return own_drafts.select_mode(source, family, topology), _resolve_block_length(
             source, config, family, block_length
@@ -263,7 +248,6 @@ def _resolve_blocks(
 
 
 def _resolve_block_length(source: str, config: dict[str, Any], family: Family, block_length: int | None) -> int | None:
-    """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
     if family.block_name is None:
         if block_length is not None:
             raise CheckpointError(
@@ -283,7 +267,6 @@ def _resolve_block_length(source: str, config: dict[str, Any], family: Family, b
 def _read_pretrained(
     source: str, hf_config: Any, family: Family, config: dict[str, Any], revision: str | None, **options: Any
 ) -> nn.Module:
-    """Load the weights, strictly."""
     import transformers
 
     cls = getattr(transformers, family.module)
@@ -316,19 +299,14 @@ def _read_pretrained(
 
 
 def _can_group_experts(module: Any) -> bool:
-    """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
-    rows must be multiples of 16 bytes. The loop over the experts takes any."""
+    """Whether torch's grouped products take these experts: not float64, and rows in multiples of 16 bytes."""
     sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
     return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
 
 
 def _fix_saving(module: Any, family: Family) -> None:
-    """See to it that the module's own `save_pretrained` writes what transformers loads again.
-
-    Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
-    the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
-    in it names an attention of ours.
-    """
+    """Let the module's own `save_pretrained` write what transformers loads again: under transformers' names of weights,
+    and with `is_causal` False in config.json, which does not name our attention."""
     renamed = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [
@@ -338,8 +316,8 @@ def _fix_saving(module: Any, family: Family) -> None:
 
 
 class _Float32Angles(nn.Module):
-    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`): the products with q and k are then
-    float32 too, and the attention function casts them back."""
+    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`); the attention function casts
+    back."""
 
     def __init__(self, rotary: nn.Module):
         super().__init__()

@@ -1,16 +1,13 @@
-"""Heads for multi-token prediction (MTP): decoder layers after a model's own that draft what follows the next token.
+"""Heads for multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): decoder layers that draft.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2. Column i of a head reads the token at i and
-the model's last hidden state at i - 1, after the final norm, each through a norm of its own; one matrix joins the two,
-and a decoder layer of the model's own kind follows. What it makes goes through a norm: the model's output matrix makes
-logits of that, and it is the hidden state that comes next. One layer goes on from itself, as EAGLE's does, for any
-number of drafts or a tree. Of several, layer k makes draft k: its columns are one further to the right than those of
-the layer before, whose states they read.
+Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm), each normed and
+joined by one matrix, before a decoder layer of the model's kind and a norm. The output gives logits by the model's
+output matrix, and is the next hidden state. A single layer drafts repeatedly, like EAGLE's, also trees. Of several,
+layer k makes draft k: its columns are one further to the right than those of the layer before.
 
-Three layouts are read: `model.layers.N.` after the model's own layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next,
-Mellum), and `mtp_layers.N.` (MiMo, speculators), whose public codes put the hidden state first in what the matrix
-joins; the others put the token first. Copies of the model's embeddings and output matrix that a file holds are not
-read: they are the model's. The layer, its norms and its rotary angles are those of transformers' class of the model.
+Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
+and `mtp_layers.N.` (MiMo, speculators), which join the hidden state before the token; the others join the token first.
+Copies of the model's embeddings and output matrix are not read.
 """
 
 from __future__ import annotations
@@ -39,16 +36,11 @@ SAME = (
     *("hidden_size", "vocab_size", "model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta"),
 )
-"""Fields of speculators' `transformer_layer_config` in which the layer must be one of the model's."""
+"""Fields of speculators' `transformer_layer_config` that must equal the model's."""
 
 
 class MtpLayer(nn.Module):
-    """One head.
-
-    Args:
-        config: the model's. kind: its decoder layer. norm: its norm. at: a layer of the model that it is like.
-        index: which of the heads it is.
-    """
+    """One head. like_layer: the layer of the model that it is like. index: of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, like_layer: int, index: int):
         super().__init__()
@@ -61,19 +53,14 @@ class MtpLayer(nn.Module):
                 part.layer_idx = index  # its place in the store
 
     def forward(self, embedded: Tensor, states: Tensor, hidden_first: bool, **kwargs: Any) -> Tensor:
-        """embedded, states [R, Q, D] -> [R, Q, D]. given: as the decoder layer takes them."""
+        """embedded, states [R, Q, D] -> [R, Q, D]. kwargs: for the decoder layer."""
         parts = (self.enorm(embedded), self.hnorm(states))
         output = self.block(self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, -1)), **kwargs)
         return self.norm(output[0] if isinstance(output, tuple) else output)
 
 
 class MtpNetwork(nn.Module):
-    """All heads.
-
-    Args:
-        base: the model. count: how many heads.
-        hidden_first: whether their matrices have the hidden state before the token.
-    """
+    """All heads. hidden_first: whether their matrices have the hidden state before the token."""
 
     def __init__(self, base: Model, count: int, hidden_first: bool):
         super().__init__()
@@ -88,14 +75,11 @@ class MtpNetwork(nn.Module):
 
 
 class MtpDrafter(FeatureDrafter):
-    """The heads of a model that was trained with them: `create("speculative", drafter=...)` drafts with them.
-
-    Exactness does not depend on them: q is the softmax of all the model's tokens. One layer drafts chains of any length
-    (`window`) and trees; several draft one token each.
+    """The heads of a model that was trained with them, as `drafter` of the sampler "speculative". One layer drafts
+    chains of any length (`window`) and trees; several draft one token each.
 
     Args:
-        module: the network.
-        base: the model that it drafts for, as loaded or wrapped.
+        module: the network. base: the model, loaded or wrapped.
 
     Raises:
         TypeError: a base of another kind. ValueError: one that it cannot draft for.
@@ -111,8 +95,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def num_reread(self) -> int:
-        """Columns that are read again each time: of the last ones some layers have read drafts in the place of
-        tokens."""
+        """Number of last columns that are read again each time, since some layers have read drafts there."""
         return len(self.module.layers) - 1
 
     @property
@@ -121,18 +104,14 @@ class MtpDrafter(FeatureDrafter):
         return len(self.module.layers) + 1 if self.num_reread else None
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Evaluate tokens of positions 1 and on.
+        """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and the outputs [R, W, D] (for
+        several layers of all columns, [R, Q, D]).
 
         Args:
-            query: one with `visible`; its positions and slots are those of the first layer. The tokens of a later one
-                are further to the right by `layer`.
-            features: [R, Q, D]: what the layer before made of the query's columns; for the first one the hidden states
-                of the positions left of theirs, or, beside a draft, what was made of its parent.
-            layer: which one.
-
-        Returns:
-            Logits [R, W, V] of the wanted columns, and what was made of them [R, W, D], for several layers of all
-            columns [R, Q, D].
+            query: one with `visible`; its positions and slots are the first layer's. Tokens of a later one are `layer`
+                further to the right.
+            features: [R, Q, D]: outputs of the layer before; for the first one the hidden states left of the columns,
+                or the output at a draft's parent.
         """
         with torch.no_grad():
             cache = store.bind(query)
@@ -153,7 +132,6 @@ class MtpDrafter(FeatureDrafter):
             return self.base.head(wanted.to(self.base.dtype)), hidden if self.num_reread else wanted
 
     def _rotation(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [R, Q, .] of the model's own angles."""
         config, kinds = self.module.config, {}
         if "full_attention" in (getattr(config, "rope_parameters", None) or {}):  # angles of each kind of layer
             kinds = {"layer_type": "full_attention"}
@@ -161,7 +139,7 @@ class MtpDrafter(FeatureDrafter):
 
 
 def check_layers(base: Any) -> None:
-    """Raise TypeError or ValueError for a model that no such heads can draft for."""
+    """Raise TypeError or ValueError for a model that MTP heads cannot draft for."""
     check_base(base)
     decoder = getattr(base.module, "get_decoder", lambda: None)()
     layers = decoder_layers(base)
@@ -178,11 +156,7 @@ def check_layers(base: Any) -> None:
 def load_mtp(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> MtpDrafter:
-    """What `load_drafter` does for heads in a model's own checkpoint, or in speculators' format.
-
-    Raises:
-        CheckpointError: as there. TypeError, ValueError: a base that they cannot draft for.
-    """
+    """Load heads of a model's own checkpoint, or in speculators' format, as `load_drafter` does."""
     check_layers(base)
     _check_config(source, config, base)
     headers = read_weight_headers(source, revision)
@@ -224,13 +198,12 @@ def load_mtp(
 
 
 def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
-    """Where each of a file's weights belongs: experts one by one."""
+    """The tensors that the file's weights go to, experts one by one."""
     state = module.state_dict()
     return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
-    """Raise CheckpointError for heads of another model."""
     sizes = config.get("transformer_layer_config", config)
     if not isinstance(sizes, dict):
         raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")

@@ -1,5 +1,4 @@
-"""Models that draft for themselves: what a call needs that drafts a block of masks over the model's own causal store,
-and the adapter that acts on such calls alone."""
+"""Models that draft for themselves: a block of masks over their own causal store, and an adapter for such calls."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class OwnDrafts:
     """How a model that decodes token by token also fills blocks of masks (`facts.mask_token_id`).
 
     Args:
-        block_length: the block that it was trained with, the last final token included.
-        adapter: what is added to its matrices in such calls; None for models without.
+        block_length: the block of its training, with the last final token.
+        adapter: added to its matrices in such calls, or None.
     """
 
     block_length: int
@@ -35,25 +34,24 @@ class OwnDrafts:
 
 @dataclass(frozen=True)
 class DraftAdapter:
-    """Products B A of low rank that are added to linear layers while a call drafts, and never merged.
+    """Products B A of low rank, added to linear layers while a call drafts, and never merged.
 
     Args:
         files: its adapter_config.json and adapter_model.safetensors.
-        products: the module's names of the layers -> A [r, in], B [out, r] and what their product is multiplied with.
+        products: the module's names of the layers -> A [r, in], B [out, r] and their scale.
     """
 
     files: tuple[Path, Path]
     products: Mapping[str, tuple[Tensor, Tensor, float]]
 
     def save(self, folder: Path) -> None:
-        """Write it as it was read."""
+        """Copy its files into a new folder."""
         folder.mkdir()
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
 
     @contextmanager
     def applied_to(self, module: nn.Module) -> Iterator[None]:
-        """Add the products to what the layers make."""
         with ExitStack() as hooks:
             for name, product in self.products.items():
                 handle = module.get_submodule(name).register_forward_hook(partial(_add_product, *product))
@@ -62,17 +60,12 @@ class DraftAdapter:
 
 
 def _add_product(down: Tensor, up: Tensor, scale: float, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """What a linear layer made, and the product."""
     down_matrix, up_matrix = (part.to(output.device, output.dtype) for part in (down, up))
     return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], down_matrix), up_matrix)
 
 
 def select_mode(source: str, family: Family, topology: str | None) -> Family:
-    """The family in the mode that was asked for, its first one for None.
-
-    Raises:
-        CheckpointError: a mode that it does not have.
-    """
+    """The family in a mode, by default its first. Raises CheckpointError for an unknown one."""
     mode = family.topology if topology is None else topology
     if mode not in family.modes:
         modes = ", ".join(map(repr, family.modes))
@@ -90,14 +83,8 @@ def read_own_drafts(
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
-    """How a checkpoint drafts: with the adapter that was given, else its own.
-
-    Args:
-        source, stored: its name, and what it holds.
-
-    Raises:
-        CheckpointError: an adapter of another checkpoint.
-    """
+    """How a checkpoint drafts: with this adapter, else its own. Raises CheckpointError for an adapter that does not
+    fit."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)

@@ -41,16 +41,15 @@ def request_memory(
 
     Args:
         source: a loaded text model, or the folder of a checkpoint (only its config.json is read).
-        rows: rows decoded together; guidance counts twice.
-        length: positions of a row, prompt and answer.
+        rows: rows decoded together; guidance counts twice. length: positions of a row.
         wanted: positions of a row whose logits a step reads; None is `length`.
         stores: whether keys and values are stored.
-        dtype: of weights and logits; None is the model's, or that of config.json (bfloat16 if it names none).
+        dtype: of weights and logits; None is the model's, or config.json's (else bfloat16).
         store_dtype: of keys and values; None is `dtype`.
 
     Raises:
-        CheckpointError: the folder has no config.json of a text model that `paradec.load` reads.
-        ValueError: rows, length or wanted below 1.
+        CheckpointError: no config.json of a text model that `paradec.load` reads. ValueError: rows, length or wanted
+            below 1.
     """
     for name, value in (("rows", rows), ("length", length), ("wanted", wanted)):
         check_int(name, value, low=1, none=name == "wanted")
@@ -66,7 +65,6 @@ def request_memory(
 
 
 def _empty_module(folder: str) -> tuple[Any, torch.nn.Module]:
-    """Build the module that a folder's config.json describes, without memory for its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from paradec.models.causal import is_causal

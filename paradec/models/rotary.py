@@ -1,8 +1,7 @@
-"""Rotary angles of checkpoints: their base and how they are scaled, as transformers' own functions compute them.
+"""Rotary angles of checkpoints: their base and scaling.
 
-`linear`, `yarn` and `llama3` give every position its angles once and for all. `dynamic` and `longrope` choose them by
-the longest position of a call: a row's numbers would depend on its neighbours, and keys that are stored would be those
-of another length.
+`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` choose them by the longest
+position of a call: a row would depend on its neighbours, and stored keys on another length.
 """
 
 from __future__ import annotations
@@ -19,29 +18,25 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""The types that are read, and the fields that each must state. (transformers takes a missing
-`original_max_position_embeddings` from `max_position_embeddings`, which is another model.)"""
+"""The types that are read, and the fields that each must state, also those which transformers would fill in."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
 BY_CALL = ("dynamic", "longrope")
-"""The types that choose angles by the longest position of a call."""
+"""Types that choose angles by the longest position of a call."""
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-"""Fields of config.json: as transformers 5 writes it, and as releases before it did."""
+"""Fields of config.json: transformers 5's, and that of earlier releases."""
 
 
 def rope_parameters(
     config: Mapping[str, Any], rotated_share: float | None = None, extra_fields: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The `rope_parameters` of transformers' configurations that config.json asks for.
+    """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base or two, an unknown type, or
+    wrong fields.
 
     Args:
-        rotated: the part of each head that is rotated, where the family states it elsewhere; None is all of it.
-        also: fields of `rope_parameters` that the family reads besides.
-
-    Raises:
-        CheckpointError: no base or two that differ, a type that is not read, or fields that are missing, unknown to the
-            type, or no positive numbers.
+        rotated_share: the rotated part of each head, where the family states it elsewhere; None is all of it.
+        extra_fields: fields of `rope_parameters` that the family also reads.
     """
     bases = {} if config.get("rope_theta") is None else {"rope_theta": float(read_positive(config, "rope_theta"))}
     scaled: dict[str, dict[str, Any]] = {}
@@ -65,7 +60,6 @@ def rope_parameters(
 
 
 def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str, ...]) -> dict[str, Any]:
-    """What one of the two places says, without the base."""
     kinds = {fields[key] for key in ("rope_type", "type") if isinstance(fields.get(key), str)}
     kind = next(iter(kinds), "default")
     if len(kinds) > 1 or any(not isinstance(fields.get(key, kind), (str, type(None))) for key in ("rope_type", "type")):
@@ -105,7 +99,6 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
 
 
 def _check_scaling_field(name: str, field: str, value: Any) -> Any:
-    """A field of a scaling: lengths are positive integers, `truncate` says yes or no, the rest are positive numbers."""
     is_length = field == "original_max_position_embeddings"
     if field == "truncate":
         is_valid, expected = isinstance(value, bool), "true or false"
@@ -120,7 +113,7 @@ def _check_scaling_field(name: str, field: str, value: Any) -> Any:
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """The same config.json with another base of the rotary angles, in every place that states one."""
+    """The config.json with another base of the rotary angles, wherever it states one."""
     if theta is None:
         return dict(config)
     bases: dict[str, Any] = {
@@ -134,12 +127,8 @@ def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, An
 
 
 def read_max_lengths(config: Any, has_new_base: bool) -> tuple[int | None, int]:
-    """How many positions a model can take, None for any number, and how many it was trained for, beyond which a request
-    is warned of.
-
-    Args:
-        config: transformers' configuration. raised: whether `load` was given another base of the angles.
-    """
+    """The longest row that a model takes (None for any), and the longest of its training. config: transformers'.
+    has_new_base: whether `load` was given another base of the angles."""
     trained = config.max_position_embeddings
     if has_new_base:
         return None, trained

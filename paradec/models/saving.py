@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder: in the format that `load` read, or in transformers' own; whole, or not at all."""
+"""Writing a checkpoint folder in the format that `load` read, or in transformers' own; completely, or not at all."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from paradec.models.checkpoint import (
 from paradec.models.family import Family, read_end_ids
 
 SAVED_CLASSES = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
-"""How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
+"""Endings of the names of transformers' classes that `wrap` knows."""
 REPLACED = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
 )
-"""What another checkpoint may have left in the folder and would be read with the new one."""
+"""Files of an earlier checkpoint that would be read with the new one."""
 FOREIGN_FILES = ("adapter_config.json", "model_index.json")
 """Files that make a folder something else than a checkpoint of one model."""
 DRAFT_PREFIX = ".saving-"
 DTYPE_CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
-"""What safetensors calls a dtype of torch."""
+"""safetensors' names of torch's dtypes."""
 _replacing_files = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Published:
-    """What `load` read of a checkpoint and the module does not hold, to write it again.
+    """The parts of a checkpoint that the module lacks, to write it again.
 
     Args:
         source: the folder or hub repository.
-        config, generation: config.json, and generation_config.json, {} where there was none.
+        config, generation: config.json, and generation_config.json ({} if missing).
         names: the module's names of the weights -> the file's (see `check_weights`).
     """
 
@@ -66,7 +66,7 @@ class Published:
 
 
 def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) -> None:
-    """What `Model.save_pretrained` does."""
+    """Implement `Model.save_pretrained`."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise ValueError(f"folder={shown(folder)} must be the path of a folder")
     path = Path(os.fspath(folder))
@@ -93,7 +93,6 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
 
 
 def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
-    """A wrapped module, as transformers' `save_pretrained` writes it."""
     module, name = model.module, type(model.module).__name__
     if not type(module).__module__.startswith("transformers.") or not name.endswith(SAVED_CLASSES):
         raise ValueError(
@@ -107,7 +106,6 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 
 
 def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
-    """A loaded model, in the format that it was loaded from."""
     published, module = model.published, model.module
     state = published_weights(module, published)
     sizes = _empty_weights(module, state)
@@ -139,8 +137,8 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
 
 
 def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json as they were read, with what `load` was told besides: read again with the
-    tokenizer, they give the model's facts."""
+    """config.json and generation_config.json as they were read, with the arguments of `load`; with the tokenizer they
+    give the model's facts."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
     config, generation = dict(published.config), dict(published.generation)
     config.pop("quantization_config", None)  # the weights are written as plain numbers
@@ -193,28 +191,27 @@ STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """One weight of a file, by what the module holds.
+    """One weight of a file, as part of the module's.
 
     Args:
-        sources: the module's names of the weights that it is made of, whose rows follow each other in it.
-        index: what of them it is.
+        sources: the module's names of the weights whose rows it has in order.
+        index: of the part in them.
     """
 
     sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
 
     def assemble(self, get: Callable[[str], Tensor]) -> Tensor:
-        """The file's weight, of the module's own, which `get` gives by name."""
+        """The file's weight. get: returns the module's by name."""
         tensors = [get(name)[self.index] if self.index else get(name) for name in self.sources]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """What a file holds of a module, under the module's names (but for what they do not name).
+    """The weights of a module's file, under the module's names (where it has them).
 
     Args:
-        state: the module's `state_dict`; sizes are all that is looked at.
-        fused: as in `paradec.models.family.Family`.
+        state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`.
     """
     weights: dict[str, StackedWeight] = {}
     for name, tensor in state.items():
@@ -236,7 +233,7 @@ def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...
 
 
 def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """The weight of the file that holds this one's rows, and all whose rows are in it."""
+    """The file's weight with this one's rows, and all weights whose rows it has."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
@@ -246,18 +243,12 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
 
 
 def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
-    """Compare what is stored with what a module of this config needs, before memory is taken for it.
+    """Compare the stored weights with those of a module of this config, before memory is taken. Returns the module's
+    names of the weights -> the checkpoint's; for stacked or split ones the names after `family.key_mapping`. Raises
+    CheckpointError, with names, for weights that do not fit.
 
     Args:
-        stored: names in the checkpoint, their shapes and dtypes.
-        config: transformers' configuration.
-
-    Returns:
-        The module's names of the weights -> the checkpoint's; where the module holds several as one, or one as several
-        (`StackedWeight`), the names that `family.key_mapping` makes.
-
-    Raises:
-        CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
+        headers: by the checkpoint's names. config: transformers' configuration.
     """
     check_dtypes(source, {name: header.dtype for name, header in headers.items()})
     expected = _needed_weights(source, headers, config, family)
@@ -272,11 +263,8 @@ def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any,
 
 
 def _needed_weights(source: str, stored_names: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
-    """The weights of a family's module as files have them, without numbers, under the module's names.
-
-    Raises:
-        CheckpointError: sizes that the stored weights cannot have.
-    """
+    """The weights of a family's module as files have them, as meta tensors under the module's names. Raises
+    CheckpointError for sizes that the stored weights cannot have."""
     import transformers
 
     where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
@@ -295,7 +283,7 @@ def _needed_weights(source: str, stored_names: Collection[str], config: Any, fam
 
 
 def _check_experts(source: str, stored_names: Collection[str], state: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError where layers hold experts in another number than the module's `state`, or another form."""
+    """Raise CheckpointError for another number of experts than in the module's `state`, or another form."""
     expert_indices: dict[str, set[int]] = {}
     for name in stored_names:
         if "language_model." in name or name.startswith("model.lm_head."):
@@ -320,12 +308,8 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
 
 
 def published_weights(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
-    """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
-    another one's under a second name, is left out; others that it does not know keep their names.
-
-    Raises:
-        ValueError: weights that are spread over processes, or no plain numbers.
-    """
+    """The file's names of the weights -> the module's. Aliases of other tensors are left out unless the file has them.
+    Raises ValueError for weights that are not plain numbers."""
     state, names = module.state_dict(), published.names
     parts = file_weights(state, published.family.fused)
     file_sources = {source for name in names if name in parts for source in parts[name].sources}
@@ -345,7 +329,7 @@ def published_weights(module: nn.Module, published: Published) -> dict[str, Stac
 
 
 def _empty_weights(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
-    """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
+    """Meta tensors of the weights' shapes and dtypes."""
     state_dict = module.state_dict()
     empty = {
         module_name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -355,12 +339,10 @@ def _empty_weights(module: nn.Module, state: Mapping[str, StackedWeight]) -> dic
 
 
 def _storage_key(tensor: Tensor) -> Any:
-    """What two names of one tensor have in common."""
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
 def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
-    """What gives the file's weights by their names, here."""
     module_state = module.state_dict()
 
     @lru_cache(maxsize=1)  # the parts of a stacked weight are asked for one after the other
@@ -378,11 +360,6 @@ def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Calla
 
 
 def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Which file holds what, as transformers cuts it.
-
-    Raises:
-        ValueError: a size that is none.
-    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     try:
@@ -396,17 +373,14 @@ def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> A
 
 
 def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callable[[str], Tensor]) -> None:
-    """Write a file, byte for byte as `safetensors.torch.save_file(..., metadata={"format": "pt"})` does.
-
-    That takes all tensors of a file at once, contiguous and each alone in its memory: of weights that share memory or
-    are on another device, these are copies. Here one tensor is copied at a time.
+    """Write a file, byte for byte as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, but with one tensor
+    in memory at a time.
 
     Args:
-        sizes: names of the tensors -> tensors of their shapes and dtypes, without numbers.
-        tensor_of: gives the tensor of a name, on the CPU; called once for each.
+        sizes: meta tensors by name. tensor_of: returns the tensor of a name, on the CPU; called once for each.
 
     Raises:
-        ValueError: a tensor of another size than `sizes` says. OSError: the file cannot be written.
+        ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written.
     """
     names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # every tensor begins aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -430,7 +404,7 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
 
 
 def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
-    """Plan an update of weights: what is written where, all of it checked. Raises: as `Model.update_weights`."""
+    """Plan and check an update of weights: (target, value) pairs. Raises as `Model.update_weights`."""
     name = model.facts.name
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
@@ -466,11 +440,10 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def _draft_folder(folder: Path) -> Iterator[Path]:
-    """A draft to write a checkpoint into, which then takes the place of the one in the folder.
+    """A draft folder inside `folder` for a checkpoint, which then replaces the one there by renames.
 
-    The draft is a folder inside, so that moving a file is a rename. What fails or is interrupted while it is written
-    leaves the folder as it was. config.json leaves first and comes last: a process that is killed between leaves
-    nothing that could be loaded half old and half new, and all old files in the draft.
+    An error before leaves the folder unchanged. config.json leaves first and comes last: if the process is killed
+    between, nothing half old can be loaded, and all old files are in the draft.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -497,7 +470,7 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
 
 
 def _replace_files(folder: Path, new: Path, old: Path) -> None:
-    """Move what the new checkpoint replaces into `old`, and then the new files in; if that fails, all back."""
+    """Move the replaced files into `old`, then the new ones in; if that fails, all back."""
     incoming = sorted((path.name for path in new.iterdir()), key=lambda name: (name == "config.json", name))
     outgoing = [path.name for path in folder.iterdir() if path.name in incoming or REPLACED.fullmatch(path.name)]
     try:

@@ -1,6 +1,6 @@
-"""One model over several processes (tensor parallel): Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
+"""Tensor parallel (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3): one model over several processes.
 
-transformers splits the weights. All processes ("ranks") have the same logits, and decode rank 0's prompts and request.
+transformers splits the weights. All ranks have the same logits, and decode rank 0's prompts and request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import distributed
 from paradec.core.checks import shown
 
 FAILURE_WAIT = timedelta(seconds=10)
-"""How long a rank that failed waits for the others to leave the request as well."""
+"""Time that a failed rank waits for the others to leave the request."""
 OBJECTS = ("prefix", "generator", "streamer", "callback")
-"""Fields of a request that each rank has for itself."""
+"""Fields of a request that each rank keeps."""
 _numbers, _failures = itertools.count(), list[str]()
 
 
 class TensorParallelModel:
-    """What replaces methods of a model that is spread over processes."""
+    """Methods of a model that is spread over processes."""
 
     def check_user(self: Any, user: str, *_: Any, **__: Any) -> Any:
         """Raise ValueError for what does not run on all ranks together."""
@@ -46,8 +46,8 @@ class TensorParallelModel:
         return int(super().store_bytes(*args)) // shares  # type: ignore[misc]
 
     def share_request(self: Any, prompts: Any, request: Any) -> tuple[Any, Any]:
-        """Rank 0's prompts and request, its seed drawn, with `OBJECTS` and a drafter of this rank. ConnectionError: a
-        failure before. RuntimeError: another thread. SystemExit: rank 0 has sent None, and decodes no more."""
+        """Rank 0's prompts and request with its seed, and `OBJECTS` and a drafter of this rank. ConnectionError: an
+        earlier failure. RuntimeError: another thread. SystemExit: rank 0 has sent None, and ends."""
         if self.__dict__.setdefault("_thread", threading.get_ident()) != threading.get_ident():
             raise RuntimeError("a model that is spread over processes is used by one thread: calls need one order")
         if _failures:
@@ -70,8 +70,8 @@ class TensorParallelModel:
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
-    """The values of all ranks, through the store of the process group; all call it in the same order. RuntimeError: a
-    rank has not come in time, or the store is gone."""
+    """The values of all ranks, which all call it in the same order. RuntimeError: a rank is late, or the store is
+    gone."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
@@ -105,8 +105,7 @@ def fail_together() -> Iterator[None]:
 
 
 def load_on_all_ranks(load: Callable[[], Any]) -> Any:
-    """Load a model in all processes, of which each reads its part. ConnectionError: another one could not. ValueError:
-    it reads another checkpoint."""
+    """Load a model on all ranks, each its part. ConnectionError: another rank failed. ValueError: other checkpoints."""
     if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -125,7 +124,7 @@ def load_on_all_ranks(load: Callable[[], Any]) -> Any:
 
 
 def join_ranks(model: Any) -> Any:
-    """The model itself, which decodes with the other processes if its module is spread over them."""
+    """Return the model, which decodes with the other ranks if its module is spread over them."""
     if (getattr(model.module, "_tp_size", None) or 1) > 1 and not isinstance(model, TensorParallelModel):
         model.__class__ = type(type(model).__name__, (TensorParallelModel, type(model)), {})
     return model
@@ -139,8 +138,8 @@ def splits_heads(plan: Any) -> bool:
 
 
 def distributed_config(plan: Any, config: Any, name: str) -> Any:
-    """transformers' `DistributedConfig` for a plan and the configuration of a model of that name. ValueError: this is
-    the only process, transformers has no plan for the model, or its heads cannot be shared out."""
+    """transformers' `DistributedConfig` for a plan and a model's configuration. ValueError: a single process, no plan
+    for the model, or heads that cannot be shared out."""
     from transformers.distributed import DistributedConfig
 
     text_config, description = config.get_text_config(), f"tp_plan={shown(plan)} for {name!r}"

@@ -1,4 +1,4 @@
-"""Which keys the columns of a call see, by the model's topology, the query and the store."""
+"""Visible keys of a call's columns, by the model's topology, the query and the store."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from paradec.models.rotary import BY_CALL
 
 
 def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask: bool) -> Tensor | None:
-    """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
+    """[R, 1, Q or 1, K] bool: the keys that each column sees, or None where the module needs no mask. Raises ValueError
+    for a query that lacks what the topology needs.
 
     Args:
-        facts: of the model.
-        store: whose keys the columns see; None for a call over its own columns (K = Q).
-        masks_itself: whether a causal module needs no mask to be so.
-
-    Raises:
-        ValueError: a query that does not say what the topology needs to know.
+        store: of the keys; None for a call over its own columns (K = Q).
+        makes_causal_mask: whether a causal module does so by itself.
     """
     if store is None:
         mask = None if query.valid is None else query.valid[:, None, None, :]
@@ -42,15 +39,12 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
 
 
 def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_masks: bool) -> Tensor | None:
-    """[R, Q, K] bool: which keys each column sees by the model's topology, or None where that says nothing.
+    """[R, Q, K] bool: the keys that each column sees by the topology of a model that is not bidirectional, None without
+    a rule. Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
     Args:
-        facts: of a model that is not bidirectional. keys: [R or 1, K] int64, the keys' positions.
-        store: whose keys they are; None for the call's own. itself: whether a causal module needs no mask to be so.
-
-    Raises:
-        ValueError: blocks that are counted from the prompt's end, or over causal context, and a query that does not say
-            where that is, or who sees what.
+        keys: [R or 1, K] int64, the keys' positions. store: of the keys; None for the call's own.
+        module_masks: whether a causal module makes its own mask.
     """
     if store is not None and isinstance(query, VisibleQuery):
         return None
@@ -72,7 +66,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
 
 
 def special_attention(module: Any) -> dict[str, Any]:
-    """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
+    """Fields of the config that make a causal module's attention more than plain, which our masks cannot replace."""
     config = module.config
     layers = getattr(config, "layer_types", None)
     special: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}

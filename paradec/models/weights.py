@@ -1,4 +1,4 @@
-"""Tensors from single files: safetensors, and pickles of which nothing but tensors is read."""
+"""Tensors from single files: safetensors, and pickles, of which only tensors are read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("model", "module", "state_dict")
-"""Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
+"""Where training frameworks (DDP, DeepSpeed, Lightning) put the weights."""
 
 
 def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
-    """The dict that is in a dict under names joined by points, or None."""
+    """The dict under names joined by points in nested dicts, or None."""
     for key in path.split("."):
         mapping = mapping.get(key) if isinstance(mapping, dict) else None
     return mapping if isinstance(mapping, dict) else None
@@ -31,19 +31,17 @@ def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
 def read_weights(
     source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED, mmap: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
-
-    A pickle is read with `weights_only=True`: code in it is not run.
+    """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is read
+    with `weights_only=True`: code in it is not run.
 
     Args:
-        source: the file.
-        unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
-        nested: where in a pickle the weights may lie, the first that is there ("trainer.ema" is one in the other).
-        mmap: whether a pickle is mapped into memory, so that what else it holds takes none.
+        unused: pattern of the names of tensors that are not weights: their dtype may be any.
+        nested: places of the weights in a pickle, the first existing one counts ("trainer.ema": one inside the other).
+        mmap: whether a pickle is mapped into memory, so that its other parts take none.
 
     Raises:
-        CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
-            weights that are no floating-point numbers.
+        CheckpointError: a file that is missing, of another kind, or corrupt, or weights that are not floating-point
+            numbers.
     """
     path = Path(source)
     if not path.is_file():

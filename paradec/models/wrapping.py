@@ -23,11 +23,11 @@ from paradec.models.text import diffusion_gemma
 from paradec.models.visibility import special_attention
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
-"""How transformers ends the names of its causal language models."""
+"""Endings of transformers' names of causal language models."""
 NOT_CAUSAL = {"cpmant": "it reads its prompt both ways", "xlm": "it predicts at a mask that its own generate appends"}
-"""Classes that are called causal and are not, by `model_type`."""
+"""Classes with causal names that are not, by `model_type`."""
 DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "use_cache")
-"""What a `Decoder` calls its module with, besides a store."""
+"""Arguments of a `Decoder`'s module besides a store."""
 
 
 def wrap(
@@ -46,27 +46,22 @@ def wrap(
 ) -> Model:
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
-    A masked language model (BERT-like) predicts in place and sees both ways, so only its mask id is needed. A
-    transformers causal language model without a mask id, in `mask_token_id` or the tokenizer, is decoded as a causal
-    model, with the end and padding ids of its own `generate`. With a mask id it needs `prediction` and `topology`;
-    unless the topology is "causal", calls through the model attend without a causal mask. Your own class that extends
-    one of these is treated as the class that it extends. Any other module is called with ids alone, without padding and
-    without a key/value store.
-
-    The model takes the module: it is put into evaluation mode and attends as the model needs it, until
-    `Model.unwrap()`. Its parameters' `requires_grad` stays.
+    A masked language model (BERT-like) needs its mask id alone. A transformers causal language model without a mask id,
+    in `mask_token_id` or the tokenizer, is decoded as a causal model, with the end and padding ids of its `generate`.
+    With a mask id it needs `prediction` and `topology`; unless that is "causal", it attends without a causal mask. A
+    custom class is treated as the transformers class that it extends. Any other module is called with ids alone,
+    without padding and store. Until `Model.unwrap()` the module is in evaluation mode and attends as the model needs
+    it.
 
     Args:
-        mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
-        eos_token_id: ids that end an answer; read from the tokenizer when left out.
-        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does); of a causal LM with
-            topology="causal" the latter.
+        mask_token_id: the undecided token; by default the tokenizer's; not needed for topology="causal".
+        eos_token_id: ids that end an answer; by default the tokenizer's.
+        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does; a causal LM's default).
         topology: "bidirectional", "block_causal" (with `block_length`), "causal", or "causal_context" (with
-            `block_length` and `block_align="prompt"`). A module of one's own must be so by itself: no
-            mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
-        block_align: where the blocks of a block-causal model begin: "absolute" is position 0, "prompt" the end of the
-            prompt, which is a block of its own (D2F); the latter for transformers' causal language models alone.
-        max_length: positions the model can take; read from its config when left out.
+            `block_length` and `block_align="prompt"`). A custom module gets no mask, and must attend so by itself.
+        block_align: where blocks begin: "absolute" is position 0, "prompt" the end of the prompt, which is a block of
+            its own (D2F), for transformers' causal language models alone.
+        max_length: positions the model can take; by default the config's.
 
     Raises:
         ValueError: a fact that is missing, by name, or out of its range. TypeError: not a module.
@@ -134,12 +129,8 @@ def wrap(
 
 
 def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:
-    """What a module of transformers ends and pads with in its own `generate`: the first of its generation config, its
-    config and its tokenizer that says so.
-
-    Returns:
-        The end ids, and the padding id.
-    """
+    """The end ids and the padding id of a module's own `generate`: the first of its generation config, its config and
+    its tokenizer."""
     configs = (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer)
     ids = {}
     for name in ("eos_token_id", "pad_token_id"):
@@ -150,7 +141,6 @@ def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...],
 
 
 def _select_adapter(module: nn.Module) -> type[Model]:
-    """The kind of model that a module makes."""
     base = _transformers_class(module)
     if base is None:
         return Opaque
@@ -168,8 +158,7 @@ def _select_adapter(module: nn.Module) -> type[Model]:
 
 
 def _transformers_class(module: nn.Module) -> type | None:
-    """The class of transformers that a module is of or that its own class extends, with a network of its own; None
-    where there is none: remote code extends `PreTrainedModel` at most."""
+    """The class of transformers with a network that a module is of or extends; None without one (as remote code)."""
     from transformers import PreTrainedModel
 
     for cls in type(module).__mro__:
@@ -180,14 +169,12 @@ def _transformers_class(module: nn.Module) -> type | None:
 
 
 def _is_causal_lm(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' causal language models, or extends one."""
     base = _transformers_class(module)
     return base is not None and base.__name__.endswith(CAUSAL_HEADS)
 
 
 def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
-    """Whether a causal language model is asked for as such: nothing says that it was trained on masks, or computes
-    without a causal mask (the modules that `load` makes)."""
+    """Whether nothing says that a causal language model was trained on masks, or runs without a causal mask."""
     values = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
     config_mask = getattr(module.config, "mask_token_id", None)
     plain = all(value is None for value in (*values, config_mask))
@@ -197,11 +184,8 @@ def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer
 def _resolve_conventions(
     module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
 ) -> tuple[str, str]:
-    """How a module predicts and what it sees, as given, or else as its kind does.
-
-    Raises:
-        ValueError: its kind does otherwise, or leaves it open.
-    """
+    """Prediction and topology, by default those of the module's kind. Raises ValueError where these differ or are
+    open."""
     name = type(module).__name__
     if topology == "causal" and prediction is None and _is_causal_lm(module):
         prediction = "shifted"
@@ -220,7 +204,6 @@ def _resolve_conventions(
 
 
 def _end_ids(eos_token_id: Any) -> tuple[Any, ...]:
-    """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
     if eos_token_id is None:
         return ()
     if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
@@ -229,7 +212,7 @@ def _end_ids(eos_token_id: Any) -> tuple[Any, ...]:
 
 
 def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
-    """Raise ValueError for a transformers module that would compute something else than was asked for."""
+    """Raise ValueError for a transformers module that would compute something else."""
     name, base = type(module).__name__, _transformers_class(module)
     if base is not None and module.base_model is module:
         raise ValueError(f"module {name} has no language-model head over its base model")
@@ -269,7 +252,6 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether a config makes a class that can be both (BERT-like) see both ways."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     model_type = getattr(config, "model_type", None)
@@ -277,8 +259,8 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _check_experts(module: nn.Module, config: Any) -> None:
-    """Raise ValueError for experts whose kernel has no float64; warn of those that are computed one after the other
-    because transformers looks for their kernels in the file of the module's own class."""
+    """Raise ValueError for experts whose kernel has no float64; warn of a subclass whose experts run one by one, since
+    transformers looks for their kernels in the class's own file."""
     name, kernel = type(module).__name__, getattr(config, "_experts_implementation", None)
     experts = [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
     if not experts or kernel is None:
@@ -313,11 +295,7 @@ def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | N
 
 
 def registered_attention(attn_implementation: str) -> str:
-    """The registered name of an attention function without a causal mask.
-
-    Raises:
-        ValueError: one that cannot take the masks of padded and cached rows.
-    """
+    """The registered name of an attention function without a causal mask. Raises ValueError for an unknown one."""
     from paradec.models.attention import IMPLEMENTATIONS, PREFIX
 
     bare = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
@@ -330,14 +308,10 @@ def registered_attention(attn_implementation: str) -> str:
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
-    """The attention method that goes with an implementation.
+    """The attention method of an implementation. Raises ValueError where the model cannot use it.
 
     Args:
-        name: of the model, for the message.
-        topology: of a decoder; None for other kinds of model.
-
-    Raises:
-        ValueError: the model cannot use it.
+        name: of the model, for the message. topology: of a decoder; None for other models.
     """
     if attn_implementation.removeprefix("paradec_") != "sparsed":
         return None

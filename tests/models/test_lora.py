@@ -24,7 +24,7 @@ from torch import Tensor
 
 import paradec
 from paradec import CheckpointError, PipelinedBlocks, samplers
-from paradec.models.lora import ONLY
+from paradec.models.lora import SUPPORTED
 
 CONFIG = {
     "alora_invocation_tokens": None,
@@ -260,7 +260,7 @@ ANYTHING |= st.sampled_from([100, 500, 900, 950, 980, 5000]).map(lambda depth: R
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(field=st.sampled_from(sorted({*CONFIG, *ONLY, "target_modules"})), value=ANYTHING)
+@given(field=st.sampled_from(sorted({*CONFIG, *SUPPORTED, "target_modules"})), value=ANYTHING)
 def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "adapter", "llada-tiny", **{field: "AT"})
     text = (folder / "adapter_config.json").read_text()

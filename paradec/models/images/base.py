@@ -1,9 +1,8 @@
-"""Base classes of image models: which samplers decode with one, how a request becomes rows, and how a state becomes
-pictures. `paradec.generate_images` reads no more than `PictureModel`; adapters name samplers as text.
+"""Base classes of image models: their samplers, requests and pictures.
 
 Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, the model's outputs. Prompts
-may hold ids from there on, which the model's embedding alone understands: a class label, a place in a caption, text
-with another vocabulary. What belongs to a request's rows is in a copy of the adapter, made by `request`.
+may have ids from there on, which only the model's embedding knows: a class label, a place in a caption, other text.
+Data of a request's rows is in a copy of the adapter, made by `request`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class ImageRequest:
     model: Any
     """The adapter, or a copy of it for this request's rows."""
     prompts: Any
-    """The prompts for `start`."""
     unconditional: Any = None
     """Prompts of the guidance branch, one per row, of any length; None where guidance needs no other prompts."""
 
@@ -58,8 +56,8 @@ class Reading:
 
 
 class PictureModel:
-    """Base of all image models. A kind of model states its samplers and conditions, and implements `grid` and `read`,
-    and `request`, `begin`, `latent` and `_pixels` where they differ."""
+    """Base of all image models. A kind states its samplers and conditions, and implements `grid`, `read` and others as
+    needed."""
 
     makes: ClassVar[str] = ""
     """The kind, one of `paradec.core.checks.MODELS`."""
@@ -100,19 +98,14 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture in pixels; by default the model's own size. Raises ValueError for an impossible
-        size."""
+        """The raster of a picture in pixels; by default the model's own size. Raises ValueError for another one."""
         raise NotImplementedError
 
     def square_grid(
         self, side: int, codes: int, height: int | None, width: int | None, scale: int | None = None
     ) -> Grid:
-        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids. Raises ValueError for
-        another size.
-
-        Args:
-            scale: pixels along one side of a token; None asks the decoder, and is 16 without one.
-        """
+        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids, each `scale` pixels wide
+        (by default the decoder's, 16 without one). Raises ValueError for another size."""
         if scale is None:
             scale = 16 if self.decoder is None else self.decoder.config.scale
         for name, value in (("height", height), ("width", width)):
@@ -126,11 +119,7 @@ class PictureModel:
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """Lay out one request: `num_images` rows for every prompt or label, copies side by side; here for class labels
-        (an int or several) of the `facts.classes`.
-
-        Raises:
-            ValueError, TypeError: conditions that the model does not take; the message names them.
-        """
+        (an int or several) of the `facts.classes`. Raises ValueError or TypeError for other conditions."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, labels_of(conditions, self.facts.classes, num_images))
 
@@ -170,18 +159,13 @@ class PictureModel:
         return ()
 
     def refuse_negative_prompt(self, negative_prompt: Any) -> None:
-        """Raise ValueError where one is given."""
         if negative_prompt is not None:
             raise ValueError(f"{self.facts.name} does not take negative_prompt; it is conditioned on {self.conditions}")
 
 
 class ImageModel(PictureModel, Decoder):
-    """Base of autoregressive image models. A family implements `_embed`, `_backbone`, `head` and `request`,
-    and `grid` and `_pixels` where they differ.
-
-    Args:
-        facts: topology "causal", prediction "shifted".
-    """
+    """Base of autoregressive image models (topology "causal", prediction "shifted"). A family implements `_embed`,
+    `_backbone`, `head` and `request`, and `grid` and `_pixels` where they differ."""
 
     makes = "image"
     family = "draft_verify"
@@ -257,7 +241,6 @@ class ImageModel(PictureModel, Decoder):
         return causal if mask is None else causal & mask
 
     def _copy_with(self, **attributes: Any) -> Any:
-        """A copy of the adapter with these attributes; the module is shared."""
         adapter = object.__new__(type(self))
         adapter.__dict__ = self.__dict__ | attributes
         return adapter
@@ -270,8 +253,7 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
 
 
 def labels_of(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
-    """List class labels, each `copies` times. Raises ValueError for none or one out of range, TypeError for other than
-    integers."""
+    """List class labels, each `copies` times. Raises ValueError for none or one out of range, TypeError for others."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()
     if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):

@@ -27,7 +27,6 @@ class Attention(nn.Module):
 
 
 def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool = True) -> nn.Sequential:
-    """Two layers with GELU between them."""
     fc1, fc2 = nn.Linear(width, inner, bias=bias), nn.Linear(inner, out, bias=bias)
     return nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU(approximate), fc2=fc2))
 
@@ -45,7 +44,7 @@ class Block(nn.Module):
         self.mlp = mlp(width, inner or 4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, store: Any = None) -> Tensor:
-        """x [R, Q, width]; mask [R or 1, 1, Q or 1, K] bool, True where visible, None shows everything; `store` has
-        `update(keys, values, layer)`, which gives keys and values [R, heads, K, head width] to attend to."""
+        """x [R, Q, width]; mask [R or 1, 1, Q or 1, K] bool, True where visible, None shows everything;
+        `store.update(keys, values, layer)` returns keys and values [R, heads, K, head width]."""
         x = x + self.attn(self.norm1(x), mask, store)
         return x + self.mlp(self.norm2(x))

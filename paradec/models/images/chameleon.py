@@ -1,7 +1,7 @@
-"""Anole (Chern et al., arXiv 2407.06135) and Lumina-mGPT (Liu et al., arXiv 2408.02657), Chameleon's kin (arXiv
-2405.09818) that draw, on transformers' class.
+"""Anole (Chern et al., arXiv 2407.06135) and Lumina-mGPT (Liu et al., arXiv 2408.02657), which draw with Chameleon
+(arXiv 2405.09818), on transformers' class.
 
-The class suppresses image tokens in its forward; the adapter runs its parts instead. Its VQ has no decoder:
+The class suppresses image tokens in its forward, so the adapter runs its parts. Its VQ has no decoder:
 `paradec.models.images.vq` reads Chameleon's `vqgan.ckpt`.
 """
 
@@ -26,9 +26,9 @@ class ChameleonLayout:
         start, end: ids around a picture. row_end: id after every row, or None.
         side: image tokens along one side by default.
         turn_end: id between a caption and its picture, or None. end_of_text: id after the end of the picture, or None.
-        first_size: the ids `first_size + pixels / 32` name a height and a width after `start`; None writes no sizes,
-            and the default square is the only one.
-        guidance_scale, top_k: what the authors sample with.
+        first_size: ids from here on state height and width, in units of 32 pixels, after `start`; None allows the
+            default square alone.
+        guidance_scale, top_k: the authors' settings.
         instruction: the text before a caption; `{width}` and `{height}` are pixels.
     """
 
@@ -61,15 +61,11 @@ PIXELS_PER_SIZE = 32
 
 class ChameleonModel(TextToImageModel):
     """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start (and
-    its sizes); the guidance branch's begins there.
+    its sizes); the guidance branch's begins there. Raises ValueError for a codebook or vocabulary that does not fit.
 
     Args:
         layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
-        vq: the VQ autoencoder with its decoder; None gives tokens alone.
-        tokenizer: None takes prompts as ids alone.
-
-    Raises:
-        ValueError: a codebook of another size than the model's, or a vocabulary that lacks a code.
+        vq: the VQ autoencoder with its decoder; None gives tokens alone. tokenizer: None takes prompts as ids alone.
     """
 
     def __init__(
@@ -144,14 +140,12 @@ def load_chameleon(
     device: Any = None,
     revision: str | None = None,
 ) -> ChameleonModel:
-    """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format.
+    """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format. Raises CheckpointError
+    for another checkpoint, ValueError for an unknown layout.
 
     Args:
         layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
         vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`.
-
-    Raises:
-        CheckpointError: no checkpoint of this kind. ValueError: an unknown layout.
     """
     from paradec.core.registry import unknown_name
 

@@ -19,7 +19,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Kept:
-    """Keys and values of a full evaluation for the local ones of its group, per branch and row."""
+    """Keys and values of a full evaluation, per branch and row, for the local ones of its group."""
 
     encoder: Keys
     decoder: Keys
@@ -78,7 +78,7 @@ class TokenDistribution:
 @dataclass
 class ContinuousAnswer:
     """Tokens [B, W, channels], the head's conditions [R, W, width], the keys and values of a full step, and the
-    distribution whose mean the tokens are."""
+    distribution of the tokens."""
 
     tokens: Tensor
     conditions: Tensor
@@ -90,8 +90,8 @@ TRAINED_STEPS = 1000
 
 
 class DiffusionHead(nn.Module):
-    """Draws a token from noise, given the decoder's state at its position: a DDPM with a cosine schedule of 1000 steps,
-    of which `steps` are taken, and a learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
+    """Draws a token from noise and the decoder's state: DDPM with a cosine schedule of 1000 steps, some of them taken,
+    and a learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
 
     def __init__(self, channels: int, condition: int, width: int, depth: int):
         super().__init__()
@@ -117,8 +117,8 @@ class DiffusionHead(nn.Module):
         Args:
             condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
             noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used).
-                Draws have its type, float32 at least; the network alone may be narrower.
-            temperature: scales the noise that steps add, not the start's.
+                Draws have its dtype, float32 at least.
+            temperature: scales the noise of steps, not the start's.
             guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
             sections: as `ContinuousQuery.sections`; they sum up to `steps`.
         """
@@ -147,13 +147,11 @@ class DiffusionHead(nn.Module):
 
 @lru_cache(maxsize=16)
 def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The training times that the head evaluates, ascending, and the coefficients of each step.
+    """The evaluated training times, ascending, and the coefficients of each step. Raises ValueError for a section
+    without steps, or with more than its training steps.
 
     Args:
-        sections: steps, evenly spaced, in each of as many equal parts of the training steps; (100,) is 100 of them all.
-
-    Raises:
-        ValueError: a part with no step, or with more than it has training steps.
+        sections: steps, evenly spaced, in equal sections of the training steps; (100,) is 100 of all.
     """
     times: list[int] = []
     start = 0

@@ -14,11 +14,8 @@ from paradec.models.images.base import labels_of
 
 
 class DiffusionModel(Adapter):
-    """A diffusers `DiTTransformer2DModel`, in evaluation mode, for samplers of the forecast family.
-
-    Raises:
-        TypeError: another kind of module. ValueError: a module in training mode.
-    """
+    """A diffusers `DiTTransformer2DModel` for samplers of the forecast family. Raises TypeError for another module,
+    ValueError for one in training mode."""
 
     makes = "latent"
     module: Any
@@ -33,8 +30,7 @@ class DiffusionModel(Adapter):
         super().__init__(module)
         self.channels: int = module.config.in_channels
         self.null_label: int = module.config.num_embeds_ada_norm
-        """The label of the unconditional branch; it follows the classes. DiT's published models have 1000 classes,
-        and as many timesteps."""
+        """The label of the unconditional branch, after the classes."""
 
     def positions(self, latent: Tensor) -> int:
         """Patches that the transformer evaluates for one row of a latent [B, C, H, W]."""
@@ -42,15 +38,12 @@ class DiffusionModel(Adapter):
         return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
 
     def conditions(self, latent: Tensor, values: Mapping[str, Any], branches: int) -> dict[str, Tensor]:
-        """Check a request's latent and conditions, and lay the latter out: "class_labels" [branches * B] int64.
+        """Check a request's latent and conditions: "class_labels" [branches * B] int64. Raises ValueError for another
+        condition or shape, or a label out of range.
 
         Args:
-            latent: [B, C, H, W].
+            latent: [B, C, H, W]. branches: 1, or 2 to append the unconditional rows.
             values: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
-            branches: 1, or 2 to append the unconditional rows.
-
-        Raises:
-            ValueError: another condition, or one out of its range; a latent of another shape.
         """
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):

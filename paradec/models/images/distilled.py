@@ -1,8 +1,7 @@
-"""Distilled Decoding: query and answer of a student, and the adapter that students share.
+"""Distilled Decoding (Liu et al., arXiv 2412.17153): students' query, answer and adapter.
 
-Liu et al., "Distilled Decoding 1: One-step Sampling of Image Auto-regressive Models with Flow Matching", arXiv
-2412.17153. A student maps one noise vector per token to the picture that its teacher would have drawn, in one call or
-few; it is a changed network of the teacher's kind (`distilled_llamagen`, `distilled_var`).
+A student maps one noise vector per token to its teacher's picture, in one call or few; it is a changed network of the
+teacher's kind (`distilled_llamagen`, `distilled_var`).
 """
 
 from __future__ import annotations
@@ -73,8 +72,6 @@ class DistilledAnswer:
 
 @dataclass(frozen=True)
 class DistilledFacts:
-    """Facts of a student, for samplers and messages."""
-
     name: str
     stages: Stages
     classes: int
@@ -100,12 +97,8 @@ class DistilledModel(PictureModel, Adapter):
     """Base of the students' adapters. A kind implements `codes`, `grid`, `latent` and `_pixels`.
 
     Args:
-        module: from labels [B], tokens [B, N, C] and the number of those that are data, vectors [B, N, C] and logits
-            [B, N, V]. It is put into evaluation mode.
+        module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
         defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
-
-    Raises:
-        ValueError: an unknown default.
     """
 
     makes = "distilled image"
@@ -136,11 +129,9 @@ class DistilledModel(PictureModel, Adapter):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The autoencoder, which a teacher writes codes of too."""
         return {"vq": self.vq}
 
     def __call__(self, query: DistilledQuery) -> DistilledAnswer:
-        """Evaluate one query."""
         with self.evaluating():
             continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
         return DistilledAnswer(widen(continuous), widen(logits))

@@ -1,6 +1,5 @@
-"""Distilled Decoding (Liu et al., arXiv 2412.17153) of LlamaGen: the student of a class-conditional LlamaGen, which
-reads vectors in place of ids. Parameter names are those of the published checkpoints (`llamagen-B.pt`,
-`llamagen-L.pt`)."""
+"""The student of a class-conditional LlamaGen (Distilled Decoding; Liu et al., arXiv 2412.17153), which reads vectors
+in place of ids. Parameter names are the published checkpoints' (`llamagen-B.pt`, `llamagen-L.pt`)."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ class DistilledLlamaGenConfig(LlamaGenConfig):
 
     Args:
         codebook_dim: numbers in a code vector.
-        second, split: see `paradec.models.images.distilled.Stages`; by default the published students' for their sizes,
-            and 5/16 of the tokens for others.
+        second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else 5/16 of the
+            tokens.
     """
 
     codebook_dim: int = 8
@@ -83,8 +82,8 @@ class DistilledLlamaGen(nn.Module):
         """Vectors [B, N, codebook_dim] and logits [B, N, vocab_size] of both heads.
 
         Args:
-            labels: [B] int64. tokens: [B, N, codebook_dim], row by row: normalised code vectors, then noise.
-            num_codes: code vectors among them.
+            labels: [B] int64. tokens: [B, N, codebook_dim], row by row: `num_codes` normalised code vectors, then
+                noise.
         """
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
@@ -98,14 +97,12 @@ class DistilledLlamaGen(nn.Module):
 
 
 class DistilledLlamaGenModel(DistilledModel):
-    """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t.
+    """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t. Raises ValueError without the right
+    codebook.
 
     Args:
         vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
         defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
-
-    Raises:
-        ValueError: no codebook, one of another size than the network's, an unknown default.
     """
 
     module: DistilledLlamaGen
@@ -132,7 +129,6 @@ class DistilledLlamaGenModel(DistilledModel):
         return self.vq.quantize.codes
 
     def check_teacher(self, teacher: Any) -> None:
-        """Raise TypeError unless it is a LlamaGen, ValueError unless it writes the same codes for the same classes."""
         if type(teacher) is not LlamaGenModel:
             raise TypeError(f"teacher must be a LlamaGen; {self.facts.name} is the student of one")
         fields = ("condition", "grid", "vocab_size", "num_classes")
@@ -172,19 +168,15 @@ def load_distilled_llamagen(
     second: int | None = None,
     split: int | None = None,
 ) -> DistilledLlamaGenModel:
-    """Read a student of LlamaGen.
+    """Read a student of LlamaGen. Raises CheckpointError or ValueError for a wrong file, codebook or stage.
 
     Args:
         source: a published `.pt` file (its averaged weights, "ema"), a `.safetensors` file with the same names, or a
             folder, as in `paradec.models.images.llamagen.load_llamagen`.
         vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
-        dtype: of the network's parameters; the codes and what is decoded stay float32 at least.
+        dtype: of the network's parameters; codes and decoding stay float32 at least.
         grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
         second, split: see `DistilledLlamaGenConfig`.
-
-    Raises:
-        CheckpointError: a file that is missing, corrupt, of another format, or no VQ autoencoder. ValueError: a
-            codebook of another size, a stage out of its range.
     """
     module, codebook, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
     if codebook is None:

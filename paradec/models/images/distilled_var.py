@@ -1,5 +1,5 @@
-"""Distilled Decoding (Liu et al., arXiv 2412.17153) of VAR: the student of a VAR, which reads vectors of all scales at
-once. Parameter names are those of the published checkpoints (`VAR-DD/var-d16.pth` to `d24`)."""
+"""The student of a VAR (Distilled Decoding; Liu et al., arXiv 2412.17153), which reads vectors of all scales at once.
+Parameter names are the published checkpoints' (`VAR-DD/var-d16.pth` to `d24`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from paradec.models.weights import NESTED
 SECONDS = {1024: 5, 1280: 4, 1536: 4}
 """The published students' second stage and `split`, by their widths (d16, d20, d24)."""
 MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
-"""Weights that no VAR has and a student must have."""
 
 
 class DistilledVAR(VAR):
@@ -38,8 +37,7 @@ class DistilledVAR(VAR):
         """Vectors [B, L, code_dim] and logits [B, L, V] of both heads.
 
         Args:
-            labels: [B] int64. tokens: [B, L, code_dim], scale by scale: code vectors, then noise.
-            num_codes: code vectors among them.
+            labels: [B] int64. tokens: [B, L, code_dim], scale by scale: `num_codes` code vectors, then noise.
         """
         condition = self.class_emb(labels)
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
@@ -63,12 +61,11 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         vq: the multi-scale VQ autoencoder of its teacher.
         defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
             `top_k`, `top_p`, `temperature`.
-        second, split: see `paradec.models.images.distilled.Stages`; by default the published students' for their sizes,
-            and half of the scales for others.
+        second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else half of the
+            scales.
 
     Raises:
-        TypeError: another kind of module or autoencoder. ValueError: another codebook, a stage out of its range, an
-            unknown default.
+        TypeError: another kind of module or autoencoder. ValueError: another codebook, a wrong stage or default.
     """
 
     module: DistilledVAR
@@ -100,7 +97,6 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         return self.vq.codes
 
     def check_teacher(self, teacher: Any) -> None:
-        """Raise TypeError unless it is a VAR, ValueError unless it writes the same codes for the same classes."""
         if not isinstance(teacher, VARModel):
             raise TypeError(f"teacher must be a VAR; {self.facts.name} is the student of one")
         fields = ("scales", "classes", "codebook_size", "code_dim")
@@ -120,19 +116,15 @@ def load_distilled_var(
     second: int | None = None,
     split: int | None = None,
 ) -> DistilledVARModel:
-    """Read a student of VAR.
+    """Read a student of VAR. Raises CheckpointError or ValueError for wrong files, scales, sizes or stages.
 
     Args:
         source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file
             with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and
             optionally `second`, `split`, `vq` (the autoencoder's file) and `defaults` of requests.
         vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
-        scales, heads, dtype, device: as in `paradec.models.images.var.load_var`.
-        second, split: see `DistilledVARModel`.
-
-    Raises:
-        CheckpointError: no such file, other weights, scales that do not fit them, or no autoencoder. ValueError: a size
-            or stage out of its range.
+        scales, heads, dtype, device: as in `paradec.models.images.var.load_var`. second, split: see
+            `DistilledVARModel`.
     """
     nested = ("trainer.ema_parameters", *NESTED)
     parts = read_network(

@@ -14,16 +14,10 @@ DEFAULT_SIDE = 90
 
 
 class Emu3Model(TextToImageModel):
-    """The adapter of transformers' `Emu3ForConditionalGeneration`. The prompt ends with the picture's size in tokens,
-    as the model's processor writes it; the guidance branch reads the negative prompt, by default an empty one, in the
-    same form. After the last row come end of frame, end of image and end of text.
-
-    Args:
-        tokenizer: None takes prompts as ids alone.
-
-    Raises:
-        ValueError: a vocabulary that lacks a token which pictures need.
-    """
+    """The adapter of transformers' `Emu3ForConditionalGeneration`. The prompt ends with the picture's size in tokens;
+    the guidance branch reads the negative prompt, by default an empty one, in the same form. After the last row come
+    end of frame, image and text. Without a tokenizer prompts are ids. Raises ValueError for a vocabulary that lacks a
+    token."""
 
     defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
 

@@ -28,15 +28,8 @@ PREVIEW = 16
 
 @dataclass(frozen=True)
 class PreviewGrid(Grid):
-    """A small raster of `preview` rows and columns, then the large one of `height` and `width`. `codes` and `steps` are
-    the large one's.
-
-    Args:
-        preview: rows and columns of the small raster; (0, 0) has none.
-
-    Raises:
-        ValueError: an argument out of its range, or tokens beside the rasters.
-    """
+    """A small raster of `preview` rows and columns ((0, 0): none), then the large one of `height` and `width`. `codes`
+    and `steps` are the large one's. Raises ValueError for tokens beside the rasters."""
 
     preview: tuple[int, int] = field(default=(0, 0))
 
@@ -49,7 +42,6 @@ class PreviewGrid(Grid):
 
     @property
     def preview_length(self) -> int:
-        """Tokens of the small raster."""
         return self.preview[0] * self.preview[1]
 
     @property
@@ -84,7 +76,7 @@ def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], star
     """[len(row) + grid.length, 3] int64: time, row and column of every token of a prompt and its answer.
 
     A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at row
-    i and column j; what follows begins at p + max(rows, columns).
+    i and column j; the next token has p + max(rows, columns).
 
     Args:
         row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`.
@@ -104,24 +96,17 @@ def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], star
 
 
 def _raster(base: int, height: int, width: int) -> Tensor:
-    """[height * width, 3] int64: positions of a picture's cells."""
     cell = torch.arange(height * width)
     return torch.stack((torch.full_like(cell, base), base + cell // width, base + cell % width), 1)
 
 
 @dataclass(init=False, eq=False, repr=False)
 class GlmImageModel(TextToImageModel):
-    """The adapter of transformers' `GlmImageForConditionalGeneration`.
-
-    Its pictures are codes alone (`output_type="latent"`); `out.prior_token_ids` is what GlmImagePipeline takes. Only
-    codes are drawn, never an end token. There is no guidance. The adapter gives positions, and leaves the module's
-    table alone.
+    """The adapter of transformers' `GlmImageForConditionalGeneration`, without guidance. Its pictures are codes
+    (`output_type="latent"`); GlmImagePipeline takes `out.prior_token_ids`. An end token is never drawn.
 
     Args:
         tokenizer: the checkpoint's processor (`GlmImageProcessor`); None takes prompts as ids alone.
-
-    Raises:
-        ValueError: a codebook larger than what the output names.
     """
 
     _token_positions: Tensor | None = field(default=None, metadata=ROWS)
@@ -152,7 +137,6 @@ class GlmImageModel(TextToImageModel):
         return self.make_grid(large, small)
 
     def make_grid(self, large: tuple[int, int], small: tuple[int, int] | None) -> PreviewGrid:
-        """The grid of rasters with these rows and columns; `small` is None for an edit."""
         return PreviewGrid(*large, self.cells, preview=small or (0, 0))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
@@ -191,8 +175,7 @@ class GlmImageModel(TextToImageModel):
 
         Args:
             grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-            counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, from the
-                processor, or None.
+            counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, or None.
         """
         if pixels is None:
             return ids
@@ -241,8 +224,8 @@ class GlmImageModel(TextToImageModel):
 def load_glm_image(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> GlmImageModel:
-    """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`. Its
-    processor is read from there, or from `processor` beside it; without one prompts are ids. Raises CheckpointError."""
+    """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`, with
+    its processor there or in `processor` beside it, if any. Raises CheckpointError."""
     module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
     processor, path = None, os.fspath(source)
     for folder in (path, os.path.join(path, os.pardir, "processor")):

@@ -15,15 +15,13 @@ from paradec.core.checks import check_int, shown
 
 @dataclass(frozen=True)
 class Grid:
-    """The layout of everything that follows the prompt: `head`, then `height` rows of `width` image tokens, each closed
-    by `row_end` if given, then `tail`. Offsets count from the end of the prompt. Samplers write `head`, row ends and
-    `tail` as they are.
+    """The layout of everything after the prompt: `head`, then `height` rows of `width` image tokens, each closed by
+    `row_end` if given, then `tail`. Offsets count from the end of the prompt. Samplers write all but image tokens
+    unchanged.
 
     Args:
-        height, width: rows and columns of image tokens.
         cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
-        row_end: id after every row, or None.
-        head, tail: ids before the first row and after the last.
+        row_end: id after every row, or None. head, tail: ids before the first row and after the last.
 
     Raises:
         ValueError: an argument out of its range.
@@ -66,7 +64,6 @@ class Grid:
 
     @property
     def length(self) -> int:
-        """Tokens in all."""
         return len(self.head) + self.height * self.stride + len(self.tail)
 
     @cached_property
@@ -90,7 +87,7 @@ class Grid:
         return mask
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for tokens not in
+        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for ids not in
         `cells`."""
         cells = torch.tensor(self.cells, device=tokens.device)
         order = cells.argsort()

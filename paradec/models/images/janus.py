@@ -16,15 +16,11 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
 class JanusModel(TextToImageModel):
     """The adapter of transformers' `JanusForConditionalGeneration`. Samplers see image ids 0 to V - 1 unchanged and
-    text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding tokens for all but its
-    beginning of text and of image.
+    text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding for all but its beginning
+    of text and of image. Without a tokenizer prompts are ids.
 
     Args:
-        tokenizer: None takes prompts as ids alone.
         boi_token_id: the token before a picture; by default as generation_config says.
-
-    Raises:
-        ValueError: no such token known.
     """
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}

@@ -1,7 +1,6 @@
-"""LlamaGen: a Llama with two-dimensional rotary angles that writes the codes of a picture row by row.
+"""LlamaGen (Sun et al., arXiv 2406.06525): a Llama with two-dimensional rotary angles that writes codes row by row.
 
-Sun et al., "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation", arXiv 2406.06525. Parameter
-names are those of the published checkpoints. Unlike a plain Llama, the published code
+Parameter names are those of the published checkpoints. Unlike a plain Llama, the published code
 
 - rotates adjacent numbers of a head as pairs, half of them by the row and half by the column of the token's cell;
 - rotates condition tokens by zero in cosine and sine: their queries and keys vanish, and every query scores them 0;
@@ -57,8 +56,7 @@ class LlamaGenConfig:
         n_kv_head: heads of keys and values; as many as queries by default.
         ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
         grid: codes along one side of the square that it was trained on.
-        condition: "c2i" (a class label) or "t2i" (features of a caption).
-        num_classes: for c2i; label `num_classes` is the unconditional one.
+        condition: "c2i" (a class label; `num_classes` is unconditional) or "t2i" (features of a caption).
         caption_dim, caption_length: for t2i: width of a feature, and the most features of a caption.
     """
 
@@ -100,7 +98,6 @@ class LlamaGenConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the feed-forward."""
         return self.ffn_dim or self.multiple_of * math.ceil(int(8 * self.dim / 3) / self.multiple_of)
 
 
@@ -206,8 +203,8 @@ class LlamaGen(nn.Module):
         """Hidden states [R, Q, dim] before the output matrix.
 
         Args:
-            embeddings: [R, Q, dim].
-            cells: [R, Q] int64: the raster index of each token's cell; negative for condition tokens.
+            embeddings: [R, Q, dim]. cells: [R, Q] int64: the raster index of each token's cell; negative for the
+                condition.
             mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
             cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend over.
         """
@@ -223,8 +220,7 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Turns of pairs for the cells [R, Q]: complex [R, 1, Q, head_dim / 2] of length 1; 0 for condition tokens. Cells
-    after the last one have its."""
+    """Turns of pairs for cells [R, Q] (clamped): complex [R, 1, Q, head_dim / 2] of length 1; 0 for the condition."""
     table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
     return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
@@ -256,8 +252,7 @@ class LlamaGenModel(ImageModel):
     Args:
         vq: its VQ autoencoder; None gives tokens alone.
         text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None takes captions as features.
-        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where they differ from the published
-            ones.
+        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where not the published ones.
 
     Raises:
         ValueError: a codebook of another size than the network's vocabulary.
@@ -322,7 +317,6 @@ class LlamaGenModel(ImageModel):
         return ImageRequest(bound, exact_prompts(rows), exact_prompts(rows))
 
     def _features(self, captions: Any) -> list[Tensor]:
-        """Features [T, caption_dim] of every caption."""
         config = self.module.config
         if isinstance(captions, str) or (isinstance(captions, Sequence) and captions and isinstance(captions[0], str)):
             texts = [captions] if isinstance(captions, str) else list(captions)
@@ -346,8 +340,8 @@ class LlamaGenModel(ImageModel):
         return [torch.as_tensor(features).to(self.device, self.dtype) for features in captions]
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
-        """Features of captions in lower case, as in training; the rest of its cleaning (of links, file names and the
-        like, in captions from the web) is left out."""
+        """Features of captions in lower case, as in training, but without its other cleaning (links, file names and the
+        like)."""
         tokenizer, encoder = self.text_encoder
         tokens = tokenizer(
             [text.strip().lower() for text in texts],
@@ -412,29 +406,22 @@ def load_llamagen(
     grid: int | None = None,
     n_head: int | None = None,
 ) -> LlamaGenModel:
-    """Read a LlamaGen.
+    """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
 
     Args:
         source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
             (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
             decodes, `vq.safetensors`.
         vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
-        text_encoder: for t2i: a folder or hub id of the T5 encoder (flan-t5-xl) with safetensors, or (tokenizer,
-            encoder).
-        grid: codes along one side (16 for 256 pixels); read from the file's name (c2i_B_256.pt) when left out.
+        text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
+        grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
         n_head: heads; known from the width for the published sizes.
-
-    Raises:
-        CheckpointError: a file that is missing, corrupt, of another format, or does not say what is asked for here.
-            ValueError: a codebook of another size than the vocabulary.
     """
     return LlamaGenModel(*read_network(LLAMAGEN, source, vq, text_encoder, dtype, device, grid, n_head))
 
 
 @dataclass(frozen=True)
 class Format:
-    """The checkpoints of a network of LlamaGen's blocks."""
-
     name: str
     config: type[LlamaGenConfig]
     network: type[nn.Module]
@@ -501,7 +488,6 @@ def read_network(
 def _config(
     path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None, format: Format
 ) -> LlamaGenConfig:
-    """Read sizes from the shapes of a single file's weights."""
     try:
         vocab, dim = state["output.weight"].shape
         width = state["layers.0.attention.wqkv.weight"].shape[0]

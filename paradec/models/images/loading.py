@@ -43,26 +43,22 @@ MARKER_TENSORS = {
 }
 """The `model_type` of a single file, by a tensor that the types below lack."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
-"""Image models inside the package."""
 
 PACKAGED_PIPELINES = ("digits-dit",)
-"""Diffusion pipelines inside the package."""
 NOT_SIZES = ("model_type", "vq", "defaults")
 """Fields of a folder's config.json that are no sizes of the network."""
 
 
 def packaged_image(name: str) -> str:
-    """The folder of an image model inside the package."""
     return str(Path(str(importlib.resources.files("paradec"))) / "assets" / name)
 
 
 def find_files(source: str | os.PathLike[str], decoder: str, option: Any) -> tuple[str, Path, dict[str, Any], Any]:
-    """Find a network's files. Returns the name of the model, the file of its weights, the fields of config.json, and
-    the decoder or its file. Raises CheckpointError for a folder without a config.json.
+    """Find a network's files: name of the model, file of its weights, fields of config.json, and the decoder or its
+    file. Raises CheckpointError for a folder without a config.json.
 
     Args:
-        decoder: the field of config.json that names the file of the decoder, "vq" or "vae".
-        option: the decoder, or its file, that the caller named; None takes the folder's if there is one.
+        decoder: the field of config.json with the decoder's file, "vq" or "vae". option: the caller's decoder or file.
     """
     from paradec.models.checkpoint import read_json
 
@@ -117,14 +113,10 @@ def image_adapter(model_type: str) -> type[PictureModel]:
 
 
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
-    """Load an image model.
+    """Load an image model. Raises ValueError for an option that its family does not take.
 
     Args:
-        options: what the user gave beyond the arguments of every model.
-        common: dtype, device, revision; None, or what the family does not know, is left out.
-
-    Raises:
-        ValueError: an option that this family does not take; the message lists those it does.
+        options: the user's image options. common: dtype, device, revision, for families that take them.
     """
     loader = image_loader(model_type)
     assert loader is not None  # the caller asked

@@ -1,6 +1,5 @@
-"""LPD: a transformer that writes the codes of a picture in any order, group by group.
+"""LPD (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957): codes of a picture in any order, in groups.
 
-Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957.
 Parameter names are those of the published checkpoints. Inputs are tokens (or the class), and masks that ask for one,
 with positions; the caller decides what each sees.
 """
@@ -39,12 +38,9 @@ class LPDConfig:
     """Sizes of an LPD. Raises ValueError for one out of its range.
 
     Args:
-        dim, n_layer, n_head: width, layers, heads.
-        grid: codes along one side of a picture.
-        vocab_size: codes.
+        dim, n_layer, n_head: width, layers, heads. inner: width of the feed-forward; by default 4 dim.
+        grid: codes along one side of a picture. vocab_size: codes.
         num_classes: classes; the label `num_classes` is none of them (guidance).
-        inner: width of the feed-forward; by default 4 dim.
-        norm_eps: of all norms.
     """
 
     dim: int
@@ -130,8 +126,7 @@ class LPD(nn.Module):
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All groups at once, as in training: logits [B, S, V], float32 or wider; in place r those of cell `order[:,
-        r]`.
+        """All groups at once, as in training: logits [B, S, V], float32 or wider; place r is cell `order[:, r]`.
 
         Args:
             codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is no class.
@@ -222,7 +217,6 @@ class LPDModel(ImageModel):
         return super().begin(sampler, image_request, grid, request)
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`conditions`: class labels, an int or several."""
         self.refuse_negative_prompt(negative_prompt)
         classes = self.module.config.num_classes
         rows = [[self.blank_id + 1 + label] for label in labels_of(conditions, classes, num_images)]
@@ -277,7 +271,6 @@ class LPDModel(ImageModel):
 
 
 def _count(order: Any, cells: int) -> int:
-    """The number of groups in which an order decides `cells` cells; by default the usual number."""
     sizes = getattr(order, "sizes", None)
     if sizes is None:
         return len(group_sizes(cells))
@@ -297,7 +290,8 @@ def load_lpd(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> LPDModel:
-    """Read an LPD.
+    """Read an LPD. Raises CheckpointError for a wrong file or unknown heads, ValueError for a wrong argument or
+    codebook.
 
     Args:
         source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or
@@ -305,13 +299,9 @@ def load_lpd(
             requests) and `model.safetensors`.
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
-        grid: codes along one side, if other than the file's: its positions are resized, except the class's.
-        n_head: heads, which the weights do not tell; known from the width for the published models.
-        dtype: of the network's parameters; float32 by default, whatever the file's.
-
-    Raises:
-        CheckpointError: a file that is missing, corrupt, of another format or size, or does not tell the heads.
-            ValueError: an argument out of its range, or a codebook of another size.
+        grid: codes along one side, to which the file's positions are resized.
+        n_head: heads; known from the width for the published models.
+        dtype: of the network's parameters; float32 by default.
     """
     if preset is not None:
         check_choice("preset", preset, PRESETS)
@@ -343,7 +333,6 @@ def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
 def _config(
     path: Path, weights: Mapping[str, Tensor], preset: str | None, fields: Mapping[str, Any], n_head: int | None
 ) -> LPDConfig:
-    """Sizes of the weights, overridden by a preset or config.json."""
     try:
         codes, dim = weights["token_emb.weight"].shape
         positions = weights["pos_embed"].shape[1] - 1
@@ -372,10 +361,8 @@ def _config(
 
 def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
     """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask, 0
-    where nothing is asked. W' is the most slots of the query's rows.
-
-    A token sees the tokens of its own rank and below, a query those below and itself. Keys and values are written at
-    ranks.
+    where nothing is asked. W' is the most slots of the query's rows. A token sees tokens up to its rank, a query those
+    below and itself. Keys and values are written at ranks.
 
     Args:
         module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`.

@@ -1,8 +1,7 @@
-"""MAR: a masked autoencoder over continuous image tokens, with a diffusion head that draws each token.
+"""MAR (Li et al., arXiv 2406.11838): a masked autoencoder over continuous image tokens, drawn by a diffusion head.
 
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Parameter names are those of
-the published checkpoints. Encoder and decoder run over any subset of the positions, with keys and values of the rest
-from an earlier evaluation (ReCAP, arXiv 2505.19089).
+Parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with
+keys and values of the rest from an earlier evaluation (ReCAP, arXiv 2505.19089).
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ class MAR(nn.Module):
 
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
-        classes: number of classes; the label `classes` is no class (the unconditional branch of guidance).
+        classes: the label `classes` is no class (the unconditional branch of guidance).
         buffer: class tokens before the image's.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
-        eps: of the blocks' norms; the published models have 1e-6.
-        decoder_depth: of the decoder, where that is not the encoder's `depth`.
+        eps: of the blocks' norms. decoder_depth: by default `depth`.
     """
 
     def __init__(
@@ -110,8 +108,7 @@ class MAR(nn.Module):
 
         Args:
             tokens: [R, N, channels]. positions: [R, N] int64, in the image, row by row. labels: [R] int64.
-            past: keys and values of other tokens, which are attended to as well.
-            buffer: whether the class tokens are evaluated, before the others.
+            past: keys and values of other tokens to attend to. buffer: whether the class tokens are evaluated, first.
         """
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + positions]
@@ -130,8 +127,7 @@ class MAR(nn.Module):
 
         Args:
             encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, their indices in `positions`.
-            positions: [R, M] int64, in the image; those that are not encoded are masks.
-            past, buffer: as `encode`.
+            positions: [R, M] int64, in the image; those without a token are masks. past, buffer: as `encode`.
         """
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
@@ -154,7 +150,6 @@ class GroupStore:
         self.computed: Keys = []
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Add keys and values of a layer; return all that its columns attend to."""
         self.computed.append((key, value))
         if self.past is None:
             return key, value
@@ -174,14 +169,12 @@ def run(blocks: nn.ModuleList, x: Tensor, past: Keys | None) -> tuple[Tensor, Ke
 
 @dataclass(frozen=True)
 class MARFacts:
-    """Facts of the model, for messages."""
-
     name: str
     classes: int
 
 
 class MARModel(PictureModel, Adapter):
-    """The adapter of a `MAR`, which is put into evaluation mode.
+    """The adapter of a `MAR`.
 
     Args:
         vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
@@ -218,7 +211,6 @@ class MARModel(PictureModel, Adapter):
         self.defaults = merge_defaults({"steps": min(64, module.positions), "guidance_scale": 1.0}, defaults)
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
-        """Evaluate one query."""
         with self.evaluating():
             return self._answer(query)
 
@@ -284,8 +276,8 @@ class MARModel(PictureModel, Adapter):
         return self.image(tokens)
 
     def image(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, positions, channels] as the latent [B, channels, side, side] that the VAE decodes (divide by its
-        scale, 0.2325 for KL-16)."""
+        """Tokens [B, positions, channels] -> the VAE's latent [B, channels, side, side], times its scale (0.2325 for
+        KL-16)."""
         return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
@@ -307,19 +299,16 @@ def load_mar(
     **sizes: Any,
 ) -> MARModel:
     """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
-    "model_ema", where it has them).
+    "model_ema", where it has them). Raises CheckpointError for wrong files, ValueError for a wrong preset or size.
 
     Args:
         source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
             VAE's file, and "defaults" of requests).
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
-        heads: of encoder and decoder, which the weights do not tell; known from the width for the published models.
+        heads: of encoder and decoder; known from the width for the published models.
         dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
         sizes: of `MAR`, instead of the preset's or the weights'.
-
-    Raises:
-        ValueError: an unknown preset or size. CheckpointError: no such file, or other weights than expected.
     """
     if preset is not None:
         check_choice("preset", preset, PRESETS)

@@ -1,5 +1,5 @@
-"""The multi-scale VQ autoencoder (VAR; Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture as a
-pyramid of code maps, each of which adds what the coarser ones left. One autoencoder serves any list of scales."""
+"""The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture as
+a pyramid of code maps, each the residual of the coarser ones. One autoencoder serves any list of scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ CONVOLUTIONS = 4
 PUBLISHED_SCALES = {256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
 """Sides of the code maps of the published models, by the side of their pictures in pixels."""
 UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
-"""Counts of the training in published files."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,8 @@ class MultiScaleCodebook(Codebook):
 
 
 class MultiScaleVQ(nn.Module):
-    """The autoencoder, or its decoding half (`config.encoder=False`).
-
-    A feature map f [B, C, s, s] is the sum over scales of smoothed, upsampled code maps. Scales are the sides of these
-    maps, ascending; the last is s.
-    """
+    """The autoencoder, or its decoding half (`config.encoder=False`). A feature map f [B, C, s, s] is the sum over
+    scales of smoothed, upsampled code maps. Scales are the sides of these maps, ascending; the last is s."""
 
     def __init__(self, config: MultiScaleVQConfig):
         super().__init__()
@@ -132,8 +128,8 @@ class MultiScaleVQ(nn.Module):
         return self.quantise(self.features(images), scales)
 
     def inputs(self, codes: Tensor, scales: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales but the first
-        [B, L - 1, C] (less the last ones where codes end earlier), and the features [B, C, s, s]."""
+        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales but the first [B, L - 1, C]
+        (fewer where codes end earlier), and the features [B, C, s, s]."""
         features = codes.new_zeros(len(codes), codes.shape[-1], scales[-1], scales[-1])
         outputs, begin = [], 0
         for index, side in enumerate(scales):
@@ -178,14 +174,12 @@ def check_scales(scales: Sequence[int]) -> None:
 def load_multi_scale_vq(
     source: str | os.PathLike[str], config: MultiScaleVQConfig | None = None, norm_groups: int | None = None
 ) -> MultiScaleVQ:
-    """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names.
+    """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names. Raises CheckpointError for a
+    wrong file.
 
     Args:
-        config: sizes; None takes those that the weights tell.
-        norm_groups: of the group norms, which the weights do not tell; None is the safetensors metadata's, or 32.
-
-    Raises:
-        CheckpointError: no such file, or weights that do not fit.
+        config: sizes; None takes those of the weights.
+        norm_groups: of the group norms; None is the safetensors metadata's, or 32.
     """
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
@@ -218,8 +212,8 @@ def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_sizes(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
-    """The sizes that weights (in the names of `MultiScaleVQ`) tell. Raises KeyError where a tensor is missing,
-    ValueError for sizes out of their range."""
+    """The sizes of weights in the names of `MultiScaleVQ`. Raises KeyError for a missing tensor, ValueError for a wrong
+    size."""
     size, dim = state["quantize.embedding.weight"].shape
     return MultiScaleVQConfig(
         codebook_size=size,

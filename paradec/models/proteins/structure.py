@@ -19,11 +19,9 @@ LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 ATOMS = ("N", "CA", "C", "O")
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
 NAMES = dict(zip(RESIDUES.split(), LETTERS, strict=False))
-"""Letters by the names of residues in files."""
 MODIFIED = ("ASX", "CSO", "GLX", "HIP", "HSD", "HSE", "HSP", "MSE", "PTR", "SEC", "SEP", "TPO", "XAA", "XLE")
 """Modified residues, which files list among the ligands (HETATM). They read as X."""
 WATER = ("HOH", "DOD", "WAT", "H2O", "OH2", "TIP", "TIP2", "TIP3", "TIP4")
-"""Names of water in files. Water is not a ligand."""
 ELEMENTS = (
     *"H HE LI BE B C N O F NE NA MG AL SI P S CL AR K CA SC TI V CR MN FE CO NI CU ZN GA GE AS SE BR KR".split(),
     *"RB SR Y ZR NB MO TC RU RH PD AG CD IN SN SB TE I XE CS BA LA CE PR ND PM SM EU GD TB DY HO ER TM YB LU".split(),
@@ -41,14 +39,12 @@ class Structure:
 
     Args:
         coordinates: [L, 4, 3] float: of N, CA, C and O, in angstrom; NaN where an atom is missing.
-        sequence: L letters of `LETTERS`, the residues of the file ("-" for those that are not known reads as "X").
-        chains: L labels, the chain of each residue.
-        numbers: L residue numbers, as the file has them; a number may be repeated (insertion codes).
-        name: for messages.
+        sequence: L letters of `LETTERS` ("-" reads as "X").
+        chains, numbers: L labels and residue numbers of the file; numbers may be repeated (insertion codes).
         atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
         elements: A symbols of `ELEMENTS`, theirs.
         membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
-            with a label for the whole protein 1 (transmembrane) or 0 for all. An integer is all residues' label.
+            with one label, 1 (transmembrane) or 0 for all. An integer is all residues' label.
 
     Raises:
         ValueError, TypeError: parts that do not fit each other; the message names them.
@@ -144,15 +140,8 @@ class Structure:
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Ties of a homo-oligomer, for `DesignRules`: the residues, from 0, with a number that at least two of the
-        chains have.
-
-        Args:
-            chains: the copies; None takes all chains.
-
-        Raises:
-            ValueError: no such chain, or chains without a number in common.
-        """
+        """Ties of a homo-oligomer, for `DesignRules`: residues, from 0, with a number that at least two chains (by
+        default of all) have. Raises ValueError for an unknown chain, or no number in common."""
         selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
@@ -178,14 +167,12 @@ class Structure:
 def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
     """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3).
 
-    Of several models the first is taken, of alternative locations the first of each atom. Atoms of occupancy 0 count as
+    Of several models, and of alternative locations of an atom, the first is taken. Atoms of occupancy 0 count as
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); others of
-    the four atoms may be missing. Names beyond the twenty amino acids read as X. Everything else but water and hydrogen
-    is context: ligands, metals, nucleic acids. An atom without an element has the one that its name begins with; atoms
-    of unknown elements are left out.
+    the four atoms may be missing. Unknown names read as X. Everything else but water and hydrogen is context: ligands,
+    metals, nucleic acids. An atom without an element has that of its name; unknown elements are left out.
 
     Args:
-        source: the file.
         chains: labels of the chains to read, in the file's order; None reads all.
 
     Raises:
@@ -241,7 +228,6 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
 
 
 def _read_element(line: str) -> str:
-    """Read an atom's element; without one, the first two columns of its name tell it."""
     if symbol := line[76:78].strip():
         return symbol.upper()
     name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()

@@ -1,8 +1,8 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
-A causal encoder reads final tokens and leaves its keys and values; a bidirectional decoder reads these, and a canvas of
-tokens without masks. Both share their weights but for a scalar per layer and the decoder's self-conditioning: the
-embeddings of the tokens that the last step expected. Logits row i predicts token i.
+A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these, and a canvas of tokens
+without masks. Both share their weights but for a scalar per layer and the decoder's self-conditioning: the expected
+embeddings of the last step. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
     Args:
-        facts, tokenizer, default_max_new_tokens: as in `Model`.
         denoising: the checkpoint's values in place of `DEFAULTS`.
         processor: a transformers processor, for prompts with images; only stored.
     """
@@ -71,12 +70,11 @@ class DiffusionGemmaModel(Model):
 
     @property
     def soft_dtype(self) -> torch.dtype:
-        """The dtype of soft embeddings."""
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
         """An empty store of `rows` rows and `length` final positions. Raises ValueError beyond `max_memory` or the
-        device."""
+        device's."""
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
         config = self.text_config
@@ -86,14 +84,12 @@ class DiffusionGemmaModel(Model):
         return CanvasStore(rows, length, self.device, windows)
 
     def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
-        """The embeddings of each row's image tokens, in reading order: [N, D] of each row, None where it has none.
+        """The embeddings of each row's image tokens, in reading order: [N, D], None where it has none. Raises
+        ValueError for other images than the prompts' image tokens.
 
         Args:
             rows: prompts' ids, with an image token for each soft token of an image.
             pixel_values, image_position_ids: from the model's processor, all images in the order of the rows.
-
-        Raises:
-            ValueError: other images than the prompts have image tokens for.
         """
         token = self.module.config.image_token_id
         counts = [row.count(token) for row in rows]
@@ -118,8 +114,7 @@ class DiffusionGemmaModel(Model):
 
     @torch.no_grad()
     def soften(self, logits: Tensor) -> Tensor:
-        """The expected embedding under softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
-        and the distribution are rounded to the embedding's dtype."""
+        """The expected embedding under softmax(logits), rounded as in transformers: [..., V] -> [..., D]."""
         embedding = self.module.model.decoder.embed_tokens
         weight = embedding.weight
         distribution = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
@@ -209,8 +204,8 @@ class DiffusionGemmaModel(Model):
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def _same_image(self, query: CanvasQuery) -> Tensor:
-        """[R, Q, Q] bool: columns of one image, which see each other where the checkpoint was trained so. Rows with
-        images are encoded from position 0."""
+        """[R, Q, Q] bool: columns of one image, which see each other in models with "vision". Rows start at position
+        0."""
         is_image = self._image_tokens(query)
         if self.text_config.use_bidirectional_attention != "vision":
             is_image = torch.zeros_like(is_image)
@@ -220,8 +215,8 @@ class DiffusionGemmaModel(Model):
 
 
 def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The values of `DEFAULTS` that a generation config's fields state (`sampler_config` holds the entropy bound).
-    Raises CheckpointError for a value out of its range, or a sampler of another kind."""
+    """Values of `DEFAULTS` in a generation config (`sampler_config` has the entropy bound). Raises CheckpointError for
+    a wrong value or sampler."""
     values = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     sampler = generation.get("sampler_config")
     if sampler is not None:
@@ -244,7 +239,6 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
 
 
 def check_module(module: Any, source: str) -> None:
-    """Raise CheckpointError for a module whose configuration is not supported."""
     text = module.config.get_text_config()
     if text.use_bidirectional_attention == "all":
         raise CheckpointError(
@@ -270,8 +264,8 @@ def adapt_module(
     max_length: int | None = None,
     processor: Any = None,
 ) -> DiffusionGemmaModel:
-    """A model around a `DiffusionGemmaForBlockDiffusion`; what is not given is read from its generation config. Raises
-    CheckpointError for an unsupported module, or values out of their range."""
+    """A model around a `DiffusionGemmaForBlockDiffusion`, by default with its generation config's values. Raises
+    CheckpointError for an unsupported module or value."""
     check_module(module, name)
     generation = module.generation_config.to_dict()
     text = module.config.get_text_config()
@@ -308,7 +302,7 @@ def load_diffusion_gemma(
     **options: Any,
 ) -> DiffusionGemmaModel:
     """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out. Raises
-    CheckpointError for files that cannot be read, weights that do not fit, values out of their range."""
+    CheckpointError for files that cannot be read, wrong weights or values."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)
@@ -342,7 +336,6 @@ def load_diffusion_gemma(
 
 
 def _read_processor(cls: Any, source: str, revision: str | None) -> Any:
-    """A tokenizer or processor, or None where the checkpoint ships none that can be read here."""
     from paradec.models.checkpoint import fetch
 
     if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json")):

@@ -16,10 +16,7 @@ FAST_DLLM_V2 = Family(
     mask_token="|<MASK>|",
     qwen2_tokenizer=True,
 )
-"""Fast-dLLM v2 (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B; Wu et al., arXiv 2509.26328) on transformers' Qwen2.
-
-Qwen2.5's blocks and names; logits row i - 1 predicts token i. Attention is block-causal over blocks of 32 counted from
-position 0, so the logits of a block's first token are in the complete block before it. The public `generate` writes
-that token as the argmax; here it is a candidate like the others of its block. Its inner blocks of 8 are
-`block_length=8`.
-"""
+"""Fast-dLLM v2 (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B; Wu et al., arXiv 2509.26328): Qwen2.5's blocks and
+names; logits row i - 1 predicts token i; block-causal over blocks of 32 counted from position 0. The public `generate`
+writes a block's first token as the argmax; here it is a candidate like the others. Its inner blocks of 8 are
+`block_length=8`."""

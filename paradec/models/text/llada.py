@@ -1,8 +1,8 @@
-"""LLaDA checkpoints (GSAI-ML/LLaDA-8B, LLaDA-1.5, iLLaDA-8B and kin) on transformers' Llama.
+"""LLaDA checkpoints (GSAI-ML/LLaDA-8B, LLaDA-1.5, iLLaDA-8B and kin; Nie et al., arXiv 2502.09992) on transformers'
+Llama.
 
 A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`
-projects down; the model's own `ff_out` is the output matrix. Attention is bidirectional, logits row i predicts token i.
-Nie et al., "Large language diffusion models", arXiv 2502.09992.
+projects down; the model's own `ff_out` is the output matrix. Bidirectional; logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ KEY_MAPPING = {
     r"^model\.transformer\.blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
 }
-"""Checkpoint names -> Llama names, for `from_pretrained(key_mapping=...)` (one group per pattern is all it takes)."""
+"""Checkpoint names -> Llama names (`from_pretrained(key_mapping=...)` takes one group per pattern)."""
 
-ONLY = {
+SUPPORTED = {
     "block_type": ("llama",),
     "block_group_size": (1, None),
     "layer_norm_type": ("rms",),
@@ -64,7 +64,7 @@ CLASS_DEFAULTS = {
     "layer_norm_type": "default",
     "rope": False,
 }
-"""The published configuration class's defaults that differ from `ONLY`."""
+"""The published configuration class's defaults that differ from `SUPPORTED`."""
 
 REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 
@@ -75,7 +75,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
 
     require_fields(config, REQUIRED)
     # defaults of the published configuration class that differ from Llama's are refused, not assumed
-    check_supported({**CLASS_DEFAULTS, **config}, ONLY)
+    check_supported({**CLASS_DEFAULTS, **config}, SUPPORTED)
     hidden, layers, heads = (read_positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
     if hidden % heads:
         raise CheckpointError(f"config.json: d_model={hidden} is not a multiple of n_heads={heads}")
@@ -103,7 +103,6 @@ def llama_config(config: Mapping[str, Any]) -> Any:
 
 
 def _embedding_size(config: Mapping[str, Any]) -> int:
-    """Rows of the embedding and of the output matrix: `embedding_size`, or `vocab_size` where that is null."""
     vocab = read_positive(config, "vocab_size")
     if config.get("embedding_size") is None:
         return vocab

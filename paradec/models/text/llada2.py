@@ -1,10 +1,10 @@
 """LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and kin) on transformers' Glm4Moe.
 
-A mixture of experts with other names, and one matrix for queries, keys and values, which is split where it is read
-(`paradec.models.text.llada2_modules`). Attention is block-causal over blocks of 32 counted from position 0, logits row
-i predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names,
-and "levenshtein" (2.2), which also chooses experts for whole blocks (the same file).
-Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676.
+Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. A mixture of experts with other names, and one
+matrix for queries, keys and values, which is split where it is read (`paradec.models.text.llada2_modules`).
+Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
+"threshold" (2.0), "editing" (2.1) and "levenshtein" (2.2, which also chooses experts for whole blocks), with presets of
+these names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
 """Published names, all trained with blocks of 32; their config.json does not say it."""
 BLOCK_NAME = "block_length"
 
-ONLY = {
+SUPPORTED = {
     "hidden_act": ("silu",),
     "use_qk_norm": (True, None),
     "use_qkv_bias": (False, None),
@@ -57,7 +57,6 @@ ONLY = {
     "moe_router_enable_expert_bias": (True, None),
     "router_dtype": ("fp32", None),
 }
-"""Fields that would change the maths, and the values that the published code follows."""
 CAPACITY = "expert_capacity"
 """The number of experts per block in LLaDA2.2, which also states the block, as `BLOCK_SIZE`."""
 BLOCK_SIZE = "block_size"
@@ -78,13 +77,13 @@ REQUIRED = (
 
 
 def glm4_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Glm4MoeConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported
-    fields."""
+    """The `Glm4MoeConfig` of a `config.json`. Raises CheckpointError for a missing, inconsistent or unsupported
+    field."""
     from transformers import Glm4MoeConfig
 
     if not config.get("num_key_value_heads"):
         config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
-    fields = read_shared_fields(config, REQUIRED, ONLY, is_fully_rotated=False)
+    fields = read_shared_fields(config, REQUIRED, SUPPORTED, is_fully_rotated=False)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
@@ -110,7 +109,6 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def _rotated_share(config: Mapping[str, Any], width: int) -> float:
-    """The rotated fraction of a head of this width."""
     factor = read_positive(config, "partial_rotary_factor")
     rotated = int(width * factor)
     if factor > 1 or rotated < 2 or rotated % 2:
@@ -127,7 +125,6 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
 
 
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Build Glm4Moe's routing fields."""
     num_experts, top_k = experts_per_token(config)
     # norm_topk_prob: as the published code does it
     fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": top_k > 1}
@@ -149,7 +146,6 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
-    """Build the routing fields of block routing, without groups of experts."""
     capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
     if not top_k <= capacity <= num_experts:
         raise CheckpointError(
@@ -168,7 +164,6 @@ def published_block(config: Mapping[str, Any], source: str) -> int | None:
 
 
 def reader() -> type:
-    """The class that reads the published files."""
     from paradec.models.text.llada2_modules import register_reader
 
     return register_reader(FUSED)

@@ -1,10 +1,8 @@
 """LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers choose for blocks.
 
-Imported with such a checkpoint, since it imports the model's code. `register_checkpoint_conversion_mapping` goes by the
-name of a class: a subclass reads the files, so that the conversion of other models stays unchanged.
-
-LLaDA2.2: each expert of a layer has the largest score that any position of a block gives it, and every position takes
-its experts from the `capacity` best.
+Imported with such a checkpoint, since it imports the model's code. transformers finds conversions by the name of a
+class: a subclass reads the files. LLaDA2.2: an expert has the largest score that any position of a block gives it, and
+every position takes its experts from the `capacity` best.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from paradec.models.decoder import Decoder
 
 
 class SplitRows(ConversionOps):
-    """Cut one matrix into several, with the row counts of the module's parameters. (Newer transformers than 5.18 have
-    such an operation.)"""
+    """Cut one matrix into several, with the row counts of the module's parameters."""
 
     @torch.no_grad()
     def convert(
@@ -52,8 +49,7 @@ class SplitRows(ConversionOps):
 
 
 class LLaDA2MoeReader(Glm4MoeForCausalLM):
-    """Glm4Moe under another name, with routers of the dtype that is loaded: transformers 5.24 reads routers as float32,
-    which would round a float64 file, and change a saved bfloat16 file."""
+    """Glm4Moe under another name, with routers of the loaded dtype (transformers 5.24 reads routers as float32)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -81,8 +77,7 @@ class BlockRouter(Glm4MoeTopkRouter):
     capacity: int
     block: int
     blocks: tuple[Tensor, Tensor | None] | None = None
-    """[R, Q] int64 and bool: the blocks of a call's columns, and which are no padding; None: whole rows from position
-    0."""
+    """[R, Q] int64 and bool: the blocks of a call's columns, and which are valid; None: whole rows from position 0."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, length = hidden_states.shape[:2]

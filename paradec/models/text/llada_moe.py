@@ -1,8 +1,7 @@
-"""LLaDA-MoE checkpoints (inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct) on transformers' Qwen3Moe.
+"""LLaDA-MoE checkpoints (inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct; Zhu et al., arXiv 2509.24389) on Qwen3Moe.
 
-Their `model_type` is "llada", as that of the dense LLaDA: the architecture tells them apart. Same blocks and names as
-Qwen3-MoE, with the probabilities of the chosen experts taken as they are. Attention is bidirectional, logits row i
-predicts token i. Zhu et al., "LLaDA-MoE", arXiv 2509.24389.
+Their `model_type` is "llada": the architecture tells them from the dense LLaDA. Qwen3-MoE's blocks and names, with the
+probabilities of the chosen experts not normalised. Bidirectional; logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
-ONLY = {
+SUPPORTED = {
     "hidden_act": ("silu",),
     "qk_layernorm": (True,),
     "attention_bias": (False, None),
@@ -30,8 +29,7 @@ ONLY = {
     "router_num_group": (None,),
     "router_topk_group": (None,),
 }
-"""Fields that would change the maths, and the values that the published code and Qwen3Moe compute. The published code
-reads the last five and follows none of them."""
+"""Fields that change the maths, and the supported values. (The published code reads and ignores the last five.)"""
 
 REQUIRED = (*REQUIRED_SIZES, "qk_layernorm", "num_experts", "num_experts_per_tok", "expert_intermediate_size")
 
@@ -44,11 +42,11 @@ def is_llada_moe(config: Mapping[str, Any]) -> bool:
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3MoeConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported
-    fields."""
+    """The `Qwen3MoeConfig` of a `config.json`. Raises CheckpointError for a missing, inconsistent or unsupported
+    field."""
     from transformers import Qwen3MoeConfig
 
-    fields = read_shared_fields(config, REQUIRED, ONLY)
+    fields = read_shared_fields(config, REQUIRED, SUPPORTED)
     layers = fields["num_hidden_layers"]
     check_supported(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
     num_experts, top_k = experts_per_token(config)
@@ -70,7 +68,6 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """The layers without experts: those whose entry in `moe_layer_freq` is 0. An absent list means none."""
     frequency = config.get("moe_layer_freq")
     if frequency is None:
         return []

@@ -10,10 +10,9 @@ from paradec.models.checkpoint import CheckpointError, check_supported, read_fla
 from paradec.models.family import read_shared_fields
 from paradec.models.rotary import rope_parameters
 
-ONLY = {"hidden_act": ("silu",), "use_sliding_window": (False, None), "use_mrope": (False, None)}
-"""Fields that change the maths, and the values that are supported."""
+SUPPORTED = {"hidden_act": ("silu",), "use_sliding_window": (False, None), "use_mrope": (False, None)}
 
-ONLY_QWEN3 = {"attention_bias": (False, None)}
+SUPPORTED_QWEN3 = {"attention_bias": (False, None)}
 
 REQUIRED_SIZES = (
     "hidden_size",
@@ -24,7 +23,6 @@ REQUIRED_SIZES = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-"""Required fields of mixtures of experts and of dense models."""
 
 REQUIRED = (*REQUIRED_SIZES, "intermediate_size")
 """The class defaults are wrong for the published 7B, so nothing is filled in."""
@@ -34,11 +32,10 @@ REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen2Config` of a config.json of Qwen2's fields, not causal. Raises CheckpointError for unsupported
-    fields."""
+    """The `Qwen2Config` of a config.json of Qwen2's fields. Raises CheckpointError for unsupported fields."""
     from transformers import Qwen2Config
 
-    fields = _fields(config, REQUIRED, ONLY)
+    fields = _fields(config, REQUIRED, SUPPORTED)
     check_supported(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
     del fields["head_dim"]
     return Qwen2Config(**fields)
@@ -48,14 +45,14 @@ def qwen3_config(config: Mapping[str, Any]) -> Any:
     """As `qwen2_config`, a `Qwen3Config`: a stated head width, norms on queries and keys, no biases."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), ONLY | ONLY_QWEN3), attention_bias=False)
+    return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), SUPPORTED | SUPPORTED_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     """As `qwen2_config`, a `Qwen3MoeConfig`: layers of experts, of which a few are chosen for each token."""
     from transformers import Qwen3MoeConfig
 
-    fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), ONLY | ONLY_QWEN3)
+    fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), SUPPORTED | SUPPORTED_QWEN3)
     layers = fields["num_hidden_layers"]
     num_experts, top_k = experts_per_token(config)
     dense = config.get("mlp_only_layers") or []
@@ -84,7 +81,6 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _fields(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that the three configurations share."""
     fields, layers = read_shared_fields(config, required, only), config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
         raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")

@@ -1,10 +1,9 @@
 """SDAR and TraDo (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3, and SDAR's mixtures
 of experts (JetLM/SDAR-30B-A3B-Chat and kin) on Qwen3Moe.
 
-Logits row i predicts token i. Attention is block-causal over blocks counted from position 0, so that a prompt's last
-block may hold the first undecided positions; the last block is decoded whole and cut. Cheng et al., "SDAR", arXiv
-2510.06303; Wang et al., "Revolutionizing reinforcement learning framework for diffusion large language models" (TraDo),
-arXiv 2509.06949.
+Cheng et al., "SDAR", arXiv 2510.06303; Wang et al. (TraDo), arXiv 2509.06949. Block-causal over blocks counted from
+position 0, so that a prompt's last block may have the first undecided positions; the last block is decoded whole and
+cut. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of a published name."""
     match = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
     return None if match is None else int(match.group(1) or 4)
 
@@ -56,4 +54,3 @@ FAMILY = Family(
     qwen2_tokenizer=True,
 )
 FAMILY_MOE = replace(FAMILY, module="Qwen3MoeForCausalLM", config=qwen3_moe_config, experts=True)
-"""The mixtures of experts; all else is as in the dense ones."""

@@ -1,8 +1,8 @@
-"""Stable-DiffCoder checkpoints (ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct) on transformers' Llama.
+"""Stable-DiffCoder (ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; Fan et al., arXiv 2601.15892) on transformers'
+Llama.
 
-Their `model_type` is "llama": the architecture tells them from a Llama. Same blocks and names; logits row i predicts
-token i, attention is block-causal over blocks counted from position 0, of 4 in the published code. Fan et al.,
-"Stable-DiffCoder", arXiv 2601.15892.
+Their `model_type` is "llama": the architecture tells them from a Llama. Llama's blocks and names; logits row i predicts
+token i, attention is block-causal over blocks of 4 counted from position 0.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED
 
-ONLY = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
-"""Fields that change the maths, and the values that are supported."""
+SUPPORTED = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
 PUBLISHED = re.compile(r"Stable-DiffCoder-8B-(?:Base|Instruct)")
 """Published names; their config.json does not say the block."""
 BLOCK_NAME = "block_length"
@@ -35,7 +34,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        **read_shared_fields(config, REQUIRED, ONLY),
+        **read_shared_fields(config, REQUIRED, SUPPORTED),
         intermediate_size=read_positive(config, "intermediate_size"),
         rope_parameters=rope_parameters(config),
         attention_bias=False,
@@ -44,7 +43,6 @@ def llama_config(config: Mapping[str, Any]) -> Any:
 
 
 def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    """4 for a published name."""
     return None if PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None else 4
 
 
