@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.text_files import read_json, write_json
-from paradec.integrations.diffusers.hooks.session import Session, transformers_of
-from paradec.integrations.diffusers.hooks.transformer import guidance_of
+from paradec.integrations.diffusers.hooks.session import Session, find_transformers
+from paradec.integrations.diffusers.hooks.transformer import read_guidance
 from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
 from paradec.samplers.forecast.methods import sampler_from
 from paradec.samplers.forecast.refresh import Every
@@ -129,21 +129,21 @@ def tune_steps(
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
-    settings: Forecast = method.general()
+    settings: Forecast = method.to_forecast()
     sampler = replace(settings, when=None, where=settings.where or "module")
     with Session(pipe, replace(sampler, when=(0,))):  # whatever is wrong with the pipeline is an error now
         pass
     work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
     work.begin(budget, runs, seed)
-    even, found = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
-    bound = {name: work.schedule(steps) for name, steps in (("even", even), ("found", found))}
+    even, found_steps = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
+    bound = {name: work.schedule(steps) for name, steps in (("even", even), ("found", found_steps))}
     errors = {
         name: {"choose": work.errors(schedule.steps, choosing), "report": work.errors(schedule.steps, reporting)}
         for name, schedule in bound.items()
     }
     looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
-    found_it = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
-    return replace(found_it, sampler=replace(sampler, when=found_it.schedule))
+    result = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
+    return replace(result, sampler=replace(sampler, when=result.schedule))
 
 
 def _check(
@@ -152,25 +152,25 @@ def _check(
     """The seeds of both halves. Raises: as `tune_steps`."""
     if not hasattr(pipe, "scheduler"):
         raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler tells the steps")
-    transformers_of(pipe)
+    find_transformers(pipe)
     check_int("budget", budget, low=1)
     check_int("runs", runs, low=0)
     check_int("seed", seed, low=0)
     if not isinstance(sampler, FeatureForecast):
         raise TypeError(f"sampler={shown(sampler)} forecasts nothing; give a paradec.Forecast or its name")
-    if (when := sampler.general().when) not in (None, Every()):
+    if (when := sampler.to_forecast().when) not in (None, Every()):
         raise ValueError(f"sampler has when={shown(when)}, which says when to evaluate already")
-    found: list[tuple[int, ...]] = []
-    for name, given in (("seeds", seeds), ("report", report)):
-        begin = max(found[0]) + 1 if found else 0
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            for entry in given:
+    seed_sets: list[tuple[int, ...]] = []
+    for name, value in (("seeds", seeds), ("report", report)):
+        first_seed = max(seed_sets[0]) + 1 if seed_sets else 0
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            for entry in value:
                 check_int(name, entry, low=0)
         else:
-            check_int(name, given, low=1)
-            given = range(begin, begin + given)
-        found.append(tuple(given))
-    choosing, reporting = found
+            check_int(name, value, low=1)
+            value = range(first_seed, first_seed + value)
+        seed_sets.append(tuple(value))
+    choosing, reporting = seed_sets
     if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
         raise ValueError(
             f"seeds={shown(seeds)}, report={shown(report)}: give one seed that chooses and two that report, each once"
@@ -196,19 +196,22 @@ class _Work:
 
     def begin(self, budget: int, runs: int, seed: int) -> None:
         """Make the full runs, and read the study."""
-        there = read_json(self.study) if self.study is not None and self.study.exists() else None
-        if there is not None and there.get("schema") != SCHEMA:
+        saved = read_json(self.study) if self.study is not None and self.study.exists() else None
+        if saved is not None and saved.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
         for each in (*self.choosing, *self.reporting):
-            seen = self._final(each, None)
-            for what, before, now in (("steps", self.total, seen.count), ("guidance", self.guidance, seen.guidance)):
-                if self.full and before != now:
-                    raise ValueError(f"run: one run has {before} {what}, another {now}")
-            self.total, self.guidance = seen.count, seen.guidance
-            self.full[each] = seen.latent, float((seen.latent - seen.noise).norm())
+            latents = self._final(each, None)
+            for fact, expected, current in (
+                ("steps", self.total, latents.count),
+                ("guidance", self.guidance, latents.guidance),
+            ):
+                if self.full and expected != current:
+                    raise ValueError(f"run: one run has {expected} {fact}, another {current}")
+            self.total, self.guidance = latents.count, latents.guidance
+            self.full[each] = latents.latent, float((latents.latent - latents.noise).norm())
         if budget > self.total:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
-        transformer = next(iter(transformers_of(self.pipe).values()))
+        transformer = next(iter(find_transformers(self.pipe).values()))
         if self.guidance is None:
             warnings.warn(
                 "run: no pipeline's call tells its guidance scale, so that these steps will be taken for any; use them "
@@ -223,10 +226,10 @@ class _Work:
             "sampler": self.sampler.to_dict(),
             "noise": [round(self.full[each][1], 3) for each in self.choosing],
         }
-        if there is not None:
-            if (difference := differs(there["setup"], self.setup)) is not None:
+        if saved is not None:
+            if (difference := differs(saved["setup"], self.setup)) is not None:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
-            for steps, row in there["errors"]:
+            for steps, row in saved["errors"]:
                 self.known[tuple(steps)] = {each: error for each, error in row}
         self.most = (runs + 3) * len(self.choosing)
 
@@ -253,23 +256,23 @@ class _Work:
         """|x - full| / |full - noise| of one run."""
         row = self.known.setdefault(steps, {})
         if seed not in row:
-            seen, (full, away) = self._final(seed, steps), self.full[seed]
-            if seen.count != self.total:
-                raise ValueError(f"run: one run has {self.total} steps, another {seen.count}")
-            row[seed] = float((seen.latent - full).norm()) / max(away, 1e-12)
+            latents, (full, distance) = self._final(seed, steps), self.full[seed]
+            if latents.count != self.total:
+                raise ValueError(f"run: one run has {self.total} steps, another {latents.count}")
+            row[seed] = float((latents.latent - full).norm()) / max(distance, 1e-12)
         return row[seed]
 
     def _final(self, seed: int, steps: Steps | None) -> _Latents:
         """Record one run; steps of None are the full run."""
-        with _Latents(self.pipe) as seen:
+        with _Latents(self.pipe) as latents:
             if steps is None:
                 self.run(seed)
             else:
                 with Session(self.pipe, replace(self.sampler, when=steps)):
                     self.run(seed)
-        if not seen.count:
+        if not latents.count:
             raise ValueError("run: no step of the pipeline's scheduler was made")
-        return seen
+        return latents
 
     def _keep(self, steps: Steps) -> None:
         """Write the study and report the progress."""
@@ -277,8 +280,8 @@ class _Work:
             errors = [[list(steps), sorted(row.items())] for steps, row in self.known.items()]
             write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
         if self.progress is not None:
-            done = sum(len(row) for row in self.known.values())
-            self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, done / self.most))
+            num_done = sum(len(row) for row in self.known.values())
+            self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.most))
 
 
 class _Latents:
@@ -292,13 +295,13 @@ class _Latents:
         self.guidance: float | None = None
 
     def __enter__(self) -> _Latents:
-        inner = self.scheduler.step
+        original_step = self.scheduler.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             sample = kwargs["sample"] if "sample" in kwargs else args[2]
-            output = inner(*args, **kwargs)
+            output = original_step(*args, **kwargs)
             if not self.count:
-                self.noise, self.guidance = sample.detach().double().cpu(), guidance_of(self.pipe)
+                self.noise, self.guidance = sample.detach().double().cpu(), read_guidance(self.pipe)
             self.latent = (output[0] if isinstance(output, tuple) else output.prev_sample).detach().double().cpu()
             self.count += 1
             return output

@@ -99,7 +99,7 @@ def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -
 
 
 def bubbling_union(
-    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], count: int = 3
+    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], num_modules: int = 3
 ) -> dict[str, list[int]]:
     """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
 
@@ -111,9 +111,9 @@ def bubbling_union(
     """
     names = list(steps)
     united = {name: sorted(set(steps[name])) for name in names}
-    if count < 2:
+    if num_modules < 2:
         return united
-    for name in sorted(names, key=lambda name: -errors[name])[:count]:
+    for name in sorted(names, key=lambda name: -errors[name])[:num_modules]:
         later = [other for other in names[names.index(name) :] if other in feed_forward]
         united[name] = sorted(set(steps[name]).union(*(steps[other] for other in later)))
     return united

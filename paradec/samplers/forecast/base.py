@@ -44,7 +44,7 @@ class ForecastState(State):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.course = RunProgress(total=self.total)
+        self.run_progress = RunProgress(total=self.total)
         self.input = self._model_input()
 
     @property
@@ -57,7 +57,7 @@ class ForecastState(State):
 
     @property
     def index(self) -> int:
-        return self.course.index
+        return self.run_progress.index
 
     @property
     def total(self) -> int:
@@ -77,7 +77,7 @@ class ForecastState(State):
         options = {} if self.generator is None else {"generator": self.generator}
         timestep = self.scheduler.timesteps[self.index]
         self.latent = self.scheduler.step(output, timestep, self.latent, return_dict=False, **options)[0]
-        self.course.finished(full)
+        self.run_progress.finish_step(full)
         self.input = self._model_input()
 
     def _model_input(self) -> Tensor:
@@ -89,33 +89,33 @@ class ForecastState(State):
 
 @dataclass(frozen=True)
 class FeatureForecast(Sampler):
-    """Base of the samplers that forecast by a rule and a basis. A subclass implements `general`."""
+    """Base of the samplers that forecast by a rule and a basis. A subclass implements `to_forecast`."""
 
     family: ClassVar[str] = "forecast"
     models: ClassVar[tuple[str, ...]] = ("latent",)
 
-    def general(self) -> Any:
+    def to_forecast(self) -> Any:
         """The sampler as a `forecast.Forecast`."""
         raise NotImplementedError
 
     @cached_property
     def rule(self) -> Rule:
         """When to evaluate."""
-        rule: Any = self.general().when
+        rule: Any = self.to_forecast().when
         return rule or Every()
 
     @cached_property
     def forecaster(self) -> Basis:
         """How to forecast."""
-        settings = self.general()
+        settings = self.to_forecast()
         basis: Any = settings.how or BASES[self.rule.how]()
         return replace(basis, guard=self.rule.guard, order=basis.order if settings.order is None else settings.order)
 
-    def evaluates(self, course: RunProgress) -> bool:
+    def evaluates(self, progress: RunProgress) -> bool:
         """Whether the model is evaluated at the next step of a run, or forecast."""
         # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
         assert isinstance(self.rule, StepRule)
-        return not course.nodes or self.rule.is_full(course)
+        return not progress.nodes or self.rule.is_full(progress)
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
@@ -183,11 +183,11 @@ class FeatureForecast(Sampler):
         return state
 
     def _check_output_only(self) -> None:
-        rule, settings = self.rule, self.general()
-        within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
-        within = within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
+        rule, settings = self.rule, self.to_forecast()
+        is_within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
+        is_within = is_within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
         where = settings.where or rule.where
-        inside = {"max_memory": settings.max_memory, "when": rule if within else None}
+        inside = {"max_memory": settings.max_memory, "when": rule if is_within else None}
         for setting, value in {**inside, "where": None if where == "output" else where}.items():
             if value is not None:
                 raise ValueError(
@@ -197,7 +197,7 @@ class FeatureForecast(Sampler):
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
         """The whole model on all rows, or nothing where the output is forecast."""
-        if not self.evaluates(state.course):
+        if not self.evaluates(state.run_progress):
             return []
         branches = 1 if state.guidance_scale == 1.0 else 2
         return [
@@ -238,7 +238,7 @@ class FeatureForecast(Sampler):
         if full:
             message = f"the model returned NaN or infinite values for row {{row}} at step {state.index}"
             check_finite(proposal.values.flatten(1).isfinite().all(1), proposal.rows, message)
-        history, basis, index, before = state.history, self.forecaster, state.index, state.input
+        history, basis, index, latent = state.history, self.forecaster, state.index, state.input
         if full:
             history = basis.update(history, proposal.values, index)
         elif basis.rolls:
@@ -251,7 +251,7 @@ class FeatureForecast(Sampler):
             state.memory["history"] = pad(tensors, (0, 0) * (tensors.ndim - 2) + (0, missing))
             state.notes = {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
         if not state.done and isinstance(self.rule, StepRule):
-            self.rule.changed(state.course, before, state.input)
+            self.rule.observe_change(state.run_progress, latent, state.input)
         state.count(proposal.cost)
         state.commits += 1
         return Commit(proposal.rows, state.latent, kind=proposal.kind)
@@ -266,21 +266,21 @@ def _generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> An
         raise ValueError(f"seed has {len(seeds)} entries for {len(latent)} rows; give one int, or one per row")
     for entry in seeds:
         check_int("seed", entry.item() if isinstance(entry, Tensor) else entry, low=0, high=2**63 - 1, none=True)
-    owners = generator if isinstance(generator, list) else [generator] * len(latent)
-    if not all(owner is None or isinstance(owner, torch.Generator) for owner in owners):
+    generators = generator if isinstance(generator, list) else [generator] * len(latent)
+    if not all(owner is None or isinstance(owner, torch.Generator) for owner in generators):
         raise ValueError(f"generator={generator!r} must be a torch.Generator, or a list of them")
-    if len(owners) != len(latent):
-        raise ValueError(f"generator has {len(owners)} entries for {len(latent)} rows; give one, or one per row")
+    if len(generators) != len(latent):
+        raise ValueError(f"generator has {len(generators)} entries for {len(latent)} rows; give one, or one per row")
     if "generator" not in inspect.signature(scheduler.step).parameters:
         return None
     if generator is not None:
         return generator
     if None in seeds:
-        drawn = int(torch.randint(2**63 - 1, (1,)))
-        seeds = [drawn if entry is None else entry for entry in seeds]
+        seed_drawn = int(torch.randint(2**63 - 1, (1,)))
+        seeds = [seed_drawn if entry is None else entry for entry in seeds]
     digests = [hashlib.blake2b(row.double().cpu().numpy().tobytes(), digest_size=8).digest() for row in latent]
     keys = row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
-    made = [torch.Generator(latent.device) for _ in keys]
-    for owner, (low, high) in zip(made, keys.tolist(), strict=True):
+    row_generators = [torch.Generator(latent.device) for _ in keys]
+    for owner, (low, high) in zip(row_generators, keys.tolist(), strict=True):
         owner.manual_seed(low | (high & 0x7FFFFFFF) << 32)
-    return made
+    return row_generators

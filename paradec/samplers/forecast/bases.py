@@ -232,10 +232,10 @@ class DMD(Basis):
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         spacing = nodes[0] - nodes[1] if len(nodes) > 1 else 0
-        even = 1
-        while even < min(len(nodes), self.window) and nodes[even - 1] - nodes[even] == spacing:
-            even += 1
-        if even < 4:
+        num_even = 1
+        while num_even < min(len(nodes), self.window) and nodes[num_even - 1] - nodes[num_even] == spacing:
+            num_even += 1
+        if num_even < 4:
             level, factors = list(tensors), [tensors[0]]  # backward differences
             while len(factors) <= self.order and len(level) > 1:
                 level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
@@ -243,9 +243,9 @@ class DMD(Basis):
             weights = hermite_weights(step - nodes[0], self.sigma, len(factors))
             weighted = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
             return sum(weighted[1:], start=weighted[0])
-        rows = torch.stack(tensors[:even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
-        ahead = (step - nodes[0]) / spacing
-        return torch.stack([mode_forecast(row, ahead) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
+        rows = torch.stack(tensors[:num_even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
+        distance = (step - nodes[0]) / spacing
+        return torch.stack([mode_forecast(row, distance) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
 
 
 def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:

@@ -77,7 +77,7 @@ class Forecast(FeatureForecast):
         if watch is not None and isinstance(where, Modules):
             raise ValueError(f"watch={watch!r} does not go with modules by patterns; leave one out")
 
-    def general(self) -> Forecast:
+    def to_forecast(self) -> Forecast:
         return self
 
 

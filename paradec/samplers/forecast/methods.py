@@ -84,7 +84,7 @@ class TaylorSeer(FeatureForecast):
         object.__setattr__(self, "where", where_from(self.where))
         object.__setattr__(self, "max_memory", read_bytes(self.max_memory))
 
-    def general(self) -> Forecast:
+    def to_forecast(self) -> Forecast:
         when = Every(self.interval, self.first_enhance)
         return Forecast(when, Taylor(self.order), self.where, max_memory=self.max_memory)
 
@@ -167,22 +167,22 @@ SETTINGS = {
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """The sampler or rule of a name, perhaps with settings: "taylorseer(interval=3)". Raises ValueError otherwise."""
     name, in_text = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    spelt = {key.replace("_", ""): key for key in METHODS}
+    spellings = {key.replace("_", ""): key for key in METHODS}
     plain = name.lower().replace("_", "").replace("-", "")
     if plain in NAMES:
         raise ValueError(f"sampler={name!r} is called {NAMES[plain]!r} here")
-    if plain not in spelt:
+    if plain not in spellings:
         raise ValueError(unknown_name("sampler", name, METHODS))
     settings = {**in_text, **settings}
-    make, kind = METHODS[spelt[plain]], spelt[plain]
+    make, kind = METHODS[spellings[plain]], spellings[plain]
     if make is not ReCAP:  # which checks its settings itself
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
             allowed = [field.name for field in fields(make)]
         for key in settings:
-            ours = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
-            if key not in allowed and ours is not None:
-                raise ValueError(f"{kind} has no setting {key!r}; it is called {ours!r} here")
+            name_here = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
+            if key not in allowed and name_here is not None:
+                raise ValueError(f"{kind} has no setting {key!r}; it is called {name_here!r} here")
             if key not in allowed:
                 raise ValueError(unknown_name(f"setting of {kind}", key, allowed))
     return make(**settings)

@@ -41,7 +41,7 @@ class RunProgress:
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self.memory.values() if isinstance(value, Tensor))
 
-    def finished(self, full: bool) -> None:
+    def finish_step(self, full: bool) -> None:
         """Go on to the next step."""
         if full:
             self.nodes = (self.index, *self.nodes)[:2]
@@ -68,7 +68,7 @@ class Rule:
 
     name: ClassVar[str] = ""
     measures: ClassVar[bool] = False
-    """Whether `StepRule.changed` reads how the input changes."""
+    """Whether `StepRule.observe_change` reads how the input changes."""
     from_input: ClassVar[bool] = False
     """Whether the forecast is how the transformer's output differs from its input, with no other `where`."""
     counted: ClassVar[str] = ""
@@ -116,14 +116,14 @@ class Rule:
 class StepRule(Rule):
     """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
 
-    def is_full(self, course: RunProgress) -> bool:
-        """Whether the next step is evaluated; `changed` has been called for it."""
+    def is_full(self, progress: RunProgress) -> bool:
+        """Whether the next step is evaluated; `observe_change` has been called for it."""
         raise NotImplementedError
 
-    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
+    def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
         """Record how the watched input [B, ...] changed from one step to the next."""
 
-    def evaluated(self, course: RunProgress, latent: Tensor, output: Tensor) -> None:
+    def observe_output(self, progress: RunProgress, latent: Tensor, output: Tensor) -> None:
         """Record the transformer's input and output, both [B, ...], of the call that decided for its step."""
 
 
@@ -154,7 +154,7 @@ class Probe(Rule):
         """Blocks that are evaluated at every step, after what is forecast."""
         return 0
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         """Whether the blocks after the probe are evaluated in this call, which is true if `forced`.
 
         first: [B, ...] hidden states before the first block. probe: after the probe; None without one.
@@ -172,11 +172,11 @@ class Probe(Rule):
         """
         return ()
 
-    def forecast_at(self, state: RunProgress) -> float:
+    def forecast_at(self, progress: RunProgress) -> float:
         """The step for which the residual is forecast in this call."""
-        return state.index
+        return progress.index
 
-    def evaluated(self, state: RunProgress, residual: Tensor) -> None:
+    def observe_residual(self, progress: RunProgress, residual: Tensor) -> None:
         """Record what the evaluated blocks added to the hidden states [B, ...]."""
 
 
@@ -209,12 +209,12 @@ class Every(StepRule):
     def guard(self) -> int:
         return super().guard if self.style == "reference" else -1
 
-    def is_full(self, course: RunProgress) -> bool:
-        if course.index < self.first_enhance or (self.full_after is not None and course.index >= self.full_after):
+    def is_full(self, progress: RunProgress) -> bool:
+        if progress.index < self.first_enhance or (self.full_after is not None and progress.index >= self.full_after):
             return True
         offset = 1 if self.style == "reference" else -1
-        interval = self.interval or (2 if course.total is not None and course.total <= FEW_STEPS else 5)
-        return (course.index - self.first_enhance + offset) % interval == 0
+        interval = self.interval or (2 if progress.total is not None and progress.total <= FEW_STEPS else 5)
+        return (progress.index - self.first_enhance + offset) % interval == 0
 
 
 @dataclass(frozen=True)
@@ -245,15 +245,15 @@ class Verification(StepRule):
         super().__post_init__()
         check_at_most("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
 
-    def is_full(self, course: RunProgress) -> bool:
-        if course.forecasts == 0:
+    def is_full(self, progress: RunProgress) -> bool:
+        if progress.forecasts == 0:
             return False
-        if course.index < self.first_enhance or course.forecasts >= self.max_forecasts:
+        if progress.index < self.first_enhance or progress.forecasts >= self.max_forecasts:
             return True
-        if course.error is None or course.forecasts < self.min_forecasts:
+        if progress.error is None or progress.forecasts < self.min_forecasts:
             return False
-        progress = (course.index - 1) / course.total if course.total else 0.0
-        return course.error > max(self.base_threshold * self.decay_rate**progress, 0.1)
+        share = (progress.index - 1) / progress.total if progress.total else 0.0
+        return progress.error > max(self.base_threshold * self.decay_rate**share, 0.1)
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ class AccumulatedChange(StepRule):
             )
         return []
 
-    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        course.change += self.rescale(relative_change(now, before))
+    def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
+        progress.change += self.rescale(relative_change(now, before))
 
     def rescale(self, change: float) -> float:
         """The polynomial of one step's change."""
@@ -313,10 +313,10 @@ class AccumulatedChange(StepRule):
             total = total * change + coefficient
         return total
 
-    def is_full(self, course: RunProgress) -> bool:
-        late = self.last_steps and course.index >= (course.total or 0) - self.last_steps
-        bound = self.max_forecasts is not None and course.forecasts >= self.max_forecasts
-        return bool(course.index < self.first_enhance or late or bound or course.change >= self.threshold)
+    def is_full(self, progress: RunProgress) -> bool:
+        late = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
+        bound = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
+        return bool(progress.index < self.first_enhance or late or bound or progress.change >= self.threshold)
 
 
 class SavedAsJson:

@@ -42,13 +42,13 @@ class FirstBlock(Probe):
     name = "first_block"
     head = 1
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
         residual = (probe - first).detach()
-        full = forced or state.index < self.first_enhance or self.threshold == 0
-        full = full or relative_change(residual, state.memory["residual"]) > self.threshold
+        full = forced or progress.index < self.first_enhance or self.threshold == 0
+        full = full or relative_change(residual, progress.memory["residual"]) > self.threshold
         if full:
-            state.memory["residual"] = residual
+            progress.memory["residual"] = residual
         return full
 
 
@@ -85,20 +85,20 @@ class DBCache(Probe):
     def tail(self) -> int:
         return self.Bn_compute_blocks
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
         residual, threshold = (probe - first).detach(), self.residual_diff_threshold
         full = (
             forced
-            or state.index < self.max_warmup_steps
-            or 0 <= self.max_cached_steps <= state.skips
-            or 0 <= self.max_continuous_cached_steps <= state.forecasts
+            or progress.index < self.max_warmup_steps
+            or 0 <= self.max_cached_steps <= progress.skips
+            or 0 <= self.max_continuous_cached_steps <= progress.forecasts
             or threshold == 0
         )
         if not full and threshold < 1:
-            full = not relative_change(residual, state.memory["residual"]) < threshold
+            full = not relative_change(residual, progress.memory["residual"]) < threshold
         if full:
-            state.memory["residual"] = residual
+            progress.memory["residual"] = residual
         return full
 
 
@@ -147,20 +147,20 @@ class DiCache(Probe):
     def head(self) -> int:
         return self.probe_depth
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
-        memory, total = state.memory, self.num_inference_steps or state.total or 0
+        memory, total = progress.memory, self.num_inference_steps or progress.total or 0
         residual = (probe - first).detach()
         if not forced:
             change = relative_change(probe, memory["probe"])
             if self.error == "delta_minus":
                 change = abs(change - relative_change(first, memory["first"]))
-            state.change += change
+            progress.change += change
         full = (
             forced
-            or state.index < int(self.retention_ratio * total)
-            or state.index == total - 1
-            or not state.change < self.threshold  # also where it is no number
+            or progress.index < int(self.retention_ratio * total)
+            or progress.index == total - 1
+            or not progress.change < self.threshold  # also where it is no number
         )
         if full:
             # the first evaluation is also used as the one before it, so that memory is known from then on
@@ -168,15 +168,15 @@ class DiCache(Probe):
         else:
             before, latest = memory["before"], memory["latest"]
             gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
-            state.product = float(gain.clamp(*GAIN))
+            progress.product = float(gain.clamp(*GAIN))
         memory["probe"] = probe.detach().clone()  # the next block may write into it
         if self.error == "delta_minus":
             memory["first"] = first.detach()
         return full
 
-    def forecast_at(self, state: RunProgress) -> float:
-        latest, *before = state.nodes
-        return latest + (state.product - 1.0) * (latest - before[0]) if before else latest
+    def forecast_at(self, progress: RunProgress) -> float:
+        latest, *before = progress.nodes
+        return latest + (progress.product - 1.0) * (latest - before[0]) if before else latest
 
 
 @dataclass(frozen=True)
@@ -267,16 +267,16 @@ class MagCache(Probe):
         object.__setattr__(self, "mag_ratios", MagRatios.from_dict(self.mag_ratios))
         super().__post_init__()
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert self.mag_ratios is not None
-        total = self.num_inference_steps or state.total or len(self.mag_ratios.values)
-        begin = 0 if self.num_inference_steps else state.first
-        if state.index < int(self.retention_ratio * total + 0.5):
+        total = self.num_inference_steps or progress.total or len(self.mag_ratios.values)
+        begin = 0 if self.num_inference_steps else progress.first
+        if progress.index < int(self.retention_ratio * total + 0.5):
             return True
         ratios = self.mag_ratios.at(total + begin)[begin:]
-        state.product *= ratios[state.index] if state.index < total else 1.0
-        state.change += abs(1.0 - state.product)
-        return forced or state.change > self.threshold or state.forecasts >= self.max_skip_steps
+        progress.product *= ratios[progress.index] if progress.index < total else 1.0
+        progress.change += abs(1.0 - progress.product)
+        return forced or progress.change > self.threshold or progress.forecasts >= self.max_skip_steps
 
     def to_dict(self) -> dict[str, Any]:
         assert self.mag_ratios is not None
@@ -348,26 +348,29 @@ class SeaCache(Probe):
             )
         return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        assert state.latent is not None
-        now, before = filtered(state.latent.detach(), state.level, self.power_exp), state.memory.get("filtered")
-        state.memory["filtered"] = now
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert progress.latent is not None
+        now, before = (
+            filter_latent(progress.latent.detach(), progress.level, self.power_exp),
+            progress.memory.get("filtered"),
+        )
+        progress.memory["filtered"] = now
         full = (
             forced
             or before is None
-            or state.index < self.retention_steps
-            or state.index >= (state.total or 0) - self.cache_end_steps
-            or 0 < self.max_consecutive_cached <= state.forecasts
+            or progress.index < self.retention_steps
+            or progress.index >= (progress.total or 0) - self.cache_end_steps
+            or 0 < self.max_consecutive_cached <= progress.forecasts
         )
         if not full:
             assert before is not None
             rows = list(zip(now, before, strict=True))
-            state.change += sum(relative_change(new, old) for new, old in rows) / len(rows)
-            full = not state.change < self.threshold  # also where it is no number
+            progress.change += sum(relative_change(new, old) for new, old in rows) / len(rows)
+            full = not progress.change < self.threshold  # also where it is no number
         return full
 
 
-def filtered(latent: Tensor, level: float, power: float) -> Tensor:
+def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
     """A latent [B, C, ...] of 1 - s parts picture and s parts noise, through the filter that leaves the picture.
 
     Over every axis after the channels the gain is a S / (a^2 S + s^2) with a = 1 - s and S = 1 / |f|^power; the gains
@@ -383,11 +386,11 @@ def filtered(latent: Tensor, level: float, power: float) -> Tensor:
     for length in latent.shape[2:]:
         frequencies = torch.fft.fftfreq(length, device=latent.device)
         spectrum = 1 / (frequencies.abs() ** power + TINY)
-        along = clean * spectrum / (clean**2 * spectrum + noise**2 + TINY)
-        gain = gain.unsqueeze(-1) * along
+        axis_gain = clean * spectrum / (clean**2 * spectrum + noise**2 + TINY)
+        gain = gain.unsqueeze(-1) * axis_gain
     axes = tuple(range(2, latent.ndim))
-    picture = torch.fft.ifftn(torch.fft.fftn(latent.float(), dim=axes) * (gain / gain.mean()), dim=axes)
-    return picture.real.to(latent.dtype)
+    filtered = torch.fft.ifftn(torch.fft.fftn(latent.float(), dim=axes) * (gain / gain.mean()), dim=axes)
+    return filtered.real.to(latent.dtype)
 
 
 @dataclass(frozen=True)
@@ -419,26 +422,26 @@ class EasyCache(StepRule):
     from_input = True
     counted = "the last step"
 
-    def is_full(self, course: RunProgress) -> bool:
-        last = (self.num_inference_steps or course.total or 0) - 1
-        if course.index < self.ret_steps or course.index == last or "rate" not in course.memory:
+    def is_full(self, progress: RunProgress) -> bool:
+        last = (self.num_inference_steps or progress.total or 0) - 1
+        if progress.index < self.ret_steps or progress.index == last or "rate" not in progress.memory:
             return True
-        return not course.change < self.threshold  # also where it is no number
+        return not progress.change < self.threshold  # also where it is no number
 
-    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        memory = course.memory
+    def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
+        memory = progress.memory
         if "rate" in memory:
-            course.change += memory["rate"] * float((now - before).abs().mean()) / memory["size"]
+            progress.change += memory["rate"] * float((now - before).abs().mean()) / memory["size"]
 
-    def evaluated(self, course: RunProgress, latent: Tensor, output: Tensor) -> None:
+    def observe_output(self, progress: RunProgress, latent: Tensor, output: Tensor) -> None:
         if latent.shape != output.shape:
             raise ValueError(
                 f"when='easycache' forecasts how the output differs from the input, and the transformer is given "
                 f"{tuple(latent.shape)} and returns {tuple(output.shape)}; use another rule"
             )
-        memory = course.memory
+        memory = progress.memory
         if "output" in memory:
-            moved = (latent - memory["input"]).abs().mean().clamp(min=1e-12)
-            memory["rate"] = float((output - memory["output"]).abs().mean() / moved)
+            change = (latent - memory["input"]).abs().mean().clamp(min=1e-12)
+            memory["rate"] = float((output - memory["output"]).abs().mean() / change)
         size = float(output.abs().mean().clamp(min=1e-12))
         memory |= {"input": latent, "output": output.detach().clone(), "size": size}

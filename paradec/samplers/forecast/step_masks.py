@@ -69,9 +69,9 @@ class StepMask(StepRule):
         step_mask(self.mask, total)
         return []
 
-    def is_full(self, course: RunProgress) -> bool:
-        assert course.total is not None
-        return course.index in step_mask(self.mask, course.total)
+    def is_full(self, progress: RunProgress) -> bool:
+        assert progress.total is not None
+        return progress.index in step_mask(self.mask, progress.total)
 
 
 @lru_cache(maxsize=64)
@@ -102,10 +102,10 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
 def _stretch(full: list[int], skipped: list[int], steps: int) -> None:
     """Lengthen the runs in turn, each by half of its share of the new length, until there are at least `steps`."""
     half = steps / (sum(full) + sum(skipped)) * 0.5
-    grown = [(runs, i, max(int(runs[i] * half), 1)) for i in range(len(skipped)) for runs in (full, skipped)]
-    grown.append((full, len(full) - 1, 1))
+    increments = [(runs, i, max(int(runs[i] * half), 1)) for i in range(len(skipped)) for runs in (full, skipped)]
+    increments.append((full, len(full) - 1, 1))
     while True:
-        for runs, i, more in grown:
+        for runs, i, more in increments:
             runs[i] += more
             if sum(full) + sum(skipped) >= steps:
                 return

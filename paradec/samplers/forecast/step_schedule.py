@@ -49,8 +49,8 @@ class StepSchedule(SavedAsJson, StepRule):
             raise ValueError(f"when={shown(self.steps)} must be ascending steps that begin with 0, each once")
         object.__setattr__(self, "steps", steps)
 
-    def is_full(self, course: RunProgress) -> bool:
-        return course.index in self.steps
+    def is_full(self, progress: RunProgress) -> bool:
+        return progress.index in self.steps
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         kind = None if scheduler is None else type(scheduler).__name__

@@ -40,7 +40,7 @@ import paradec
 from paradec import Forecast, TaylorSeer, accelerate
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks import bac
-from paradec.integrations.diffusers.hooks.blocks import places
+from paradec.integrations.diffusers.hooks.blocks import find_places
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
@@ -221,7 +221,7 @@ def test_transformers(name: str) -> None:
                 ends[order, basis] = denoise(module, inputs, 5)
             report = session.report()
             assert [call.kind for call in report.calls] == ["full", "full", "forecast", "forecast", "full"]
-            hooked = len(places(module, target))
+            hooked = len(find_places(module, target))
             assert {call.evaluated + call.forecast for call in report.calls} == {hooked}
         assert torch.equal(ends[0, "taylor"], ends[3, "reuse"])
         assert not torch.equal(ends[1, "taylor"], ends[0, "taylor"])
@@ -247,7 +247,7 @@ BRANCHES = {
 def test_modules_are_the_papers(name: str) -> None:
     """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
     module, inputs = tiny_transformer(name)
-    found = places(module, "module")
+    found = find_places(module, "module")
     assert {place.name.split(".")[-1] for place in found} == BRANCHES[name]
     singles = {place.block for place in found if place.name.endswith("proj_out")}
     assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
@@ -573,7 +573,7 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     before = attributes(flux.transformer)
     schedule = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=3)
     assert attributes(flux.transformer) == before and not {"step", "set_timesteps"} & set(vars(flux.scheduler))
-    names = [place.name for place in places(flux.transformer, "module") if place.kind == "forecast"]
+    names = [place.name for place in find_places(flux.transformer, "module") if place.kind == "forecast"]
     assert [name for name, _ in schedule.modules] == names and schedule.steps == 16
     alone = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
     assert {len(steps) for steps in alone.values()} == {5}

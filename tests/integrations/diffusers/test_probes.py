@@ -319,7 +319,7 @@ def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float)
     for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
         state.index = index
         full = rule.is_full(state, first, first + added, forced)
-        state.finished(full)
+        state.finish_step(full)
         assert full == forced
     assert rule.forecast_at(state) == pytest.approx(step)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 import paradec
 from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, accelerate
-from paradec.integrations.diffusers.hooks.blocks import residual_blocks
+from paradec.integrations.diffusers.hooks.blocks import find_blocks
 from paradec.integrations.diffusers.hooks.memory import estimate
-from paradec.integrations.diffusers.hooks.transformer import unpacked
+from paradec.integrations.diffusers.hooks.transformer import unpack_latent
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast import rules
 
@@ -71,12 +71,12 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
     with replay(f"seacache, case {number}"):
         seen: list[Tensor] = []
 
-        def observe(*arguments: Any, filtered: Any = rules.filtered) -> Tensor:
+        def observe(*arguments: Any, filtered: Any = rules.filter_latent) -> Tensor:
             seen.append(filtered(*arguments))
             return seen[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(rules, "filtered", observe)
+            patch.setattr(rules, "filter_latent", observe)
             with accelerate(wan, SeaCache(**case["config"])) as session:
                 latents = recorded(wan, number)
         branches = len(seen) // case["steps"]
@@ -198,7 +198,7 @@ def test_seacache_is_refused(wan: Any) -> None:
     # a picture of 2 x 1 cells and one of 1 x 2 beside it, as FLUX Kontext gives them, are no picture of 2 x 2
     two = {"img_ids": torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]), "hidden_states": torch.randn(1, 4, 4)}
     with pytest.raises(ValueError, match=r"FluxPipeline gives its transformer cells in one row, .*\(1, 4, 4\)"):
-        unpacked(flux_pipeline(), (), two)
+        unpack_latent(flux_pipeline(), (), two)
     conditioned, _ = loop_pipeline("Wan")
     conditioned.transformer.register_to_config(in_channels=36)
     with pytest.raises(ValueError, match="given 36 channels and returns 4"):
@@ -219,9 +219,9 @@ def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
 
     @dataclass(frozen=True)
     class Noted(SeaCache):
-        def is_full(self, state: Any, *rest: Any) -> bool:
-            levels.append(state.level)
-            return super().is_full(state, *rest)
+        def is_full(self, progress: Any, *rest: Any) -> bool:
+            levels.append(progress.level)
+            return super().is_full(progress, *rest)
 
     for rule in (
         Noted(1e9, max_consecutive_cached=0),
@@ -284,7 +284,7 @@ def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
             latent = pipe(inputs, 14, calls)
             assert torch.equal(pipe(inputs, 14, calls), latent)
         expected, full = by_hand(pipe, inputs, 14, calls, threshold, kept)
-        assert full_steps(session) == [full] * calls and session.transformers[0].course.memory == {}
+        assert full_steps(session) == [full] * calls and session.transformers[0].run_progress.memory == {}
         torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
         found.add(tuple(full))
     assert len(found) > 3 and (0, 1, 13) in found, found
@@ -324,16 +324,16 @@ class Written(AccumulatedChange):
 
     seen: list = field(default_factory=list, compare=False)
 
-    def changed(self, course: Any, before: Tensor, now: Tensor) -> None:
+    def observe_change(self, progress: Any, before: Tensor, now: Tensor) -> None:
         self.seen.append((now - before).double().abs().sum().item())
-        super().changed(course, before, now)
+        super().observe_change(progress, before, now)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
     module, inputs = tiny_transformer(name)
-    first = next(iter(residual_blocks(module).values()))
+    first = next(iter(find_blocks(module).values()))
 
     def seen(watch: str | None, target: str) -> list[float]:
         rule = Written(1e-9, watch=watch)

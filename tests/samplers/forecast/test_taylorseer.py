@@ -236,13 +236,13 @@ def test_a_feature_of_another_shape_starts_anew() -> None:
 
 def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
     """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
-    course, full = RunProgress(total), []
+    progress, full = RunProgress(total), []
     for index in range(total):
-        course.change += sampler.when.rescale(change) if isinstance(sampler.when, AccumulatedChange) else 0
-        evaluated = sampler.evaluates(course)
+        progress.change += sampler.when.rescale(change) if isinstance(sampler.when, AccumulatedChange) else 0
+        evaluated = sampler.evaluates(progress)
         if not evaluated:
-            course.error = error
-        course.finished(evaluated)
+            progress.error = error
+        progress.finish_step(evaluated)
         full += [index] * evaluated
     return full
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.core.checks import check_choice, check_int
-from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, places
+from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, find_places
 from paradec.integrations.diffusers.hooks.hook import Attached, Hook
-from paradec.integrations.diffusers.hooks.session import Session, transformers_of
+from paradec.integrations.diffusers.hooks.session import Session, find_transformers
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Every
@@ -54,11 +54,11 @@ def calibrate(
     check_choice("metric", metric, METRICS)
     check_int("bubbling", bubbling, low=0)
     check_int("samples", samples, low=1)
-    found = transformers_of(pipe)
+    components = find_transformers(pipe)
     if not isinstance(pipe, nn.Module):
-        check_choice("transformer", transformer, found)
-    module = found.get(transformer, next(iter(found.values())))
-    names = [place.name for place in places(module, "module") if place.kind == "forecast"]
+        check_choice("transformer", transformer, components)
+    module = components.get(transformer, next(iter(components.values())))
+    names = [place.name for place in find_places(module, "module") if place.kind == "forecast"]
     total: dict[str, np.ndarray] = {}
     errors = dict.fromkeys(names, 0.0)
     with _Recorder(pipe, module, names, samples) as recorder:
@@ -101,7 +101,7 @@ class _Recorder(Attached):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     flat = leaf.detach().flatten()
                     flat = flat[:: max(-(-len(flat) // self.samples), 1)].float().cpu()
-                    self.features[name].setdefault(self.transformer.course.index, []).append(flat)
+                    self.features[name].setdefault(self.transformer.run_progress.index, []).append(flat)
         return output
 
     def detach(self) -> None:

@@ -104,22 +104,22 @@ class BlockCache(Attached):
             return output
 
         cache = DynamicCache()
-        whole = logits(torch.cat((first, second), 1))
+        full_logits = logits(torch.cat((first, second), 1))
         logits(torch.cat((first, other), 1), cache)
         if not len(cache) or cache.get_seq_length() != 2 * block:
             raise ValueError(
                 f"{type(model).__name__} wrote nothing into its key/value cache; cache='block' needs its keys"
             )
-        left = logits(torch.cat((first, other), 1))[:, :block]
+        first_logits = logits(torch.cat((first, other), 1))[:, :block]
         cache.crop(-block)
-        joined = logits(second, cache)
-        limit = TOLERANCE.get(whole.dtype, 0.1) * whole.abs().max()
-        if (left - whole[:, :block]).abs().max() > limit:
+        cached_logits = logits(second, cache)
+        tolerance = TOLERANCE.get(full_logits.dtype, 0.1) * full_logits.abs().max()
+        if (first_logits - full_logits[:, :block]).abs().max() > tolerance:
             raise ValueError(
                 f"cache='block' is exact for block-causal models only: in {type(model).__name__} a block's logits "
                 "depend on the block to its right"
             )
-        if (joined[:, -block:] - whole[:, block:]).abs().max() > limit:
+        if (cached_logits[:, -block:] - full_logits[:, block:]).abs().max() > tolerance:
             raise ValueError(
                 f"{type(model).__name__} answers otherwise over a key/value cache than without: with one it seems to "
                 "mask its own block (causally, say); cache='block' cannot be used"
@@ -133,7 +133,7 @@ class CachedModel(nn.Module):
         super().__init__()
         self.inner = inner
         self.pipe, self.report = pipe, report
-        self.kept: _Kept | None = None
+        self.kept: _CachedPrefix | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -143,25 +143,25 @@ class CachedModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
         """Evaluate what is not kept, and return the open block's logits."""
-        width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
-        kept, self.kept = self.kept, None  # an exception in the call leaves nothing behind
-        if kept is None or not kept.serves(input_ids, attention_mask, width - block):
-            kept = _Kept(DynamicCache(), input_ids[:, :0], attention_mask[:, :0])
-        start = kept.tokens.shape[1]
+        width, block = input_ids.shape[1], read_block_length(self.pipe.scheduler)
+        prefix, self.kept = self.kept, None  # an exception in the call leaves nothing behind
+        if prefix is None or not prefix.serves(input_ids, attention_mask, width - block):
+            prefix = _CachedPrefix(DynamicCache(), input_ids[:, :0], attention_mask[:, :0])
+        start = prefix.tokens.shape[1]
         output = self.inner(
             input_ids[:, start:],
             attention_mask=attention_mask,
             position_ids=position_ids[:, start:],
             use_cache=True,
-            **cache_keyword(self.inner, kept.cache),
+            **cache_keyword(self.inner, prefix.cache),
         )
         report = self.report
-        layers = [layer for layer in kept.cache.layers if layer.keys is not None]
+        layers = [layer for layer in prefix.cache.layers if layer.keys is not None]
         report.bytes = max(report.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
-        kept.cache.crop(-block)
+        prefix.cache.crop(-block)
         # copies: the pipeline writes into its block
-        kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
-        self.kept = kept
+        prefix.tokens, prefix.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
+        self.kept = prefix
         report.calls += 1
         report.whole += input_ids.numel()
         report.evaluated += input_ids[:, start:].numel()
@@ -169,7 +169,7 @@ class CachedModel(nn.Module):
 
 
 @dataclass
-class _Kept:
+class _CachedPrefix:
     """Keys and values left of the open block, and their tokens and attention mask [B, n]."""
 
     cache: Any
@@ -228,24 +228,24 @@ class BlockCausalModule(nn.Module):
             input_ids, position_ids: [B, Q] int64. attention_mask: [B, K], 0 for padding; K counts what is cached too.
         """
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
-        seen = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
-        seen = seen & attention_mask[:, None, :].bool()
+        visible = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
+        visible = visible & attention_mask[:, None, :].bool()
         # left padding sees no key: it sees itself, so that its softmax is defined
-        seen |= (position_ids[:, :, None] == keys) & ~seen.any(-1, keepdim=True)
+        visible |= (position_ids[:, :, None] == keys) & ~visible.any(-1, keepdim=True)
         return self.model(
             input_ids=input_ids,
-            attention_mask=seen[:, None],
+            attention_mask=visible[:, None],
             position_ids=position_ids,
             use_cache=use_cache,
             **cache_keyword(self.model, past_key_values),
         )
 
 
-def block_length_of(scheduler: Any) -> int:
+def read_block_length(scheduler: Any) -> int:
     """Positions per block of a scheduler's run. Raises ValueError where it is unknown."""
-    held = vars(scheduler)
-    if "block_length" in held:
-        return int(held["block_length"])
-    if held.get("_transfer_schedule") is not None:  # diffusers' spreads a block's positions over its steps
-        return int(held["_transfer_schedule"].sum())
+    attributes = vars(scheduler)
+    if "block_length" in attributes:
+        return int(attributes["block_length"])
+    if attributes.get("_transfer_schedule") is not None:  # diffusers' spreads a block's positions over its steps
+        return int(attributes["_transfer_schedule"].sum())
     raise ValueError(f"{type(scheduler).__name__} does not say how long blocks are; use one of paradec.schedulers")

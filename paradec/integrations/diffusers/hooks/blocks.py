@@ -88,7 +88,7 @@ RETURNS = {
 TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns rows of the text before those of the latent
 
 
-def arguments_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a module's call by name."""
     return dict(zip(_parameters(type(module).forward), args)) | kwargs
 
@@ -98,15 +98,15 @@ def _parameters(forward: Any) -> list[str]:
     return list(inspect.signature(forward).parameters)[1:]
 
 
-def streams_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The inputs of a block that its outputs may continue, by their argument's name."""
-    arguments = arguments_of(module, args, kwargs)
+    arguments = bind_arguments(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     names = [name for name in RETURNS.get(type(module).__name__, STREAMS) if name in tensors]
     return {name: tensors[name] for name in names or list(tensors)[:1]}
 
 
-def continued(
+def match_outputs(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
     """The input that each output of a block continues, by name; None where an output continues none."""
@@ -119,18 +119,18 @@ def continued(
     return names
 
 
-def main_name(streams: dict[str, Tensor]) -> str:
+def main_stream_name(streams: dict[str, Tensor]) -> str:
     """The name of the denoised stream."""
     return next((name for name in MAIN if name in streams), next(iter(streams)))
 
 
-def main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def find_main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The denoised stream among the arguments of a block or a module inside of one."""
-    arguments = arguments_of(module, args, kwargs)
-    return latent_of((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
+    arguments = bind_arguments(module, args, kwargs)
+    return find_latent((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
 
 
-def latent_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The argument `hidden_states`, or the first floating tensor. Raises ValueError without one."""
     latent = kwargs.get("hidden_states")
     if not is_feature(latent):
@@ -145,46 +145,46 @@ def is_feature(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
 
 
-def residual_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn.Module]:
+def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn.Module]:
     """The blocks by name, in the order of the module tree. main_only: those that work on the denoised stream."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for list_name, child in transformer.named_children():
         if isinstance(child, nn.ModuleList) and not (main_only and SIDE.fullmatch(list_name)):
             entries = {f"{list_name}.{i}": block for i, block in enumerate(child)}
-            if any(branches(block) for block in entries.values()):
-                found |= entries
-    return found
+            if any(find_branches(block) for block in entries.values()):
+                blocks |= entries
+    return blocks
 
 
-def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
+def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
     """Names of a block's branches, each "attention", "feed_forward", "fused" or "feeder" (of the fused one)."""
     children = dict(block.named_children())
     if all(name in children for name in FUSED):
         return {prefix + "attn": "feeder", prefix + "proj_mlp": "feeder", prefix + "proj_out": "fused"}
-    found = {}
+    roles = {}
     for name in children:
         if NO_BRANCH.fullmatch(name):
             continue
         if ATTENTION.fullmatch(name):
-            found[prefix + name] = "attention"
+            roles[prefix + name] = "attention"
         elif FEED_FORWARD.fullmatch(name):
-            found[prefix + name] = "feed_forward"
-    if not found and len(children) == 1:  # a wrapper around the block proper
+            roles[prefix + name] = "feed_forward"
+    if not roles and len(children) == 1:  # a wrapper around the block proper
         (name,) = children
-        return branches(children[name], f"{prefix}{name}.")
-    return found
+        return find_branches(children[name], f"{prefix}{name}.")
+    return roles
 
 
-def find_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
-    """The modules to hook for these settings. Raises ValueError as `matched` and `places`."""
+def select_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
+    """The modules to hook for these settings. Raises ValueError as `match_patterns` and `find_places`."""
     if isinstance(settings.where, Modules):
-        return matched(transformer, settings.where.modules, settings.where.skip)
+        return match_patterns(transformer, settings.where.modules, settings.where.skip)
     if settings.rule.from_input:
         return [Place("", "residual", "")]
-    return places(transformer, settings.where or "module", settings.rule.measures)
+    return find_places(transformer, settings.where or "module", settings.rule.measures)
 
 
-def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
+def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
     """The modules to hook for a value of `where`, in the order of the module tree.
 
     main_only: leave out blocks of other streams than the denoised one, as a stack does.
@@ -194,7 +194,7 @@ def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[
     """
     if where == "output":
         return [Place("", "output", "")]
-    blocks = residual_blocks(transformer, main_only or where == "stack")
+    blocks = find_blocks(transformer, main_only or where == "stack")
     kind = type(transformer).__name__
     if not blocks:
         raise ValueError(
@@ -204,9 +204,9 @@ def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[
         )
     if where in ("block", "stack"):
         return [Place(name, "residual" if where == "block" else "stack", name) for name in blocks]
-    found = []
+    places = []
     for name, block in blocks.items():
-        kinds = branches(block, f"{name}.")
+        kinds = find_branches(block, f"{name}.")
         if not kinds:
             raise ValueError(
                 f"where='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
@@ -215,13 +215,13 @@ def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[
         sink = next((branch for branch, role in kinds.items() if role == "fused"), None)
         for branch, role in kinds.items():
             if role == "feeder":
-                found.append(Place(branch, "skip", name, sink, type(block).__name__ in NARROW))
+                places.append(Place(branch, "skip", name, sink, type(block).__name__ in NARROW))
             else:
-                found.append(Place(branch, "forecast", name))
-    return found
+                places.append(Place(branch, "forecast", name))
+    return places
 
 
-def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
+def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
     """The modules to hook by patterns.
 
     Raises:
@@ -235,28 +235,28 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
     settings: tuple[tuple[str, tuple[str, ...], Kind], ...] = (("modules", modules, "forecast"), ("skip", skip, "skip"))
     for setting, patterns, kind in settings:
         for pattern in patterns:
-            hits = [name for name in names if re.fullmatch(pattern, name)]
-            if not hits:
-                blocks = residual_blocks(transformer)
-                known = [branch for name in blocks for branch in branches(blocks[name], f"{name}.")]
+            names_of_pattern = [name for name in names if re.fullmatch(pattern, name)]
+            if not names_of_pattern:
+                blocks = find_blocks(transformer)
+                branch_names = [branch for name in blocks for branch in find_branches(blocks[name], f"{name}.")]
                 raise ValueError(
                     f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
-                    f"names look like {', '.join((known or names)[:6])}"
+                    f"names look like {', '.join((branch_names or names)[:6])}"
                 )
-            for name in hits:
+            for name in names_of_pattern:
                 if chosen.get(name, kind) != kind:
                     raise ValueError(f"modules and skip both match {name!r}; a module is forecast or skipped")
                 chosen[name] = kind
-    found = [name for name in names if name in chosen]
-    for name in found:
+    matches = [name for name in names if name in chosen]
+    for name in matches:
         parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in chosen]
         if parents:
             raise ValueError(f"modules or skip match {name!r} and {parents[0]!r}, which holds it; leave one out")
-    last = max(index for index, name in enumerate(found) if chosen[name] == "forecast")
-    loose = found[last + 1 :]
-    if loose:
+    last_forecast = max(index for index, name in enumerate(matches) if chosen[name] == "forecast")
+    unused = matches[last_forecast + 1 :]
+    if unused:
         raise ValueError(
-            f"skip: no forecast comes after {', '.join(loose)}, so that what they feed would be garbage; "
-            f"the last forecast is {found[last]!r}. Add one to modules=..., or do not skip them"
+            f"skip: no forecast comes after {', '.join(unused)}, so that what they feed would be garbage; "
+            f"the last forecast is {matches[last_forecast]!r}. Add one to modules=..., or do not skip them"
         )
-    return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in found]
+    return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in matches]

@@ -24,7 +24,7 @@ class Run:
     index: int = 0  # the solver step
     is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)  # of the transformers, by name
-    strays: int = 0  # calls of the transformers that were not the run's
+    foreign_calls: int = 0  # calls of the transformers that were not the run's
     thread: int | None = None
     is_stepped: bool = False  # whether the scheduler has made a step
     is_named: bool | None = None  # whether its calls are made in a `cache_context`; None before the first
@@ -63,7 +63,7 @@ class Clock:
             RuntimeError: a call of that one is going on in another thread.
         """
         if not self.lock.acquire(blocking=False):
-            raise self._refusal()
+            raise self._thread_error()
         try:
             if self.pipe is not None and self.run.is_open and self.run.thread not in (None, threading.get_ident()):
                 self.displaced.add(self.run.thread)
@@ -86,7 +86,7 @@ class Clock:
             for state in self.run.states.values():
                 state.forget()
 
-    def see(self, timestep: Any, context: str | None) -> Run | None:
+    def locate_call(self, timestep: Any, context: str | None) -> Run | None:
         """The run of the coming call with this timestep and `cache_context`; None outside of runs.
 
         Raises:
@@ -101,7 +101,7 @@ class Clock:
         self._check_displaced()
         run = self.run
         if not run.is_open or (run.is_named and context is None):
-            run.strays += 1
+            run.foreign_calls += 1
             return None
         if not run.is_stepped:
             run = self._read_timestep(run, timestep)
@@ -156,15 +156,15 @@ class Clock:
         """Raise RuntimeError unless this is the run's thread."""
         run.thread = run.thread or threading.get_ident()
         if run.thread != threading.get_ident():
-            raise self._refusal()
+            raise self._thread_error()
 
     def _check_displaced(self) -> None:
         """Raise RuntimeError, once, in a thread in the middle of whose run another one was begun."""
         if threading.get_ident() in self.displaced:
             self.displaced.discard(threading.get_ident())
-            raise self._refusal()
+            raise self._thread_error()
 
-    def _refusal(self) -> RuntimeError:
+    def _thread_error(self) -> RuntimeError:
         name = "transformer" if self.pipe is None else type(self.pipe).__name__
         return RuntimeError(
             f"the accelerated {name} is used by another thread in the middle of a run; it serves one run at a time. "

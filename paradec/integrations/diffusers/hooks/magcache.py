@@ -22,14 +22,14 @@ class _Magnitudes(Probe):
     ratios: dict[int, list[float]] = field(default_factory=dict)
     """By step: of all calls and runs."""
 
-    def is_full(self, state: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         return True
 
-    def evaluated(self, state: RunProgress, residual: Tensor) -> None:
-        size, before = residual.float().norm(dim=-1), state.memory.get("size")
+    def observe_residual(self, progress: RunProgress, residual: Tensor) -> None:
+        size, before = residual.float().norm(dim=-1), progress.memory.get("size")
         ratio = 1.0 if before is None else float((size / (before + 1e-8)).mean())
-        self.ratios.setdefault(state.nodes[0], []).append(ratio)
-        state.memory["size"] = size
+        self.ratios.setdefault(progress.nodes[0], []).append(ratio)
+        progress.memory["size"] = size
 
 
 def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paradec.integrations.diffusers.hooks.blocks import latent_of
+from paradec.integrations.diffusers.hooks.blocks import find_latent
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.stack import StackHistory
 from paradec.integrations.diffusers.hooks.transformer import Transformer
@@ -41,11 +41,11 @@ def estimate(transformer: nn.Module, settings: Forecast, *args: Any, **kwargs: A
 
 def choose_fitting(
     transformer: nn.Module,
-    asked: Forecast,
+    requested: Forecast,
     branches: int,
     args: tuple,
     kwargs: dict[str, Any],
-    known: dict[str | Modules | None, Size],
+    sizes: dict[str | Modules | None, Size],
 ) -> tuple[Forecast, str]:
     """The settings that fit into `asked.max_memory`, and a text of the bytes that they need and what was tried before.
 
@@ -54,31 +54,31 @@ def choose_fitting(
     Raises:
         ValueError: nothing fits, or the transformer cannot be measured without running it.
     """
-    assert asked.max_memory is not None
-    tried: list[str] = []
-    candidates, most = [asked.where], asked.forecaster.order
-    if asked.rule.where is None and not isinstance(asked.where, Modules):
-        candidates = [*PLACES[PLACES.index(asked.where or "module") :]]
+    assert requested.max_memory is not None
+    attempts: list[str] = []
+    candidates, max_order = [requested.where], requested.forecaster.order
+    if requested.rule.where is None and not isinstance(requested.where, Modules):
+        candidates = [*PLACES[PLACES.index(requested.where or "module") :]]
     for where in candidates:
-        if where in ("stack", "output") and isinstance(asked.rule, Verification):
+        if where in ("stack", "output") and isinstance(requested.rule, Verification):
             continue
-        chosen = replace(asked, where=where)
-        if where not in known:
-            known[where] = measure(transformer, chosen, args, kwargs)
-        for order in range(most, min(most, 1) - 1, -1):
-            candidate = replace(chosen, order=order)
-            needed = known[where].needed(candidate) * branches
-            if needed <= asked.max_memory:
-                return candidate, f"({needed / 1e6:.3g} MB for {branches} calls a step): {'; '.join(tried)}"
-            what = "modules" if isinstance(where, Modules) else where
-            tried.append(f"{what} at order {order} needs {needed / 1e6:.3g} MB")
-    raise ValueError(f"max_memory={asked.max_memory}: nothing fits; {'; '.join(tried)}")
+        settings = replace(requested, where=where)
+        if where not in sizes:
+            sizes[where] = measure(transformer, settings, args, kwargs)
+        for order in range(max_order, min(max_order, 1) - 1, -1):
+            candidate = replace(settings, order=order)
+            needed = sizes[where].needed(candidate) * branches
+            if needed <= requested.max_memory:
+                return candidate, f"({needed / 1e6:.3g} MB for {branches} calls a step): {'; '.join(attempts)}"
+            place = "modules" if isinstance(where, Modules) else where
+            attempts.append(f"{place} at order {order} needs {needed / 1e6:.3g} MB")
+    raise ValueError(f"max_memory={requested.max_memory}: nothing fits; {'; '.join(attempts)}")
 
 
 class _FirstCall(Clock):
     """A clock for the first call of a run."""
 
-    def see(self, timestep: Any, context: str | None) -> Run | None:
+    def locate_call(self, timestep: Any, context: str | None) -> Run | None:
         self.run.is_open = True
         return self.run
 
@@ -90,19 +90,19 @@ def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dic
         ValueError: the transformer cannot be rebuilt from its configuration, or not be called without computing.
     """
     parameters = dict(transformer.named_parameters())
-    made: Any = type(transformer)  # of diffusers, or there is no `from_config`
+    model_class: Any = type(transformer)  # of diffusers, or there is no `from_config`
     where = "output" if settings.rule.from_input else settings.where
     filters = isinstance(settings.rule, Probe) and settings.rule.filters
     rule = settings.rule if isinstance(settings.rule, Probe) and not filters else Every()
     try:
         with torch.device("meta"):
-            skeleton = made.from_config(transformer.config).eval()
+            skeleton = model_class.from_config(transformer.config).eval()
         for name, parameter in skeleton.named_parameters():
             if name in parameters and parameters[name].is_floating_point():  # not where weights are quantized
                 parameter.data = parameter.data.to(parameters[name].dtype)
-        plain = Forecast(when=rule, how=settings.how, where=where)
+        settings_without_bound = Forecast(when=rule, how=settings.how, where=where)
         inputs, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        owner = Transformer(type(transformer).__name__, skeleton, plain, _FirstCall())
+        owner = Transformer(type(transformer).__name__, skeleton, settings_without_bound, _FirstCall())
         with torch.no_grad():
             skeleton(*inputs, **named)
     except Exception as error:
@@ -111,5 +111,5 @@ def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dic
             "and order yourself, and leave max_memory out"
         ) from error
     stacks = [history for history in owner.histories.values() if isinstance(history, StackHistory)]
-    probed = sum(history.probed.nbytes for history in stacks)
-    return Size(owner.state.nbytes - probed, latent_of(args, kwargs).nbytes if filters else probed)
+    rule_progress = sum(history.rule_progress.nbytes for history in stacks)
+    return Size(owner.state.nbytes - rule_progress, find_latent(args, kwargs).nbytes if filters else rule_progress)

@@ -21,9 +21,11 @@ from paradec.integrations.transformers import UNSUPPORTED
 from paradec.models.images.glm_image import GlmImageModel
 
 ENCODER = "vision_language_encoder"
-READ = ("temperature", "top_k", "top_p")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
 """Settings that are read from the encoder's generation config."""
-WITHOUT: dict[str, Any] = UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
+DISABLED_SETTINGS: dict[str, Any] = (
+    UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class PriorReport:
     def short(self) -> str:
         if self.prior is None:
             return "no run yet"
-        found = self.prior
-        rows, tokens = found.tokens.shape
-        own = f"run {self.runs}: prior of {rows} x {tokens} tokens in {found.nfe} forwards, {found.seconds:.2f} s"
-        return own if self.forecast is None else f"{own}; {self.forecast.short}"
+        prior = self.prior
+        rows, tokens = prior.tokens.shape
+        line = f"run {self.runs}: prior of {rows} x {tokens} tokens in {prior.nfe} forwards, {prior.seconds:.2f} s"
+        return line if self.forecast is None else f"{line}; {self.forecast.short}"
 
     def __str__(self) -> str:
         return self.short if self.forecast is None else f"{self.short}\n{self.forecast}"
@@ -74,17 +76,17 @@ class PriorSession(Attached):
         self.encoder = encoder
         encoder.generate = self.generate
 
-    def _request(self, sampled: bool) -> Any:
+    def _request(self, do_sample: bool) -> Any:
         """The request of a run, with what the generation config says now."""
         config = self.model.module.generation_config
-        for name, value in WITHOUT.items():
+        for name, value in DISABLED_SETTINGS.items():
             if getattr(config, name, None) not in (None, value):
                 raise ValueError(f"{name}={shown(getattr(config, name))} of {ENCODER}'s generation config is not read")
         if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
             raise ValueError(f"suppress_tokens of {ENCODER}'s generation config names codes, which all may be drawn")
-        greedy = self.given.get("temperature", 1.0 if sampled else 0.0) == 0
-        said = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in READ}
-        return picture_request(self.model, {**said, **self.given})
+        greedy = self.given.get("temperature", 1.0 if do_sample else 0.0) == 0
+        defaults = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in SAMPLING_SETTINGS}
+        return picture_request(self.model, {**defaults, **self.given})
 
     @torch.no_grad()
     def generate(
@@ -112,21 +114,21 @@ class PriorSession(Attached):
                 f"{odd}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
             )
         model = self.model
-        whole = model.insert_codes(input_ids, image_grid_thw, images_per_sample, pixel_values)
-        kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        rows = [ids[keep.bool()].tolist() for ids, keep in zip(whole, kept, strict=True)]
+        prompts = model.insert_codes(input_ids, image_grid_thw, images_per_sample, pixel_values)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [ids[keep.bool()].tolist() for ids, keep in zip(prompts, mask, strict=True)]
         grid, sources = model.read_grids(rows, image_grid_thw, images_per_sample)
         if max_new_tokens is not None and max_new_tokens < grid.length:
             raise ValueError(f"max_new_tokens={max_new_tokens}: the rasters have {grid.length} tokens")
         request = self._request(do_sample)
         if request.seed is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
-        laid = model.lay_out(rows, sources, grid)
-        method, begin = request.sampler, time.perf_counter()
-        state = model.begin(method, laid, grid, request)
+        layout = model.lay_out(rows, sources, grid)
+        sampler, start_time = request.sampler, time.perf_counter()
+        state = model.begin(sampler, layout, grid, request)
         with state.release_stores_on_exit():
-            decode(method, laid.model, state)
-        self.latest, _ = build_output(model, state, grid, time.perf_counter() - begin)
+            decode(sampler, layout.model, state)
+        self.latest, _ = build_output(model, state, grid, time.perf_counter() - start_time)
         self.runs += 1
         return torch.cat((input_ids, self.latest.tokens.to(input_ids)), 1)
 

@@ -26,11 +26,11 @@ class RecapReport:
     short = property(str, doc="One line, as `str`.")
 
     def __str__(self) -> str:
-        local = sum(some < everything for some, everything in self.cells)
-        evaluated, whole = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)
+        num_local = sum(some < everything for some, everything in self.cells)
+        evaluated, total = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)
         return (
-            f"{len(self.cells)} calls, {local} local; the layers evaluated {evaluated} of {whole} cells "
-            f"({evaluated / max(whole, 1):.0%}); {self.bytes / 1e6:.1f} MB kept at most"
+            f"{len(self.cells)} calls, {num_local} local; the layers evaluated {evaluated} of {total} cells "
+            f"({evaluated / max(total, 1):.0%}); {self.bytes / 1e6:.1f} MB kept at most"
         )
 
 
@@ -59,7 +59,7 @@ class RecapSession(Attached):
             )
         layers = transformer.transformer_layers
         for layer in layers:
-            if isinstance(layer.attn1.processor, _Keeping):
+            if isinstance(layer.attn1.processor, _CachingProcessor):
                 raise ValueError("the pipeline has a ReCAP session already; detach that one first")
             if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
                 name = type(layer.attn1.processor).__name__
@@ -76,7 +76,7 @@ class RecapSession(Attached):
         self.run: object | None = None
         pipe.scheduler = scheduler
         self.attention = [layer.attn1 for layer in layers]
-        self.keeping = [_Keeping(self, attention.processor) for attention in self.attention]
+        self.keeping = [_CachingProcessor(self, attention.processor) for attention in self.attention]
         for attention, keeping in zip(self.attention, self.keeping, strict=True):
             attention.processor = keeping
         self.transformer = transformer
@@ -121,12 +121,12 @@ class RecapSession(Attached):
             chosen = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
             chosen = chosen.repeat(len(input_ids) // len(chosen), 1)  # guidance branches
             # rows with fewer cells evaluate some more: it makes them no worse
-            most = int(chosen.sum(1).max())
-            self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :most]
+            max_cells = int(chosen.sum(1).max())
+            self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :max_cells]
         output = inner(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
-        kept = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
-        self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in kept if tensor is not None))
+        tensors = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
+        self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
 
     def _first(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ class RecapSession(Attached):
         return output
 
 
-class _Keeping:
+class _CachingProcessor:
     """diffusers' attention processor that also keeps keys and values of all cells; a local step renews some."""
 
     def __init__(self, session: RecapSession, plain: Any):
@@ -167,5 +167,5 @@ class _Keeping:
             index = local[:, None, :, None].expand_as(key)
             key, value = self.key.scatter(2, index, key), self.value.scatter(2, index, value)
         self.key, self.value = key.detach(), value.detach()
-        found = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](found)) / attn.rescale_output_factor
+        attended = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](attended)) / attn.rescale_output_factor

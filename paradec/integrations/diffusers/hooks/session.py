@@ -24,11 +24,11 @@ class Session(Attached):
     """A sampler on a pipeline, from `accelerate`. A context manager: leaving it detaches."""
 
     def __init__(self, pipe: Any, method: FeatureForecast):
-        sampler = method.general()
+        sampler = method.to_forecast()
         if sampler.where is None:
             sampler = replace(sampler, where=sampler.rule.where or "module")
         self.pipe, self.sampler = pipe, sampler
-        components = transformers_of(pipe)
+        components = find_transformers(pipe)
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         if isinstance(sampler.rule, Probe):
             sampler.rule.noise_levels(getattr(observed, "scheduler", None))
@@ -48,7 +48,7 @@ class Session(Attached):
 
     def _begin(self) -> None:
         """Attach to transformers that were exchanged since the last run."""
-        components = transformers_of(self.pipe)
+        components = find_transformers(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
             for transformer in self.transformers:
                 transformer.remove()
@@ -60,8 +60,8 @@ class Session(Attached):
         run, transformers = self.clock.run, self.transformers
         calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
         notes = [note for transformer in transformers for note in transformer.notes.values()]
-        if run.strays:
-            notes.append(f"{run.strays} calls of a transformer were not the run's, and left alone")
+        if run.foreign_calls:
+            notes.append(f"{run.foreign_calls} calls of a transformer were not the run's, and left alone")
         return Report(
             settings={t.name: t.settings for t in transformers},
             modules={t.name: list(t.names) for t in transformers},
@@ -138,15 +138,15 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     return RecapSession(pipe, method)
 
 
-def transformers_of(pipe: Any) -> dict[str, nn.Module]:
+def find_transformers(pipe: Any) -> dict[str, nn.Module]:
     """The modules to attach to, by name."""
     if isinstance(pipe, nn.Module):
         return {type(getattr(pipe, "_orig_mod", pipe)).__name__: pipe}
     components = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
-    found = {name: module for name, module in components.items() if isinstance(module, nn.Module)}
-    if not found or not hasattr(pipe, "scheduler"):
+    modules = {name: module for name, module in components.items() if isinstance(module, nn.Module)}
+    if not modules or not hasattr(pipe, "scheduler"):
         raise TypeError(
             f"pipe={shown(pipe)} must be a diffusers pipeline with a scheduler and a component called "
             f"{', '.join(TRANSFORMERS)}, or such a transformer itself"
         )
-    return found
+    return modules

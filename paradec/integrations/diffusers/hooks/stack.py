@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paradec.integrations.diffusers.hooks.blocks import Place, continued, main_name, streams_of
+from paradec.integrations.diffusers.hooks.blocks import Place, find_streams, main_stream_name, match_outputs
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 
 @dataclass
-class Form:
+class OutputForm:
     """The structure of a block's output: streams by name, and constants."""
 
     names: list[str | None]
@@ -39,19 +39,21 @@ class Form:
 class StackHistory:
     """The stack's history in one call of a step. Positions count the calls of blocks."""
 
-    probed: RunProgress = field(default_factory=RunProgress)
+    rule_progress: RunProgress = field(default_factory=RunProgress)
     places: dict[int, Place] = field(default_factory=dict)  # the blocks of the latest evaluation
-    forms: dict[int, Form] = field(default_factory=dict)
+    forms: dict[int, OutputForm] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first
     histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
 
     @property
     def nbytes(self) -> int:
-        return self.probed.nbytes + sum(one.nbytes for streams in self.histories.values() for one in streams.values())
+        return self.rule_progress.nbytes + sum(
+            one.nbytes for streams in self.histories.values() for one in streams.values()
+        )
 
 
 @dataclass(eq=False)
-class Walk:
+class StackCall:
     """One call of the transformer."""
 
     history: StackHistory
@@ -69,7 +71,7 @@ class Walk:
 
 
 class Stack:
-    """The hooks on all blocks (`blocks.places`) of a `Transformer` (owner), and the decision that they share.
+    """The hooks on all blocks (`blocks.find_places`) of a `Transformer` (owner), and the decision that they share.
 
     Raises:
         ValueError: the rule always evaluates all blocks.
@@ -86,7 +88,7 @@ class Stack:
                 f"{owner.name} has {len(places)}, so that none is left to skip"
             )
         self.forecasts = places[self.first : self.last]
-        self.walk: Walk | None = None
+        self.walk: StackCall | None = None
         first = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
         blocks = [(modules[place.name], place) for place in reversed(first.values())]
         self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
@@ -101,7 +103,7 @@ class Stack:
             history = walk.history
             history.histories = {end: history.histories[end] for end in history.ends.values()}
         if walk.residual is not None and self.rule is not None:
-            self.rule.evaluated(walk.history.probed, walk.residual)
+            self.rule.observe_residual(walk.history.rule_progress, walk.residual)
 
     def _call(
         self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -109,18 +111,18 @@ class Stack:
         """Replace a block's forward."""
         if not self.owner.is_inside:  # used by itself
             return inner(*args, **kwargs)
-        streams = streams_of(module, args, kwargs)
+        streams = find_streams(module, args, kwargs)
         walk = self.walk
         if walk is None:
             entry = _copies(streams) if self.rule is not None else streams
-            walk = self.walk = Walk(self.owner.histories.setdefault("stack", StackHistory()), entry)
+            walk = self.walk = StackCall(self.owner.histories.setdefault("stack", StackHistory()), entry)
         walk.position += 1
         if not self.first <= walk.position < self.last:
             if walk.full is not None:
                 self._close(walk)
             output = inner(*args, **kwargs)
             if walk.position == self.first - 1:
-                walk.probe = self._split(module, streams, output)[1][main_name(streams)]
+                walk.probe = self._split(module, streams, output)[1][main_stream_name(streams)]
             return output
         if walk.full is None:
             walk.full = self._decide(walk, place, inner, args, kwargs)
@@ -137,48 +139,52 @@ class Stack:
         self.owner.evaluated.append(place.name)
         return output
 
-    def _decide(self, walk: Walk, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _decide(
+        self, walk: StackCall, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> bool:
         """Whether the blocks between the probe and the last ones are evaluated in this call."""
         owner, history = self.owner, walk.history
         is_fresh = not history.ends
         if self.rule is None:
-            full, walk.step = owner.decide(place, inner, args, kwargs) or is_fresh, owner.course.index
+            full, walk.step = owner.decide(place, inner, args, kwargs) or is_fresh, owner.run_progress.index
         else:
-            state, course = history.probed, owner.course
-            state.index, state.total, state.first = course.index, course.total, course.first
+            state, progress = history.rule_progress, owner.run_progress
+            state.index, state.total, state.first = progress.index, progress.total, progress.first
             state.latent, state.level = owner.latent, owner.level
-            full = self.rule.is_full(state, walk.entry[main_name(walk.entry)], walk.probe, is_fresh)
-            walk.step = course.index if full else self.rule.forecast_at(state)
-            state.finished(full)
+            full = self.rule.is_full(state, walk.entry[main_stream_name(walk.entry)], walk.probe, is_fresh)
+            walk.step = progress.index if full else self.rule.forecast_at(state)
+            state.finish_step(full)
             state.latent = None
             owner.state.decision = full or bool(owner.state.decision)  # the step's, of all its calls
         if full:
             history.places, history.forms, history.ends = {}, {}, {}
         return full
 
-    def _start(self, walk: Walk, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """The input of a segment's first block, or of the probe if the rule replaces that too."""
         is_whole = self.rule is not None and self.rule.whole and walk.position == self.first
         # not where the probe has changed the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
 
-    def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Form, dict[str, Tensor]]:
+    def _split(
+        self, module: nn.Module, streams: dict[str, Tensor], output: Any
+    ) -> tuple[OutputForm, dict[str, Tensor]]:
         """How an output is put together, and its streams."""
         leaves, spec = tree_flatten(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        names = continued(module, streams, shapes)
+        names = match_outputs(module, streams, shapes)
         for name, leaf in zip(names, leaves, strict=True):
             if name is None and isinstance(leaf, Tensor):
-                way = "use where='block' or 'module'" if self.rule is None else "use a rule that counts steps"
+                alternative = "use where='block' or 'module'" if self.rule is None else "use a rule that counts steps"
                 raise RuntimeError(
                     f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that continues none of its "
-                    f"inputs, so that its blocks are no stack; {way}"
+                    f"inputs, so that its blocks are no stack; {alternative}"
                 )
         constants = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
         returned = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
-        return Form(names, constants, spec), returned
+        return OutputForm(names, constants, spec), returned
 
-    def _close(self, walk: Walk) -> None:
+    def _close(self, walk: StackCall) -> None:
         """Remember the residual of the segment that was evaluated, if one is open."""
         if walk.begin < 0:
             return
@@ -192,12 +198,13 @@ class Stack:
         before = history.histories.get(walk.end, {})
         added = {name: leaf.detach() - walk.start[name].detach() for name, leaf in walk.returned.items()}
         history.histories[walk.end] = {
-            name: owner.basis.update(before.get(name), residual, owner.course.index) for name, residual in added.items()
+            name: owner.basis.update(before.get(name), residual, owner.run_progress.index)
+            for name, residual in added.items()
         }
-        walk.residual = added.get(main_name(walk.start))
+        walk.residual = added.get(main_stream_name(walk.start))
         walk.begin, walk.end, walk.returned = -1, -1, {}
 
-    def _forecast(self, walk: Walk, place: Place, streams: dict[str, Tensor]) -> Any:
+    def _forecast(self, walk: StackCall, place: Place, streams: dict[str, Tensor]) -> Any:
         owner, history, position = self.owner, walk.history, walk.position
         form = history.forms.get(position)
         if form is None or history.places[position] is not place:
@@ -220,7 +227,7 @@ class Stack:
         return form.build(sums)
 
 
-def _continues(walk: Walk, place: Place, streams: dict[str, Tensor]) -> bool:
+def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
     """Whether a block goes on with the segment: with its shapes, and the first one of a list with its tensors."""
     if _shapes(streams) != _shapes(walk.start):
         return False

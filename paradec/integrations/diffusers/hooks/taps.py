@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paradec.integrations.diffusers.hooks.blocks import TEXT_FIRST, Place, continued, streams_of
+from paradec.integrations.diffusers.hooks.blocks import TEXT_FIRST, Place, find_streams, match_outputs
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import relative_error
@@ -48,19 +48,19 @@ class Tap:
         sink = history if place.sink is None else owner.histories.get(place.sink + call_index)
         if is_full or history is None or sink is None or (self.verified and place.kind == "skip"):
             output = inner(*args, **kwargs)
-            owner.histories[place.name + call_index] = self._remember(history, output, args, kwargs)
+            owner.histories[place.name + call_index] = self._update_history(history, output, args, kwargs)
             owner.evaluated.append(place.name)
             return output
         owner.forecast.append(place.name)
         if place.kind == "skip":
             return tree_unflatten(history.leaves, history.spec)
-        basis, course = owner.basis, owner.course
+        basis, progress = owner.basis, owner.run_progress
         starts = self._residual_starts(history.histories, args, kwargs)
         values, error = [], None
         real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, before, start) in enumerate(zip(history.leaves, history.histories, starts, strict=True)):
             if before is not None:
-                value = basis.forecast(before, course.index)
+                value = basis.forecast(before, progress.index)
                 history.histories[i] = rolled = basis.roll(before, value)
                 if real is not None and error is None:
                     error = relative_error(value, real[i] if start is None else real[i] - start)
@@ -69,15 +69,15 @@ class Tap:
                     leaf = leaf.clone()  # callers may write into it
             values.append(leaf)
         if error is not None:
-            course.error = error
+            progress.error = error
         return tree_unflatten(values, history.spec)
 
-    def _remember(
+    def _update_history(
         self, history: ModuleHistory | None, output: Any, args: tuple, kwargs: dict[str, Any]
     ) -> ModuleHistory:
         leaves, spec = tree_flatten(output)
         if self.place.kind == "skip":
-            return ModuleHistory([self._stand_in(leaf) for leaf in leaves], [None] * len(leaves), spec)
+            return ModuleHistory([self._make_placeholder(leaf) for leaf in leaves], [None] * len(leaves), spec)
         before: list[History | None] = [None] * len(leaves)
         if history is not None and len(history.histories) == len(leaves):
             before = history.histories
@@ -86,7 +86,7 @@ class Tap:
         for i, (leaf, start, previous) in enumerate(zip(leaves, starts, before, strict=True)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 value = leaf.detach().clone() if start is None else leaf.detach() - start.detach()
-                histories[i] = self.owner.basis.update(previous, value, self.owner.course.index)
+                histories[i] = self.owner.basis.update(previous, value, self.owner.run_progress.index)
                 leaves[i] = None
         return ModuleHistory(leaves, histories, spec)
 
@@ -96,12 +96,12 @@ class Tap:
             return [None] * len(values)
         tensors = [value.tensors[0] if isinstance(value, History) else value for value in values]
         shapes = [tuple(tensor.shape) if isinstance(tensor, Tensor) else None for tensor in tensors]
-        streams = streams_of(self.module, args, kwargs)
+        streams = find_streams(self.module, args, kwargs)
         if type(self.module).__name__ in TEXT_FIRST and shapes[0] is not None:
             streams = {name: pad(tensor, (0, 0, shapes[0][1] - tensor.shape[1], 0)) for name, tensor in streams.items()}
-        return [streams[name] if name else None for name in continued(self.module, streams, shapes)]
+        return [streams[name] if name else None for name in match_outputs(self.module, streams, shapes)]
 
-    def _stand_in(self, leaf: Any) -> Any:
+    def _make_placeholder(self, leaf: Any) -> Any:
         """The output of a skipped module: width 0 where that is enough, else NaN, which is noticed where it is used."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf

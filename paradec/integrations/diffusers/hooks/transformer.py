@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from paradec.integrations.diffusers.hooks.blocks import (
     TEXT_FIRST,
     Place,
-    arguments_of,
+    bind_arguments,
+    find_latent,
+    find_main_stream,
     find_places,
     is_feature,
-    latent_of,
-    main_stream,
+    select_places,
 )
-from paradec.integrations.diffusers.hooks.blocks import places as places_of
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
@@ -40,7 +40,7 @@ logger = logging.getLogger("paradec")
 WATCH = "paradec_watch"  # the name of hooks on modules that may be forecast too
 
 
-class _Found(Exception):
+class _InputReached(Exception):
     """The watched tensor, which leaves a block early."""
 
 
@@ -48,7 +48,7 @@ class _Found(Exception):
 class RunState:
     """The state of one transformer in one run."""
 
-    course: RunProgress
+    run_progress: RunProgress
     decision: bool | None = None  # whether this step evaluates; None before its first module is called
     watched: Tensor | None = None
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
@@ -61,15 +61,15 @@ class RunState:
     def advance_to_step(self, index: int) -> None:
         """Begin a call at this solver step, and end the step before if it is the first call."""
         if self.decision is not None:
-            if self.course.index == index:
+            if self.run_progress.index == index:
                 return
-            self.course.finished(self.decision)
-        self.course.index = index
+            self.run_progress.finish_step(self.decision)
+        self.run_progress.index = index
         self.decision, self.counts = None, {}
 
     def forget(self) -> None:
         """Drop everything but the records."""
-        self.branches, self.signatures, self.watched, self.course.memory = {}, {}, None, {}
+        self.branches, self.signatures, self.watched, self.run_progress.memory = {}, {}, None, {}
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +92,8 @@ class Transformer:
         self.choose = choose
         self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
         self.is_inside = False  # whether it is being called for a run; else its modules are left alone
-        self.course = RunProgress()
-        self.state = RunState(self.course)
+        self.run_progress = RunProgress()
+        self.state = RunState(self.run_progress)
         self.latent: Tensor | None = None  # of the present call, and the noise level of its step
         self.level = 0.0
         self.histories: dict[str, Any] = {}  # of the branch that is being called
@@ -108,9 +108,9 @@ class Transformer:
         self.compiled: list[tuple[nn.Module, Any]] = []  # run eagerly while modules inside them are hooked
         self._check()
         try:
-            self._tap(settings)
+            self._hook_modules(settings)
         except BaseException:
-            self._untap()
+            self._unhook_modules()
             raise
         self.root = Hook(module, self.call, on_reset=clock.end)
         self.base._paradec_session = self
@@ -135,16 +135,16 @@ class Transformer:
                 "where='output', or compile its blocks: transformer.compile_repeated_blocks()"
             )
 
-    def _tap(self, settings: Forecast) -> None:
+    def _hook_modules(self, settings: Forecast) -> None:
         """Hook the modules that these settings name."""
-        self._untap()
-        places, rule = find_places(self.base, settings), settings.rule
+        self._unhook_modules()
+        places, rule = select_places(self.base, settings), settings.rule
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
-            odd = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
-            if odd:
-                side = "does not have" if odd[0] in schedule else "has, but the schedule does not"
-                raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
+            differing = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
+            if differing:
+                side = "does not have" if differing[0] in schedule else "has, but the schedule does not"
+                raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(differing[:6])}")
         is_verified, kind, last = isinstance(rule, Verification), places[0].kind, places[-1].block
         if is_verified and kind in ("output", "stack"):
             raise ValueError(
@@ -167,7 +167,7 @@ class Transformer:
         self.names = [place.name for place in places]
         paths = [(name.rpartition("."), modules[name]) for name in self.names if name]
         self.children = [(modules[parent], key, child) for (parent, _, key), child in paths]
-        self.unprobed = any(place.kind == "skip" and not place.narrow for place in places)
+        self.must_check_skipped = any(place.kind == "skip" and not place.narrow for place in places)
         covered = {id(p): p.numel() for place in places for p in modules[place.name].parameters()}
         total = sum({id(p): p.numel() for p in self.base.parameters()}.values())
         self.coverage = sum(covered.values()) / max(total, 1)
@@ -175,13 +175,13 @@ class Transformer:
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
         """Prepare to read a tensor that is not the input of the module that decides."""
         if watch == "hidden" and self.settings.where == "module":
-            block = modules[places_of(self.base, "block", True)[0].name]
-            self.hooks.append(Hook(block, partial(self._see_hidden, block), WATCH))
+            block = modules[find_places(self.base, "block", True)[0].name]
+            self.hooks.append(Hook(block, partial(self._record_hidden, block), WATCH))
         elif watch == "modulated" and self.settings.where in ("block", "stack"):
-            self.attention = modules[places_of(self.base, "module", True)[0].name]
+            self.attention = modules[find_places(self.base, "module", True)[0].name]
 
-    def _see_hidden(self, block: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.hidden = main_stream(block, args, kwargs).detach().clone()  # the block may write into it
+    def _record_hidden(self, block: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.hidden = find_main_stream(block, args, kwargs).detach().clone()  # the block may write into it
         return inner(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
@@ -200,7 +200,7 @@ class Transformer:
                 "where='block' or 'output' keeps them compiled",
             )
 
-    def _untap(self) -> None:
+    def _unhook_modules(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
         self.hooks, self.taps, self.stack, self.attention, self.hidden = [], [], None, None, None
@@ -219,7 +219,7 @@ class Transformer:
 
     def remove(self) -> None:
         """Restore the transformer."""
-        self._untap()
+        self._unhook_modules()
         if vars(self.base).get("_paradec_session") is self:
             del self.base._paradec_session
             self.root.remove()
@@ -231,29 +231,29 @@ class Transformer:
         with clock.lock:
             if self.is_inside:
                 return inner(*args, **kwargs)
-            arguments = arguments_of(self.base, args, kwargs)
+            arguments = bind_arguments(self.base, args, kwargs)
             timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
-            run = clock.see(timestep, self.root.context)
+            run = clock.locate_call(timestep, self.root.context)
             # not detached while we waited
             if run is not None and vars(self.base).get("_paradec_session") is self:
-                return self._serve(run, inner, args, kwargs)
+                return self._call_in_run(run, inner, args, kwargs)
         return inner(*args, **kwargs)
 
-    def _serve(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call_in_run(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Make a call that belongs to a run."""
         if self.root.is_overtaken:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
         if self._is_stale:
-            self._tap(self.settings)
+            self._hook_modules(self.settings)
             state.branches = {}
-        self.state, self.course = state, state.course
+        self.state, self.run_progress = state, state.run_progress
         state.advance_to_step(run.index)
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         filters = isinstance(self.asked.rule, Probe) and self.asked.rule.filters
-        self.latent = unpacked(self.clock.pipe, args, kwargs) if filters else latent_of(args, kwargs)
+        self.latent = unpack_latent(self.clock.pipe, args, kwargs) if filters else find_latent(args, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
         self.evaluated, self.forecast, self.call_counts = [], [], {}
@@ -262,10 +262,12 @@ class Transformer:
             if self.settings.where == "output":
                 output = self.taps[0].call(inner, args, kwargs)
                 rule = self.settings.rule
-                watched, returned = state.watched, latent_of((output,), {})
+                watched, returned = state.watched, find_latent((output,), {})
                 if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and watched is not None:
                     is_longer = type(self.base).__name__ in TEXT_FIRST
-                    rule.evaluated(state.course, watched, returned[:, -watched.shape[1] :] if is_longer else returned)
+                    rule.observe_output(
+                        state.run_progress, watched, returned[:, -watched.shape[1] :] if is_longer else returned
+                    )
             else:
                 output = inner(*args, **kwargs)
             if self.stack is not None:
@@ -288,7 +290,7 @@ class Transformer:
 
     def _begin(self, run: Run) -> RunState:
         rule, clock = self.asked.rule, self.clock
-        if unknown := rule.check_run(clock.total, clock.scheduler, guidance_of(clock.pipe)):
+        if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
             self._note(
                 "schedule", f"the run does not tell its {', '.join(unknown)}, so that the steps may be those of another"
             )
@@ -300,7 +302,7 @@ class Transformer:
             )
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
-            self._tap(self.asked)
+            self._hook_modules(self.asked)
         state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
         if isinstance(rule, Probe):
@@ -317,7 +319,7 @@ class Transformer:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
         if branch not in state.branches and self.asked.max_memory is not None:
-            self._fit(str(signature), args, kwargs)
+            self._choose_settings(str(signature), args, kwargs)
         return branch
 
     def call_index(self, name: str) -> str:
@@ -330,22 +332,22 @@ class Transformer:
         state = self.state
         if self.schedule is not None:
             state.decision = True
-            return self.course.index in self.schedule[place.sink or place.name]
+            return self.run_progress.index in self.schedule[place.sink or place.name]
         if state.decision is None:
             if isinstance(self.settings.rule, StepRule) and self.settings.rule.measures:
-                seen = self._watched_input(place, inner, args, kwargs)
-                if state.watched is not None and state.watched.shape == seen.shape:
-                    self.settings.rule.changed(self.course, state.watched, seen)
+                watched = self._watched_input(place, inner, args, kwargs)
+                if state.watched is not None and state.watched.shape == watched.shape:
+                    self.settings.rule.observe_change(self.run_progress, state.watched, watched)
                 else:
-                    self.course.memory = {}
-                state.watched = seen if place.name else seen.clone()
-            state.decision, state.is_deciding = self.settings.evaluates(self.course), True
+                    self.run_progress.memory = {}
+                state.watched = watched if place.name else watched.clone()
+            state.decision, state.is_deciding = self.settings.evaluates(self.run_progress), True
         return state.decision
 
     def _watched_input(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The tensor that the rule watches: by default the input of the module that decides."""
         if self.attention is not None:
-            return modulated_input(self.attention, inner, args, kwargs)
+            return read_modulated_input(self.attention, inner, args, kwargs)
         if self.hidden is not None:
             return self.hidden
         assert self.latent is not None
@@ -353,17 +355,17 @@ class Transformer:
             return self.latent.detach()
         if getattr(self.settings.rule, "watch", None) == "latent":
             return self.latent.detach().clone()
-        return main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
+        return find_main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
 
     def _probe(self, output: Any) -> None:
         """Check once per attachment that no stand-in of a skipped module has reached the output."""
         skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
-        if not self.unprobed or not set(skipped).intersection(self.forecast):
+        if not self.must_check_skipped or not set(skipped).intersection(self.forecast):
             return
-        self.unprobed = False
+        self.must_check_skipped = False
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if is_feature(leaf)):
             self.clock.end()
-            self.unprobed = True
+            self.must_check_skipped = True
             raise RuntimeError(
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
                 "module must feed nothing but modules that are forecast"
@@ -373,16 +375,16 @@ class Transformer:
     def nbytes(self) -> int:
         return self.state.nbytes
 
-    def _fit(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _choose_settings(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Choose what fits into `max_memory`, before a branch's first call."""
-        branches, known = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
-        chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, known)
+        branches, sizes = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
+        chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, sizes)
         order = chosen.forecaster.order
         if (chosen.where, order) == (self.settings.where, self.settings.forecaster.order):
             return
         if chosen.where != self.settings.where:  # at the first step, when guidance makes its second call
             self.state.branches = {branch: {} for branch in self.state.branches}
-        self._tap(chosen)
+        self._hook_modules(chosen)
         self._note("memory", f"max_memory={self.asked.max_memory} chose where={chosen.where}, order {order} {choice}")
 
     def _note(self, topic: str, text: str) -> None:
@@ -394,7 +396,7 @@ class Transformer:
         self.notes[topic] = text
 
 
-def guidance_of(pipe: Any) -> float | None:
+def read_guidance(pipe: Any) -> float | None:
     """The guidance scale that a pipeline (or its guider) keeps for its run, or None."""
     for owner, name in ((pipe, "_guidance_scale"), (getattr(pipe, "guider", None), "guidance_scale")):
         value = getattr(owner, name, None)
@@ -410,37 +412,39 @@ def _signature(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
 
 
-def modulated_input(attention: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def read_modulated_input(
+    attention: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
     """The input [B, ...] of a block's attention in a call of the block (forward `inner`) with these arguments."""
 
     def leave(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        raise _Found(main_stream(attention, args, kwargs).detach())
+        raise _InputReached(find_main_stream(attention, args, kwargs).detach())
 
     hook = Hook(attention, leave, WATCH)
     try:
         inner(*args, **kwargs)
-    except _Found as found:
-        tensor: Tensor = found.args[0]
+    except _InputReached as reached:
+        tensor: Tensor = reached.args[0]
         return tensor
     finally:
         hook.remove()
     raise RuntimeError("watch='modulated': the first block did not call its attention; use watch='hidden'")
 
 
-def unpacked(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def unpack_latent(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The latent that a transformer is given, [B, C, (frames,) rows, columns].
 
     Cells in one row [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline's `_unpack_latents`. Raises
     ValueError where their positions are unknown.
     """
-    latent = latent_of(args, kwargs)
+    latent = find_latent(args, kwargs)
     if latent.ndim != 3:
         return latent
     rows, columns = _grid(kwargs)
-    unpack, scale = getattr(pipe, "_unpack_latents", None), getattr(pipe, "vae_scale_factor", None)
-    if unpack is not None and scale is not None and rows * columns == latent.shape[1]:
+    unpack_latents, scale = getattr(pipe, "_unpack_latents", None), getattr(pipe, "vae_scale_factor", None)
+    if unpack_latents is not None and scale is not None and rows * columns == latent.shape[1]:
         try:
-            picture: Tensor = unpack(latent, rows * 2 * scale, columns * 2 * scale, scale)
+            picture: Tensor = unpack_latents(latent, rows * 2 * scale, columns * 2 * scale, scale)
         except TypeError:  # of another form
             picture = latent
         except RuntimeError:  # cells that are no squares of 2 x 2 (Qwen-Image 2.1)
