@@ -1,13 +1,14 @@
-"""Methods of the literature as short constructors (others: `rules`), and what `paradec.accelerate` takes by name."""
+"""Methods of the literature as short constructors (others: `rules`), and the names that `paradec.accelerate` takes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.component_text import parse_component
 from paradec.core.registry import unknown_name
 from paradec.samplers.forecast.bases import Taylor
@@ -24,17 +25,14 @@ class TaylorSeer(FeatureForecast):
     """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
 
     In between, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, D_i the backward differences:
-    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. By default evaluations are
-    spread evenly, as in the public code for Wan and HunyuanVideo; measurements are in docs/diffusion.md. Preset "paper"
-    (or "flux") is the public code's schedule for FLUX.1-dev; other presets have those of other models ("lite_*" are set
-    for the whole output).
+    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. Even steps are the public code's
+    for Wan and HunyuanVideo. Preset "paper" (or "flux") is its schedule for FLUX.1-dev; "lite_*" are for whole outputs.
 
     Args:
         interval: N; None is 5, or 2 in runs of at most 8 steps.
         order: O: derivatives in the expansion; 0 reuses the last feature.
-        first_enhance: solver steps at the start that are all evaluated.
-        where: as in `Forecast`.
-        max_memory: as in `Forecast`.
+        first_enhance: evaluated solver steps at the start.
+        where, max_memory: as in `Forecast`.
 
     Raises:
         ValueError: a value out of its range. TypeError: a setting of `Forecast`.
@@ -94,13 +92,13 @@ def TeaCache(
 ) -> Forecast:
     """TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108): skip all blocks while the input has changed little.
 
-    sum_t poly(|m_t - m_{t-1}| / |m_{t-1}|) < threshold, m the modulated input of the first block; what all blocks added
-    at the latest evaluation is reused. The last step is always evaluated.
+    sum_t poly(|m_t - m_{t-1}| / |m_{t-1}|) < threshold, m the modulated input of the first block; the residual of all
+    blocks is reused. The last step is always evaluated.
 
     Args:
-        threshold: of the sum. The paper's for Open-Sora are 0.1 ("slow") and 0.2 ("fast").
+        threshold: of the sum. The paper has 0.1 ("slow") and 0.2 ("fast") for Open-Sora.
         coefficients: of the polynomial, highest power first, which the paper fits for each model: for FLUX (498.651651,
-            -283.781631, 55.8554382, -3.82021401, 0.264230861). (1, 0) is the change itself.
+            -283.781631, 55.8554382, -3.82021401, 0.264230861). (1, 0) is x.
         max_forecasts: skipped steps in a row; None sets no bound.
     """
     rule = AccumulatedChange(threshold, tuple(coefficients), max_forecasts, watch="modulated", last_steps=1)
@@ -117,8 +115,8 @@ def SpeCa(
 ) -> Forecast:
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
-    The next step is evaluated when mean(|forecast - real| / |real|) > base_threshold decay_rate^(t / T). The arguments
-    are those of `Verification`, and the order of the expansion.
+    The next step is evaluated when mean(|forecast - real| / |real|) > base_threshold decay_rate^(t / T). Arguments: as
+    for `Verification`, and the order of the expansion.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
@@ -165,16 +163,17 @@ SETTINGS = {
 
 
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
-    """The sampler or rule of a name, perhaps with settings: "taylorseer(interval=3)". Raises ValueError otherwise."""
-    name, in_text = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    spellings = {key.replace("_", ""): key for key in METHODS}
-    plain = name.lower().replace("_", "").replace("-", "")
-    if plain in NAMES:
-        raise ValueError(f"sampler={name!r} is called {NAMES[plain]!r} here")
-    if plain not in spellings:
+    """Make the sampler or rule of a name, with settings in it: "taylorseer(interval=3)". Others are a ValueError."""
+    name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
+    methods = {key.replace("_", ""): key for key in METHODS}
+    plain_name = name.lower().replace("_", "").replace("-", "")
+    if plain_name in NAMES:
+        raise ValueError(f"sampler={name!r} is called {NAMES[plain_name]!r} here")
+    if plain_name not in methods:
         raise ValueError(unknown_name("sampler", name, METHODS))
-    settings = {**in_text, **settings}
-    make, kind = METHODS[spellings[plain]], spellings[plain]
+    settings = {**text_settings, **settings}
+    method = methods[plain_name]
+    make = METHODS[method]
     if make is not ReCAP:  # which checks its settings itself
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
@@ -182,26 +181,26 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
         for key in settings:
             name_here = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
             if key not in allowed and name_here is not None:
-                raise ValueError(f"{kind} has no setting {key!r}; it is called {name_here!r} here")
-            if key not in allowed:
-                raise ValueError(unknown_name(f"setting of {kind}", key, allowed))
+                raise ValueError(f"{method} has no setting {key!r}; it is called {name_here!r} here")
+            check_choice(f"setting of {method}", key, allowed)
     return make(**settings)
 
 
 def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
-    """The sampler to attach to a pipeline: a `Forecast`, or the sampler "recap".
+    """Make the sampler to attach to a pipeline: a `Forecast`, or the sampler "recap".
 
     Args:
         value: such a sampler, a rule, a name, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None is
-            `TaylorSeer()`. settings: of a name.
+            `TaylorSeer()`.
+        settings: of a name.
 
     Raises:
         TypeError: another value. ValueError: as `method_from`, or a config that has no equal here.
     """
-    if settings and not isinstance(value, (str, type(None))):
+    if settings and not isinstance(value, str | None):
         raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")
     method = value
-    if isinstance(value, (str, type(None))):
+    if isinstance(value, str | None):
         method = method_from(value or "taylorseer", settings or {})
     elif type(value).__name__ in CONFIGS:
         method = CONFIGS[type(value).__name__](value)
@@ -227,21 +226,20 @@ def _taylorseer_config(config: Any) -> Forecast:
     return Forecast(when, how, Modules(tuple(config.cache_identifiers or (ATTENTION,)), skipped))
 
 
-def _settings(config: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names}
-
-
-def _magcache_config(config: Any) -> Forecast:
+def _magcache_config(config: Any) -> Any:
     if config.calibrate:
         raise ValueError("MagCacheConfig(calibrate=True): use paradec.integrations.diffusers.hooks.magcache.calibrate")
-    names = ("mag_ratios", "threshold", "max_skip_steps", "retention_ratio", "num_inference_steps")
-    return Forecast(MagCache(**_settings(config, *names)))
+    return _with_same_settings(MagCache, config)
 
 
-CONFIGS: Mapping[str, Callable[[Any], Forecast]] = {
+def _with_same_settings(rule: Any, config: Any) -> Any:
+    return rule(**{field.name: getattr(config, field.name) for field in fields(rule)})
+
+
+CONFIGS: Mapping[str, Callable[[Any], Forecast | Rule]] = {
     "TaylorSeerCacheConfig": _taylorseer_config,
-    "FirstBlockCacheConfig": lambda config: Forecast(FirstBlock(config.threshold)),
+    "FirstBlockCacheConfig": lambda config: FirstBlock(config.threshold),
     "MagCacheConfig": _magcache_config,
-    "SeaCacheConfig": lambda config: Forecast(SeaCache(**_settings(config, *SeaCache.__dataclass_fields__))),
+    "SeaCacheConfig": partial(_with_same_settings, SeaCache),
 }
 """Configs of diffusers, which give the same latents here as through `enable_cache`."""

@@ -13,11 +13,13 @@ from diffusers import (
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
+    SeaCacheConfig,
     UniPCMultistepScheduler,
     WanTransformer3DModel,
 )
 from pipelines import TRANSFORMERS, denoise, flux_pipeline, loop_pipeline, tiny_transformer, wan_pipeline
 from recorded import golden, read_arrays, read_json, replay
+from tiny_pipelines import denoise, flux_pipeline, loop_pipeline, run_wan, wan_pipeline
 from torch import Tensor
 
 import paradec
@@ -117,6 +119,16 @@ def test_seacache_bounds_and_attaching(wan: Any) -> None:
     # what was said about the memory beforehand holds the filtered latent
     time = torch.full((len(inputs["hidden_states"]),), 500)
     assert estimate(pipe.transformer, sampler, **inputs, timestep=time) == session.report().bytes
+
+
+def test_seacache_config_of_diffusers() -> None:
+    """Its latents are those of `enable_cache`."""
+    pipe, config = wan_pipeline(), SeaCacheConfig(0.3)
+    with accelerate(pipe, config) as session:
+        ours = run_wan(pipe, 12)
+        assert 2 < len(session.report().full_steps) < 12
+    pipe.transformer.enable_cache(config)
+    torch.testing.assert_close(run_wan(pipe, 12), ours, atol=1e-4, rtol=0)
 
 
 def loop(pipe: Any, inputs: dict[str, Any], steps: int) -> Tensor:
