@@ -1,8 +1,7 @@
-"""BAC: for each module of a transformer, the solver steps at which it is evaluated.
+"""BAC: solver steps to evaluate, for each module of a transformer (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456. Where text and
-public code differ, the code is followed: a segment is scored by its similarity to the features at its first step, not
-between neighbours, and any module may be given the bubbling union.
+As in the public code, and not in the paper's text, a segment is scored by its similarity to the features at its first
+step, and any module may get the bubbling union.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ class BlockSchedule(SavedAsJson, Rule):
     """Steps at which each module is evaluated; between them its last output is reused, or forecast by another basis.
 
     Args:
-        steps: solver steps of the run that this was made for.
-        modules: (name within the transformer, ascending steps that begin with 0), in the order of evaluation.
+        steps: solver steps of the run.
+        modules: (name within the transformer, ascending steps from 0), in the order of evaluation.
 
     Raises:
-        ValueError: a name twice, or steps that are out of range or do not begin with 0.
+        ValueError: a name twice, or other steps.
     """
 
     steps: int
@@ -38,10 +37,8 @@ class BlockSchedule(SavedAsJson, Rule):
 
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1)
-        if not self.modules:
-            raise ValueError("modules=() must name at least one module")
-        if len({name for name, _ in self.modules}) != len(self.modules):
-            raise ValueError("modules names one module twice")
+        if not self.modules or len(dict(self.modules)) != len(self.modules):
+            raise ValueError(f"modules={shown(self.modules)} must name at least one module, and each once")
         for name, steps in self.modules:
             for step in steps:
                 check_int(f"step of {name!r}", step, low=0, high=self.steps - 1)
@@ -49,7 +46,7 @@ class BlockSchedule(SavedAsJson, Rule):
                 raise ValueError(f"steps of {name!r}={shown(list(steps))} must be ascending and begin with 0")
 
     def as_dict(self) -> dict[str, frozenset[int]]:
-        """The steps by name."""
+        """Return the steps by module name."""
         return {name: frozenset(steps) for name, steps in self.modules}
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
@@ -69,12 +66,11 @@ class BlockSchedule(SavedAsJson, Rule):
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
-    """The best `updates` ascending steps to evaluate one module at, from step 0, in O(updates T^2).
+    """Choose the best `updates` steps to evaluate one module at, from step 0; of equals, the earliest.
 
     Args:
         scores: [T, T]; entry [a, t] is how well the features of step a serve at step t.
-        maximise: whether larger scores are better (cosine similarity), or smaller ones (a distance). Of equally good
-            choices, the earliest is taken.
+        maximise: whether larger scores are better (cosine similarity), or smaller ones (a distance).
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)
@@ -104,10 +100,10 @@ def bubbling_union(
     """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
 
     Args:
-        steps: each module's schedule, in the order of evaluation.
-        errors: mean distance between each module's features at two steps.
-        feed_forward: the names of feed-forward modules.
-        count: n: modules that are given the union (3 in the paper's README, 5 in its simulations); below 2, none.
+        steps: schedules by module, in the order of evaluation.
+        errors: by module, the mean distance between its features at two steps.
+        feed_forward: names of feed-forward modules.
+        num_modules: n: modules that get the union (3 in the README, 5 in the simulations); below 2, none.
     """
     names = list(steps)
     united = {name: sorted(set(steps[name])) for name in names}

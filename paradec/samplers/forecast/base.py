@@ -1,26 +1,22 @@
-"""The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
-
-The solver is a diffusers scheduler; all rows are at the same step.
-"""
+"""Base of the forecast family, and its loop over a diffusers scheduler. All rows are at the same step."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.family_queries import LatentProposal, LatentQuery
-from paradec.core.memory import Memory, MemorySpec
+from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
@@ -32,7 +28,7 @@ from paradec.samplers.start import row_keys
 
 @dataclass
 class ForecastState(State):
-    """What changes while a latent is denoised. `B` rows."""
+    """State of one request. `B` rows."""
 
     scheduler: Any  # the request's copy of the diffusers scheduler, its timesteps set
     latent: Tensor  # [B, ...] float
@@ -40,7 +36,7 @@ class ForecastState(State):
     guidance_scale: float
     generator: torch.Generator | list[torch.Generator] | None  # of a stochastic scheduler: one per row, or the caller's
     positions: int  # positions (patches) that one evaluation costs per row
-    notes: Mapping[str, Any] = field(default_factory=dict)  # of the memory: number of tensors, their steps and dtype
+    history: History | None = None  # of the evaluated outputs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,20 +44,12 @@ class ForecastState(State):
         self.input = self._model_input()
 
     @property
-    def history(self) -> History | None:
-        """The evaluated features, from the memory."""
-        if not self.notes:
-            return None
-        tensors = self.memory["history"].unbind(1)[: self.notes["count"]]
-        return History(tensors, self.notes["nodes"], self.notes["dtype"])
-
-    @property
     def index(self) -> int:
         return self.run_progress.index
 
     @property
     def total(self) -> int:
-        """Solver steps: timesteps of the scheduler, which may be more than `num_inference_steps`."""
+        """Timesteps of the scheduler, which may be more than `num_inference_steps`."""
         return len(self.scheduler.timesteps)
 
     @property
@@ -73,7 +61,7 @@ class ForecastState(State):
         return self.index * self.batch, self.total * self.batch
 
     def advance(self, output: Tensor, full: bool) -> None:
-        """Take one solver step with the model's output, or (not `full`) with its forecast."""
+        """Take one solver step. output: the model's if `full`, else its forecast."""
         options = {} if self.generator is None else {"generator": self.generator}
         timestep = self.scheduler.timesteps[self.index]
         self.latent = self.scheduler.step(output, timestep, self.latent, return_dict=False, **options)[0]
@@ -89,13 +77,13 @@ class ForecastState(State):
 
 @dataclass(frozen=True)
 class FeatureForecast(Sampler):
-    """Base of the samplers that forecast by a rule and a basis. A subclass implements `to_forecast`."""
+    """Base of `Forecast` and `TaylorSeer`. A subclass implements `to_forecast`."""
 
     family: ClassVar[str] = "forecast"
     models: ClassVar[tuple[str, ...]] = ("latent",)
 
     def to_forecast(self) -> Any:
-        """The sampler as a `forecast.Forecast`."""
+        """Return the equivalent `Forecast`."""
         raise NotImplementedError
 
     @cached_property
@@ -112,7 +100,7 @@ class FeatureForecast(Sampler):
         return replace(basis, guard=self.rule.guard, order=basis.order if settings.order is None else settings.order)
 
     def evaluates(self, progress: RunProgress) -> bool:
-        """Whether the model is evaluated at the next step of a run, or forecast."""
+        """Whether the model is evaluated at the run's next step, or forecast."""
         # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
         assert isinstance(self.rule, StepRule)
         return not progress.nodes or self.rule.is_full(progress)
@@ -136,17 +124,16 @@ class FeatureForecast(Sampler):
 
         Args:
             model: from `paradec.models.images.diffusion`.
-            latent: [B, ...] float noise, as the scheduler starts from it (times `init_noise_sigma`). It is not changed.
-            scheduler: a diffusers scheduler. It is copied: the caller's stays as it is.
+            latent: [B, ...] float noise, times the scheduler's `init_noise_sigma`. It is not changed.
+            scheduler: a diffusers scheduler, which is copied.
             num_inference_steps: solver steps.
             guidance_scale: s in uncond + s (cond - uncond); 1 is off, else a call evaluates two rows for each.
-            seed: one for all rows or one per row, for schedulers that draw noise from it and the row's latent.
-            generator: the caller's, one or one per row, instead of a seed.
-            conditions: what the model asks for: `class_labels` for DiT.
+            seed: one, or one per row, for the noise of stochastic schedulers; a row's latent counts too.
+            generator: one, or one per row, instead of a seed.
+            conditions: the model's: `class_labels` for DiT.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, or a setting of the sampler that needs the inside of a
-                transformer; before any work.
+            ValueError, TypeError: an argument out of its range, or a setting that needs the inside of a transformer.
         """
         self.check_model(model)
         self._check_output_only()
@@ -163,12 +150,11 @@ class FeatureForecast(Sampler):
         branches = 1 if guidance_scale == 1.0 else 2
         conditions = model.conditions(latent, conditions, branches)
         scheduler = copy.deepcopy(scheduler)
-        generator = _generators(scheduler, seed, generator, latent)
+        generator = _make_generators(scheduler, seed, generator, latent)
         scheduler.set_timesteps(num_inference_steps, device=latent.device)
-        spec = {"history": MemorySpec((self.forecaster.slots, "latent"), self.forecaster.dtype, reset="sequence")}
         state = ForecastState(
             batch=len(latent),
-            memory=Memory.allocate(spec, len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype),
+            memory=Memory(),
             scheduler=scheduler,
             latent=latent,
             conditions=conditions,
@@ -184,12 +170,15 @@ class FeatureForecast(Sampler):
 
     def _check_output_only(self) -> None:
         rule, settings = self.rule, self.to_forecast()
-        is_within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
-        is_within = is_within or (isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"))
+        is_inside = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
+        is_inside |= isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent")
         where = settings.where or rule.where
-        inside = {"max_memory": settings.max_memory, "when": rule if is_within else None}
-        for setting, value in {**inside, "where": None if where == "output" else where}.items():
-            if value is not None:
+        for setting, value, is_wrong in (
+            ("max_memory", settings.max_memory, settings.max_memory is not None),
+            ("when", rule, is_inside),
+            ("where", where, where not in (None, "output")),
+        ):
+            if is_wrong:
                 raise ValueError(
                     f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
                     "with paradec.accelerate; this loop forecasts the whole output"
@@ -218,7 +207,7 @@ class FeatureForecast(Sampler):
             assert state.history is not None  # the first step is evaluated
             output = self.forecaster.forecast(state.history, state.index)
             if output is state.history.tensors[0]:
-                output = output.clone()  # callers may write into a proposal, not into the memory
+                output = output.clone()  # callers may write into a proposal
             return LatentProposal(state.rows, output, cost, kind="forecast", made_at=state.commits)
         output = outputs[0]
         if queries[0].branches == 2:
@@ -227,11 +216,11 @@ class FeatureForecast(Sampler):
         return LatentProposal(state.rows, output, cost, kind=queries[0].kind, made_at=state.commits)
 
     def commit(self, state: ForecastState, proposal: LatentProposal) -> Commit:
-        """Take the solver's step, and remember what was evaluated.
+        """Take the solver's step, and update the history.
 
         Raises:
-            FloatingPointError: the model returned NaN or infinite values. Nothing is written then.
-            ValueError: a proposal made from an earlier state.
+            FloatingPointError: the model returned NaN or infinite values; nothing is written. ValueError: a proposal
+                made from an earlier state.
         """
         state.check_current(proposal)
         full = proposal.kind != "forecast"
@@ -239,17 +228,13 @@ class FeatureForecast(Sampler):
             message = f"the model returned NaN or infinite values for row {{row}} at step {state.index}"
             check_finite(proposal.values.flatten(1).isfinite().all(1), proposal.rows, message)
         history, basis, index, latent = state.history, self.forecaster, state.index, state.input
+        values = proposal.values.clone()  # callers may write into a proposal
         if full:
-            history = basis.update(history, proposal.values, index)
-        elif basis.rolls:
-            assert history is not None  # a forecast follows an evaluation
-            history = basis.roll(history, proposal.values)
-        state.advance(proposal.values, full)  # first: a scheduler that raises leaves the memory as it was
-        if history is not None and (full or basis.rolls):
-            tensors = torch.stack(history.tensors, dim=1)
-            missing = basis.slots - len(history.tensors)
-            state.memory["history"] = pad(tensors, (0, 0) * (tensors.ndim - 2) + (0, missing))
-            state.notes = {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
+            history = basis.update(history, values, index)
+        elif history is not None:
+            history = basis.roll(history, values)
+        state.advance(proposal.values, full)  # first: a scheduler that raises leaves the history as it was
+        state.history = history
         if not state.done and isinstance(self.rule, StepRule):
             self.rule.observe_change(state.run_progress, latent, state.input)
         state.count(proposal.cost)
@@ -257,30 +242,26 @@ class FeatureForecast(Sampler):
         return Commit(proposal.rows, state.latent, kind=proposal.kind)
 
 
-def _generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
-    """The scheduler's generators of noise; None if it draws none."""
+def _make_generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
+    """Make the scheduler's generators of noise; None if it draws none."""
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(latent)
-    if len(seeds) != len(latent):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(latent)} rows; give one int, or one per row")
+    generators = generator if isinstance(generator, list) else [generator] * len(latent)
+    for name, entries in (("seed", seeds), ("generator", generators)):
+        if len(entries) != len(latent):
+            raise ValueError(f"{name} has {len(entries)} entries for {len(latent)} rows; give one, or one per row")
     for entry in seeds:
         check_int("seed", entry.item() if isinstance(entry, Tensor) else entry, low=0, high=2**63 - 1, none=True)
-    generators = generator if isinstance(generator, list) else [generator] * len(latent)
-    if not all(owner is None or isinstance(owner, torch.Generator) for owner in generators):
+    if not all(isinstance(entry, torch.Generator | None) for entry in generators):
         raise ValueError(f"generator={generator!r} must be a torch.Generator, or a list of them")
-    if len(generators) != len(latent):
-        raise ValueError(f"generator has {len(generators)} entries for {len(latent)} rows; give one, or one per row")
     if "generator" not in inspect.signature(scheduler.step).parameters:
         return None
     if generator is not None:
         return generator
     if None in seeds:
-        seed_drawn = int(torch.randint(2**63 - 1, (1,)))
-        seeds = [seed_drawn if entry is None else entry for entry in seeds]
+        drawn = int(torch.randint(2**63 - 1, (1,)))
+        seeds = [drawn if entry is None else entry for entry in seeds]
     digests = [hashlib.blake2b(row.double().cpu().numpy().tobytes(), digest_size=8).digest() for row in latent]
     keys = row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
-    row_generators = [torch.Generator(latent.device) for _ in keys]
-    for owner, (low, high) in zip(row_generators, keys.tolist(), strict=True):
-        owner.manual_seed(low | (high & 0x7FFFFFFF) << 32)
-    return row_generators
+    return [torch.Generator(latent.device).manual_seed(low | (high & 0x7FFFFFFF) << 32) for low, high in keys.tolist()]

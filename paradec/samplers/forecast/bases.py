@@ -1,6 +1,5 @@
-"""How a feature is forecast from those of earlier evaluations.
+"""Bases: how a feature is forecast from those of earlier evaluations.
 
-A `History` is immutable: `update` makes the next one after an evaluation, `roll` after a forecast that is fed back.
 Steps are solver steps, not timesteps or noise levels. All bases but `dmd` are elementwise over the feature.
 """
 
@@ -16,11 +15,9 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown_name
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-RIDGE = 1e-8
-"""What HiCache's public code adds to singular values before it divides by them."""
+RIDGE = 1e-8  # HiCache's public code adds it to singular values before it divides by them
 
 
 class History(NamedTuple):
@@ -28,7 +25,7 @@ class History(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # by basis: derivatives (order 0 first), or earlier features (newest first)
     nodes: tuple[int, ...]  # steps of the evaluations in use, newest first
-    dtype: torch.dtype  # the feature's, which forecasts have too
+    dtype: torch.dtype  # of the feature and of forecasts
 
     @property
     def nbytes(self) -> int:
@@ -40,9 +37,9 @@ class Basis:
     """Base of the bases.
 
     Args:
-        order: O: orders beyond the last feature, where the basis has orders.
+        order: O: orders beyond the last feature.
         dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
-        guard: the last step at which no differences are taken (`Rule.guard`); the sampler sets it.
+        guard: set by the sampler: the last step at which no differences are taken (`Rule.guard`).
     """
 
     order: int = 1
@@ -50,8 +47,6 @@ class Basis:
     guard: int = -1
 
     name: ClassVar[str] = ""
-    rolls: ClassVar[bool] = False
-    """Whether forecasts are fed back."""
 
     def __post_init__(self) -> None:
         check_int("order", self.order, low=0)
@@ -62,33 +57,33 @@ class Basis:
 
     @classmethod
     def settings(cls) -> list[str]:
-        """What a caller may set."""
+        """The settings that a caller may give."""
         return [field.name for field in fields(cls) if field.name != "guard"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `basis_from`."""
+        """Return plain data, for `basis_from`."""
         settings = {key: getattr(self, key) for key in self.settings()}
         return {"how": self.name} | settings | {"dtype": self.dtype and str(self.dtype).removeprefix("torch.")}
 
     @property
     def slots(self) -> int:
-        """Tensors that a history holds at most."""
+        """Largest number of tensors in a history."""
         return self.order + 1
 
     def update(self, history: History | None, feature: Tensor, step: int) -> History:
-        """The history after an evaluation at `step`; a feature of another shape starts it anew."""
+        """Return the history after an evaluation at `step`; a feature of another shape starts it anew."""
         if history is not None and history.tensors[0].shape != feature.shape:
             history = None
         tensors, nodes = self.extend(history, feature, step)
         return History(tuple(tensor.to(self.dtype or feature.dtype) for tensor in tensors), nodes, feature.dtype)
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
-        """Tensors and nodes after an evaluation: by default the last features themselves."""
+        """Return tensors and nodes after an evaluation: by default the last features."""
         tensors, nodes = (history.tensors, history.nodes) if history is not None else ((), ())
         return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
 
     def forecast(self, history: History, step: float) -> Tensor:
-        """The feature [B, ...] at a later step (a fraction for `DiCache`), in the feature's type."""
+        """Forecast the feature [B, ...] at a later step (a fraction for `DiCache`), in its dtype."""
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
@@ -96,7 +91,7 @@ class Basis:
         return self.expand(tuple(tensor.to(wide) for tensor in tensors), history.nodes, step).to(dtype)
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
-        """The forecast from a history's tensors; by default their sum with `weights`."""
+        """Forecast from a history's tensors; by default their sum with `weights`."""
         total = tensors[0]
         weights = self.weights(nodes, step, len(tensors))
         if weights[0] != 1:
@@ -111,7 +106,7 @@ class Basis:
         raise NotImplementedError
 
     def roll(self, history: History, forecast: Tensor) -> History:
-        """The history after a forecast; by default unchanged."""
+        """Return the history after a forecast; by default unchanged."""
         return history
 
 
@@ -119,8 +114,7 @@ class Basis:
 class Taylor(Basis):
     """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps after the evaluation (TaylorSeer).
 
-    As in the public code, one gap (between the last two evaluations) divides the differences of every order, also
-    where earlier evaluations were further apart, and D_i is the derivative at a point before the evaluation: exact for
+    As in the public code, the gap between the last two evaluations divides the differences of every order: exact for
     linear features, not for quadratic ones (`Newton` is). Each evaluation adds an order, up to `order`.
     """
 
@@ -155,7 +149,7 @@ class Hermite(Taylor):
 
 @dataclass(frozen=True)
 class Reuse(Basis):
-    """The last evaluation, unchanged."""
+    """The last evaluated feature."""
 
     name = "reuse"
     slots = 1
@@ -166,7 +160,7 @@ class Reuse(Basis):
 
 @dataclass(frozen=True)
 class Newton(Basis):
-    """The polynomial through the last `order + 1` evaluations, wherever they were: exact up to degree `order`."""
+    """The polynomial through the last `order + 1` evaluations, at any steps: exact up to degree `order`."""
 
     name = "newton"
 
@@ -178,11 +172,10 @@ class Newton(Basis):
 class FoCa(Basis):
     """A corrected forecast from the last two evaluations and the last two features used, in cache-dit's form.
 
-    Tensors: last evaluation, the one before, last feature used, the one before; forecasts are fed back.
+    Tensors: last evaluation, the one before, last feature used, the one before; `roll` feeds forecasts back.
     """
 
     name = "foca"
-    rolls = True
     slots = 4
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -212,8 +205,8 @@ class FoCa(Basis):
 class DMD(Basis):
     """Dynamic mode decomposition of the last `window` evaluations, where at least 4 are evenly spaced; else `Hermite`.
 
-    As in HiCache's public code (hicache-pp); modes below 1e-4 of the largest are dropped, in float64. The features of
-    a row are taken together, so that this costs a small SVD per row and feature: meant for whole outputs.
+    As in HiCache's public code (hicache-pp), in float64; modes below 1e-4 of the largest are dropped. It costs an SVD
+    per row and feature: meant for whole outputs.
     """
 
     window: int = 6
@@ -257,8 +250,8 @@ def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
     return [sigma**i * values[i] / factorial(i) for i in range(count)]
 
 
-def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
-    """The state `ahead` spacings after the last of evenly spaced snapshots [features, n] float64, oldest first."""
+def mode_forecast(snapshots: Tensor, distance: float) -> Tensor:
+    """Forecast `distance` spacings after the last of evenly spaced snapshots [features, n] float64, oldest first."""
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)
@@ -267,17 +260,16 @@ def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
     values, vectors = values.to(x.device), vectors.to(x.device)
     modes = (y @ v / s).to(vectors.dtype) @ vectors
     amplitudes = torch.linalg.pinv(modes) @ snapshots[:, -1].to(modes.dtype)
-    return (modes @ (values**ahead * amplitudes)).real
+    return (modes @ (values**distance * amplitudes)).real
 
 
 BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newton, Hermite, Reuse, FoCa, DMD)}
 
 
 def basis_from(value: Any) -> Basis | None:
-    """A basis from its name ("hermite", "hermite(sigma=0.7)") or `to_dict`; a basis and None are returned.
+    """Make a basis from its name ("hermite", "hermite(sigma=0.7)") or `to_dict`; a basis and None are returned.
 
-    Raises:
-        ValueError: another value or setting.
+    Raises ValueError for another value or setting.
     """
     if value is None or isinstance(value, Basis):
         return value
@@ -289,6 +281,5 @@ def basis_from(value: Any) -> Basis | None:
     if not isinstance(name, str) or name not in BASES:
         raise ValueError(f"how={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
     for key in settings:
-        if key not in BASES[name].settings():
-            raise ValueError(unknown_name(f"setting of how={name!r}", key, BASES[name].settings()))
+        check_choice(f"setting of how={name!r}", key, BASES[name].settings())
     return BASES[name](**settings)

@@ -1,4 +1,4 @@
-"""`Forecast`: at some solver steps a model is evaluated, at the others what it would have computed is forecast."""
+"""`Forecast`, the general sampler of the family."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paradec.core.checks import LARGEST_INT64, check_int, shown
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int, shown
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown_name
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
@@ -31,25 +30,24 @@ RULES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Forecast(FeatureForecast):
-    """Evaluate some solver steps, and forecast the others from features that were evaluated.
+    """Evaluate some solver steps, and forecast the others from evaluated features.
 
-    In a diffusers pipeline (`paradec.accelerate`) features inside the transformer are forecast. In paradec's own loop
-    the whole output is, under guidance the guided one.
+    In a diffusers pipeline (`paradec.accelerate`) these are inside the transformer. paradec's own loop forecasts the
+    whole output, after guidance.
 
     Args:
-        when: a schedule (`Every`, the default; a list of steps with step 0; a step mask of cache-dit: "slow", "medium",
+        when: a schedule (`Every`, the default; a list of steps from 0; a step mask of cache-dit: "slow", "medium",
             "fast" or "ultra"; a `StepSchedule` of `paradec.tune_steps` or a `BlockSchedule` of BAC's `calibrate`, or
-            its file), or a rule that measures (`Verification`, `AccumulatedChange` or one of `rules`). Also by name,
+            its file) or a rule that measures (`Verification`, `AccumulatedChange` or one of `rules`); also by name,
             with settings: "every(interval=6, first_enhance=3)".
-        how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or such an object of
+        how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or an object of
             `bases`. None is taylor, or what `when` was published with.
-        where: what is forecast in a pipeline: "module" (attention and feed-forward outputs before their gates),
-            "block" (each block's residual), "stack" (what all blocks add, as one), "output" (the transformer is skipped
-            as a whole; least memory), or a list of patterns of modules (`targets.Modules`). None is "module" there, or
-            what `when` needs; paradec's own loop knows the output only.
+        where: "module" (attention and feed-forward outputs before their gates), "block" (each block's residual),
+            "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list of patterns of
+            modules (`targets.Modules`). None is "module" in a pipeline, or what `when` needs.
         order: replaces the order of `how`; 0 reuses the last feature.
         max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
-            place does not fit, a smaller one is used, and the session reports it.
+            place does not fit, a smaller one is used and reported.
 
     Raises:
         ValueError: an invalid value, or two that do not go together.
@@ -82,8 +80,8 @@ class Forecast(FeatureForecast):
 
 
 def rule_from(value: Any) -> Rule | None:
-    """A rule from a list of steps, a step mask's name, a file of steps (".json"), a rule's name, perhaps with settings
-    ("first_block(threshold=0.05)"), or its `to_dict`; rules and None are returned. Raises ValueError otherwise."""
+    """Make a rule from steps, a step mask's name, a file (".json"), a rule's name ("first_block(threshold=0.05)") or
+    its `to_dict`; rules and None are returned. Raises ValueError otherwise."""
     if value is None or isinstance(value, Rule):
         return value
     if isinstance(value, (list, tuple, range)):
@@ -106,18 +104,15 @@ def rule_from(value: Any) -> Rule | None:
         return (BlockSchedule if "modules" in data else StepSchedule).from_dict(data)
     settings = dict(data)
     name = settings.pop("when")
-    if not isinstance(name, str) or name not in RULES:
-        raise ValueError(unknown_name("when", name, RULES))
-    allowed = [field.name for field in fields(RULES[name])]
+    check_choice("when", name, RULES)
     for key in settings:
-        if key not in allowed:
-            raise ValueError(unknown_name(f"setting of when={name!r}", key, allowed))
+        check_choice(f"setting of when={name!r}", key, [field.name for field in fields(RULES[name])])
     rule: Rule = RULES[name](**settings)
     return rule
 
 
 def read_bytes(value: Any) -> int | None:
-    """A number of bytes from an int or a text as "2GB" (10^9) or "512MiB" (2^20)."""
+    """Read a number of bytes from an int or a text: "2GB" (10^9), "512MiB" (2^20)."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""When a model is evaluated instead of forecast: what rules read, their bases, and rules that decide once a step."""
+"""Rules: when a model is evaluated instead of forecast; base classes, and the rules that decide once a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from paradec.core.checks import check_at_most, check_choice, check_int, check_nu
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
-STYLES = ("reference", "diffusers")
 FEW_STEPS = 8  # solver steps of a run up to which little can be skipped
 WATCHED = ("modulated", "hidden", "latent")
 
 
 @dataclass
 class RunProgress:
-    """What a rule reads of a run, or of one call of its steps."""
+    """The state of a run that rules read, or of one call of its steps."""
 
     total: int | None = None
     index: int = 0
@@ -42,7 +41,7 @@ class RunProgress:
         return sum(value.nbytes for value in self.memory.values() if isinstance(value, Tensor))
 
     def finish_step(self, full: bool) -> None:
-        """Go on to the next step."""
+        """Go to the next step. full: whether this one was evaluated."""
         if full:
             self.nodes = (self.index, *self.nodes)[:2]
             self.forecasts, self.change, self.product, self.error = 0, 0.0, 1.0, None
@@ -53,26 +52,29 @@ class RunProgress:
 
 
 def number(default: float, **bounds: Any) -> Any:
-    """A setting of a rule that `check_number` checks."""
+    """Declare a setting that `check_number` checks."""
     return field(default=default, metadata={"check": partial(check_number, **bounds)})
 
 
 def integer(default: int | None, **bounds: Any) -> Any:
-    """A setting of a rule that `check_int` checks."""
+    """Declare a setting that `check_int` checks."""
     return field(default=default, metadata={"check": partial(check_int, **bounds)})
+
+
+def choice(default: Any, *allowed: Any) -> Any:
+    """Declare a setting that `check_choice` checks."""
+    return field(default=default, metadata={"check": partial(check_choice, allowed=allowed)})
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Base of all values of `Forecast(when=...)`."""
+    """Base of all values of `Forecast(when=...)`. A setting out of its range is a ValueError."""
 
     name: ClassVar[str] = ""
     measures: ClassVar[bool] = False
-    """Whether `StepRule.observe_change` reads how the input changes."""
+    """Whether `StepRule.observe_change` is implemented."""
     from_input: ClassVar[bool] = False
-    """Whether the forecast is how the transformer's output differs from its input, with no other `where`."""
-    counted: ClassVar[str] = ""
-    """Steps, in words, for which the rule needs the number of steps: from the run or `num_inference_steps`."""
+    """Whether the difference of the transformer's output and input is forecast."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -81,43 +83,45 @@ class Rule:
 
     @property
     def how(self) -> str:
-        """How features are forecast unless the sampler says."""
+        """`Forecast.how`, unless the sampler names one."""
         return "taylor"
 
     @property
     def where(self) -> str | Modules | None:
-        """What is forecast unless the sampler says; None is "module"."""
+        """`Forecast.where`, unless the sampler names one; None is "module"."""
         return None
 
     @property
     def guard(self) -> int:
-        """The last step at which no differences are taken, as in TaylorSeer's public code."""
+        """Last step at which no differences are taken (TaylorSeer's public code)."""
         return int(getattr(self, "first_enhance", 1)) - 2
 
+    @property
+    def needs_total(self) -> str:
+        """Clause for an error in runs of an unknown number of steps; "" if the rule serves them."""
+        return ""
+
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        """Facts of a run that the rule is bound to and that are unknown (None), by name.
+        """Return the names of facts that the rule is bound to and that are unknown (None).
 
         Raises:
             ValueError: the rule cannot serve a run of `total` solver steps with these.
         """
-        if self.counted and total is None and getattr(self, "num_inference_steps", None) is None:
-            raise ValueError(
-                f"num_inference_steps=None: {type(self).__name__} evaluates {self.counted}, and a transformer by "
-                "itself does not tell how many there are; give their number"
-            )
+        if total is None and (clause := self.needs_total):
+            raise ValueError(f"{clause}, and a transformer by itself does not tell the number of steps")
         return []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `forecast.rule_from`."""
+        """Return plain data, for `forecast.rule_from`."""
         return {"when": self.name} | asdict(self)
 
 
 @dataclass(frozen=True)
 class StepRule(Rule):
-    """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
+    """Base of the rules that decide once a step, in its first call. A subclass implements `is_full`."""
 
     def is_full(self, progress: RunProgress) -> bool:
-        """Whether the next step is evaluated; `observe_change` has been called for it."""
+        """Whether the next step is evaluated. Called after `observe_change`."""
         raise NotImplementedError
 
     def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
@@ -129,16 +133,16 @@ class StepRule(Rule):
 
 @dataclass(frozen=True)
 class Probe(Rule):
-    """Base of the rules that decide in every call, from what the first blocks (the probe) return or from a table.
+    """Base of the rules that decide in every call, from the output of the first blocks (the probe) or from a table.
 
-    The blocks between the probe and the last ones are evaluated or forecast together, as one residual.
+    The blocks between the probe and the last ones are evaluated, or forecast as one residual.
     """
 
     where = "stack"
     filters: ClassVar[bool] = False
     """Whether `RunProgress.latent` must have rows and columns."""
     whole: ClassVar[bool] = False
-    """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
+    """Whether a forecast also replaces the probe's blocks."""
 
     @property
     def how(self) -> str:
@@ -146,18 +150,18 @@ class Probe(Rule):
 
     @property
     def head(self) -> int:
-        """Blocks that are evaluated at every step, before the decision."""
+        """Number of blocks in the probe, evaluated at every step."""
         return 0
 
     @property
     def tail(self) -> int:
-        """Blocks that are evaluated at every step, after what is forecast."""
+        """Number of last blocks that are evaluated at every step."""
         return 0
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        """Whether the blocks after the probe are evaluated in this call, which is true if `forced`.
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
+        """Whether the blocks after the probe are evaluated in this call; true if `forced`.
 
-        first: [B, ...] hidden states before the first block. probe: after the probe; None without one.
+        first, probe: [B, ...] hidden states before the first block, and after the probe.
         """
         raise NotImplementedError
 
@@ -165,7 +169,7 @@ class Probe(Rule):
         """Raise ValueError if the rule cannot serve this transformer."""
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
-        """The noise level of each step of a run, where the rule reads them; scheduler is None without a pipeline.
+        """Noise level of each step, where the rule reads them. scheduler: None for a transformer by itself.
 
         Raises:
             ValueError: the rule cannot serve such a scheduler.
@@ -177,7 +181,7 @@ class Probe(Rule):
         return progress.index
 
     def observe_residual(self, progress: RunProgress, residual: Tensor) -> None:
-        """Record what the evaluated blocks added to the hidden states [B, ...]."""
+        """Record the residual [B, ...] of evaluated blocks."""
 
 
 @dataclass(frozen=True)
@@ -185,25 +189,19 @@ class Every(StepRule):
     """Evaluate evenly spread steps: the first `first_enhance`, and every `interval`-th from the last of them on.
 
     Args:
-        interval: N: one evaluation, then N - 1 forecasts; 1 evaluates always. None is 5, or 2 in runs of at most 8
-            steps, as models distilled to a few steps have them.
-        first_enhance: solver steps at the start that are all evaluated.
-        style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
-            step after the first ones is evaluated too, every `interval`-th follows from there, and differences are
-            taken from the first steps on.
-        full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
+        interval: N: one evaluation, then N - 1 forecasts; None is 5, or 2 in runs of at most 8 steps.
+        first_enhance: evaluated solver steps at the start.
+        style: "reference" is the public code's schedule; "diffusers" is that of `TaylorSeerCacheConfig`, which counts
+            from the second step after the first ones, and takes differences from the start.
+        full_after: the step from which on all are evaluated (`disable_cache_after_step`); None: no such step.
     """
 
     interval: int | None = integer(None, low=1, none=True)
     first_enhance: int = integer(1, low=1)
-    style: str = "reference"
+    style: str = choice("reference", "reference", "diffusers")
     full_after: int | None = integer(None, low=1, none=True)
 
     name = "every"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("style", self.style, STYLES)
 
     @property
     def guard(self) -> int:
@@ -219,18 +217,18 @@ class Every(StepRule):
 
 @dataclass(frozen=True)
 class Verification(StepRule):
-    """Refresh when a verified forecast was off: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
+    """Evaluate after a forecast with a large error: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
 
-    The last block is also evaluated at forecast steps, on the forecast features, and compared with its own forecast,
-    which is used. If the mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next*
-    step is evaluated. A forecast follows each evaluation. The public code has no defaults.
+    At forecast steps the last block is evaluated too, on forecast features, to measure the error of its forecast. If
+    the mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next* step is evaluated. A
+    forecast follows each evaluation. The public code has no defaults.
 
     Args:
         base_threshold: relative error allowed at the first step.
         decay_rate: factor of the threshold from the first step to the last.
         min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
-        max_forecasts: forecasts after which the next step is evaluated in any case (`max_taylor_steps`).
-        first_enhance: solver steps at the start that are evaluated, but for the forecast after each evaluation.
+        max_forecasts: forecasts in a row at most (`max_taylor_steps`).
+        first_enhance: evaluated solver steps at the start, but for the forecast after each evaluation.
     """
 
     base_threshold: float = number(0.3, low=0, open_low=True)
@@ -258,21 +256,19 @@ class Verification(StepRule):
 
 @dataclass(frozen=True)
 class AccumulatedChange(StepRule):
-    """Refresh when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
+    """Evaluate when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
 
-    The relative L1 change of the watched input from step to step, rescaled by a polynomial, is summed since the last
-    evaluation; at `threshold` the step is evaluated. `TeaCache` has the public code's other settings.
+    The relative L1 change of an input from step to step, rescaled by a polynomial, is summed since the last evaluation.
 
     Args:
-        threshold: accumulated change that asks for an evaluation.
-        coefficients: of the polynomial, highest power first. The paper fits them per model; (1, 0) is the change
-            itself.
-        max_forecasts: forecasts in a row after which the next step is evaluated; None sets no bound.
+        threshold: of the sum, at which the step is evaluated.
+        coefficients: of the polynomial, highest power first, which the paper fits for each model; (1, 0) is x.
+        max_forecasts: forecasts in a row at most; None sets no bound.
         watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
-            the first block; or "latent". None is the input of what is forecast first: "modulated" with
-            `where="module"`, "hidden" with "block" and "stack", "latent" with "output".
-        last_steps: steps at the end of a run that are all evaluated (1 in the public code).
-        first_enhance: solver steps at the start that are all evaluated.
+            the first block; or "latent". None is "modulated" with `where="module"`, "hidden" with "block" and "stack",
+            "latent" with "output".
+        last_steps: evaluated steps at the end (1 in the public code).
+        first_enhance: evaluated steps at the start.
     """
 
     threshold: float = number(0.2, low=0, open_low=True)
@@ -295,19 +291,15 @@ class AccumulatedChange(StepRule):
         if self.watch is not None:
             check_choice("watch", self.watch, WATCHED)
 
-    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        if self.last_steps and total is None:
-            raise ValueError(
-                f"last_steps={self.last_steps} needs the number of steps, which a transformer by itself does not tell; "
-                "attach to the pipeline, or leave last_steps out"
-            )
-        return []
+    @property
+    def needs_total(self) -> str:
+        return f"last_steps={self.last_steps} needs a pipeline" if self.last_steps else ""
 
     def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
         progress.change += self.rescale(relative_change(now, before))
 
     def rescale(self, change: float) -> float:
-        """The polynomial of one step's change."""
+        """Evaluate the polynomial at one step's change."""
         total = 0.0
         for coefficient in self.coefficients:
             total = total * change + coefficient
@@ -320,7 +312,7 @@ class AccumulatedChange(StepRule):
 
 
 class SavedAsJson:
-    """A value with `to_dict` and `from_dict` that is written to a JSON file and read from one."""
+    """Base of values with `to_dict` and `from_dict` that have JSON files."""
 
     setting: ClassVar[str] = "when"
     content: ClassVar[str] = "schedule file"
@@ -333,12 +325,12 @@ class SavedAsJson:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
-        """Read a file that `save` wrote. Raises ValueError for another one."""
+        """Read a file of `save`. Raises ValueError for another one."""
         return cls.from_dict(cls.read(path))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Any:
-        """The data in a file. Raises ValueError if it is missing or no JSON."""
+        """Read the data of a file. Raises ValueError if it is missing or no JSON."""
         try:
             return parse_json(read_text(path))
         except (OSError, ValueError) as error:
@@ -346,10 +338,10 @@ class SavedAsJson:
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:
-    """mean |new - old| / mean |old|. Waits for the device."""
+    """Compute mean |new - old| / mean |old|. Waits for the device."""
     return float((new - old).abs().mean() / old.abs().mean().clamp(min=1e-12))
 
 
 def relative_error(forecast: Tensor, real: Tensor) -> float:
-    """mean(|forecast - real| / |real|), as SpeCa measures it. Waits for the device."""
+    """Compute SpeCa's mean(|forecast - real| / |real|). Waits for the device."""
     return float(((forecast - real).abs() / (real.abs() + 1e-10)).mean())

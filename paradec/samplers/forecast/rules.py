@@ -1,4 +1,4 @@
-"""Rules that measure, as values of `Forecast(when=...)`: FBCache, DBCache, DiCache, MagCache, SeaCache, EasyCache."""
+"""Rules that measure: FBCache, DBCache, DiCache, MagCache, SeaCache, EasyCache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_choice, check_number, shown
+from paradec.core.checks import check_number, shown
 from paradec.samplers.forecast.refresh import (
     Probe,
     RunProgress,
     SavedAsJson,
     StepRule,
+    choice,
     integer,
     number,
     relative_change,
@@ -26,14 +27,14 @@ from paradec.samplers.forecast.refresh import (
 
 @dataclass(frozen=True)
 class FirstBlock(Probe):
-    """FBCache: evaluate the blocks after the first one when its residual has changed.
+    """FBCache (ParaAttention): evaluate the blocks after the first one when its residual has changed.
 
-    ParaAttention's First Block Cache, with names and default as in diffusers (`FirstBlockCacheConfig`). The relative L1
-    change is taken since the latest evaluation, over all rows of the call, in the model's type.
+    The relative L1 change is taken since the latest evaluation, over all rows of the call, in the model's dtype. Names
+    and default are diffusers' (`FirstBlockCacheConfig`).
 
     Args:
         threshold: a larger change asks for an evaluation; 0 always evaluates.
-        first_enhance: solver steps at the start that are all evaluated.
+        first_enhance: evaluated solver steps at the start.
     """
 
     threshold: float = number(0.05, low=0)
@@ -42,8 +43,7 @@ class FirstBlock(Probe):
     name = "first_block"
     head = 1
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        assert probe is not None
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         residual = (probe - first).detach()
         full = forced or progress.index < self.first_enhance or self.threshold == 0
         full = full or relative_change(residual, progress.memory["residual"]) > self.threshold
@@ -54,16 +54,15 @@ class FirstBlock(Probe):
 
 @dataclass(frozen=True)
 class DBCache(Probe):
-    """cache-dit's DBCache: FBCache with more blocks before and after what is skipped, and bounds on skipping.
+    """cache-dit's DBCache: FBCache with more evaluated blocks and with bounds on skipping.
 
-    All blocks are one stack, as cache-dit has it for FLUX; in some other models each of its lists decides for itself.
+    All blocks are one stack, as in cache-dit for FLUX; there, in some models each list of blocks decides for itself.
 
     Args:
         Fn_compute_blocks: first blocks, evaluated at every step.
         Bn_compute_blocks: last blocks, evaluated at every step.
-        residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, from 1 on there
-            is no such change.
-        max_warmup_steps: steps at the start that are all evaluated.
+        residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, 1 and more never.
+        max_warmup_steps: evaluated steps at the start.
         max_cached_steps: skipped steps of a run; -1 sets no bound.
         max_continuous_cached_steps: skipped steps in a row; -1 sets no bound.
     """
@@ -85,8 +84,7 @@ class DBCache(Probe):
     def tail(self) -> int:
         return self.Bn_compute_blocks
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        assert probe is not None
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         residual, threshold = (probe - first).detach(), self.residual_diff_threshold
         full = (
             forced
@@ -102,34 +100,28 @@ class DBCache(Probe):
         return full
 
 
-GAIN = (1.0, 1.5)  # bounds of g in `DiCache`
-
-
 @dataclass(frozen=True)
 class DiCache(Probe):
-    """DiCache (Bu et al., arXiv 2508.17356): sum the changes of what the first blocks (the probe) return.
+    """DiCache (Bu et al., arXiv 2508.17356): sum the changes of the first blocks' output (the probe), as its code does.
 
-    Rules and settings are those of the public code. The probe's relative L1 change is taken from step to step, skipped
-    ones included. Where the sum stays below `threshold`, all blocks, the probe's too, are replaced by a residual on the
-    line through the last two that were evaluated: r_before + g (r_latest - r_before), where g is |p - p_before| over
-    |p_latest - p_before|, p what the probe adds, within [1, 1.5]. That line is "taylor" of order 1 at a measured time;
-    another basis is used at the same time.
+    The relative L1 change is taken from step to step. While the sum is below `threshold`, all blocks, the probe's too,
+    are replaced by the residual r_before + g (r_latest - r_before), with the last two evaluated r, g = |p - p_before| /
+    |p_latest - p_before| within [1, 1.5], and p the probe's residual: "taylor" of order 1 at a measured time. Other
+    bases are used at the same time.
 
     Args:
-        threshold: of the summed change; 0 always evaluates. 0.4 is the public code's for "delta_y", 0.08 for
-            "delta_minus".
-        error: what is summed: "delta_y", the probe's change; or "delta_minus", how much it differs from the input's.
+        threshold: of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
+        error: "delta_y" sums the probe's change; "delta_minus" its difference from the input's change.
         probe_depth: first blocks, evaluated at every step.
-        retention_ratio: share of the steps at the start that are all evaluated (0 in the public code for
-            "delta_minus"). The last step always is.
-        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+        retention_ratio: share of evaluated steps at the start (0 in the public code for "delta_minus"). The last step
+            is always evaluated.
+        num_inference_steps: solver steps, for a transformer by itself.
 
-    Raises:
-        ValueError: a setting out of its range; at the start of a run of an unknown number of steps.
+    A run of an unknown number of steps is a ValueError.
     """
 
     threshold: float = number(0.4, low=0)
-    error: str = "delta_y"
+    error: str = choice("delta_y", "delta_y", "delta_minus")
     probe_depth: int = integer(1, low=1)
     retention_ratio: float = number(0.2, low=0, high=1)
     num_inference_steps: int | None = integer(None, low=1, none=True)
@@ -137,18 +129,16 @@ class DiCache(Probe):
     name = "dicache"
     whole = True
     how = "taylor"
-    counted = "the first steps and the last one"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("error", self.error, ("delta_y", "delta_minus"))
 
     @property
     def head(self) -> int:
         return self.probe_depth
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        assert probe is not None
+    @property
+    def needs_total(self) -> str:
+        return "" if self.num_inference_steps else "num_inference_steps=None: DiCache evaluates the last step"
+
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         memory, total = progress.memory, self.num_inference_steps or progress.total or 0
         residual = (probe - first).detach()
         if not forced:
@@ -163,12 +153,12 @@ class DiCache(Probe):
             or not progress.change < self.threshold  # also where it is no number
         )
         if full:
-            # the first evaluation is also used as the one before it, so that memory is known from then on
+            # the first evaluation is also the one before it: histories have their full size from then on
             memory["before"], memory["latest"] = memory.get("latest", residual), residual
         else:
             before, latest = memory["before"], memory["latest"]
             gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
-            progress.product = float(gain.clamp(*GAIN))
+            progress.product = float(gain.clamp(1.0, 1.5))
         memory["probe"] = probe.detach().clone()  # the next block may write into it
         if self.error == "delta_minus":
             memory["first"] = first.detach()
@@ -181,13 +171,11 @@ class DiCache(Probe):
 
 @dataclass(frozen=True)
 class MagRatios(SavedAsJson):
-    """Magnitude ratios of one model and solver, one for each step of the run in which they were measured.
+    """Magnitude ratios of one model and solver, for the steps of a run.
 
     Args:
-        values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
-
-    Raises:
-        ValueError: no numbers, or numbers that are not positive.
+        values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1. Others
+            than positive numbers are a ValueError.
     """
 
     values: tuple[float, ...]
@@ -201,8 +189,8 @@ class MagRatios(SavedAsJson):
         for value in self.values:
             check_number("mag_ratios", value, low=0, open_low=True)
 
-    def at(self, steps: int) -> tuple[float, ...]:
-        """Ratios for a run of another length: those of the nearest steps, as diffusers takes them."""
+    def resample(self, steps: int) -> tuple[float, ...]:
+        """Return the ratios of the nearest steps for a run of another length, as diffusers does."""
         if steps == len(self.values):
             return self.values
         if steps == 1:
@@ -216,7 +204,10 @@ class MagRatios(SavedAsJson):
 
     @classmethod
     def from_dict(cls, data: Any) -> MagRatios:
-        """Ratios from themselves, a sequence or tensor [steps], plain data, or a file. Raises ValueError otherwise."""
+        """Make ratios from a sequence or tensor [steps], plain data or a file; `MagRatios` are returned.
+
+        Raises ValueError for anything else.
+        """
         if isinstance(data, cls):
             return data
         if isinstance(data, (str, os.PathLike)):
@@ -226,7 +217,10 @@ class MagRatios(SavedAsJson):
         if isinstance(data, (Tensor, np.ndarray)):
             data = data.tolist()
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-            raise ValueError(f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them")
+            raise ValueError(
+                f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them; calibrate(pipe, run) of "
+                "paradec.integrations.diffusers.hooks.magcache measures them for a model"
+            )
         return cls(tuple(data))
 
 
@@ -234,23 +228,20 @@ class MagRatios(SavedAsJson):
 class MagCache(Probe):
     """MagCache (Ma et al., arXiv 2506.09045): skip while a table of magnitude ratios foresees a small error.
 
-    The ratios since the latest evaluation are multiplied; how far each product is from 1 is summed, and the step is
-    evaluated when the sum exceeds `threshold`. Names and defaults are diffusers' (`MagCacheConfig`).
+    The step is evaluated when sum |1 - product of ratios| since the latest evaluation exceeds `threshold`. Names and
+    defaults are diffusers' (`MagCacheConfig`).
 
     Args:
-        mag_ratios: measured by `paradec.integrations.diffusers.hooks.magcache.calibrate` for this model: a `MagRatios`,
-            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest;
-            image to image, which leaves the first steps of its scheduler out, the last ones.
-        threshold: of the summed error.
+        mag_ratios: of this model, by `paradec.integrations.diffusers.hooks.magcache.calibrate`: a `MagRatios`, its
+            file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest, image to
+            image the last ones.
+        threshold: of the sum.
         max_skip_steps: K: skipped steps in a row.
-        retention_ratio: share of the steps at the start that are all evaluated.
-        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
-
-    Raises:
-        ValueError: a setting out of its range, or no ratios.
+        retention_ratio: share of evaluated steps at the start.
+        num_inference_steps: solver steps, for a transformer by itself.
     """
 
-    mag_ratios: MagRatios | None = None
+    mag_ratios: Any = None
     threshold: float = number(0.06, low=0)
     max_skip_steps: int = integer(3, low=0)
     retention_ratio: float = number(0.2, low=0, high=1)
@@ -259,57 +250,48 @@ class MagCache(Probe):
     name = "magcache"
 
     def __post_init__(self) -> None:
-        if self.mag_ratios is None:
-            raise ValueError(
-                "mag_ratios=None: MagCache needs the ratios of this model; calibrate(pipe, run), of "
-                "paradec.integrations.diffusers.hooks.magcache, measures them"
-            )
         object.__setattr__(self, "mag_ratios", MagRatios.from_dict(self.mag_ratios))
         super().__post_init__()
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        assert self.mag_ratios is not None
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         total = self.num_inference_steps or progress.total or len(self.mag_ratios.values)
         begin = 0 if self.num_inference_steps else progress.first
         if progress.index < int(self.retention_ratio * total + 0.5):
             return True
-        ratios = self.mag_ratios.at(total + begin)[begin:]
+        ratios = self.mag_ratios.resample(total + begin)[begin:]
         progress.product *= ratios[progress.index] if progress.index < total else 1.0
         progress.change += abs(1.0 - progress.product)
         return forced or progress.change > self.threshold or progress.forecasts >= self.max_skip_steps
 
     def to_dict(self) -> dict[str, Any]:
-        assert self.mag_ratios is not None
         return super().to_dict() | self.mag_ratios.to_dict()
 
 
-TINY = 1e-16  # added to the spectrum and denominator of `SeaCache`'s filter, as in the public code
+TINY = 1e-16  # added to spectrum and denominator of `SeaCache`'s filter, as in the public code
 
 
 @dataclass(frozen=True)
 class SeaCache(Probe):
-    """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step, skipped ones too.
+    """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step.
 
-    The filter is Wiener's for pictures whose power falls with frequency as 1 / f^`power_exp`, at the step's noise
-    level. What all blocks add is continued along the line through the latest two evaluations, or reused. Names and
-    defaults are diffusers' (`SeaCacheConfig`).
+    The filter is Wiener's for pictures whose power falls as 1 / frequency^`power_exp`, at the step's noise level. The
+    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`).
 
     Args:
-        threshold: of the summed change; 0 always evaluates.
-        residual_order: 1 continues the line (`how="taylor"`), 0 reuses (`how="reuse"`).
-        retention_steps: steps at the start that are all evaluated.
-        cache_end_steps: steps at the end that are all evaluated.
+        threshold: of the sum; 0 always evaluates.
+        residual_order: 1 extrapolates (`how="taylor"`), 0 reuses (`how="reuse"`).
+        retention_steps: evaluated steps at the start.
+        cache_end_steps: evaluated steps at the end.
         max_consecutive_cached: skipped steps in a row; 0 sets no bound.
-        power_exp: how fast the power of pictures falls.
+        power_exp: of the spectrum.
 
     Raises:
-        ValueError: a setting out of its range; a scheduler without flow sigmas, or none; a transformer that is given
-            more channels than it returns, or a latent without rows and columns that the pipeline could tell (FLUX's and
-            Qwen-Image's cells are put in their places).
+        ValueError: no scheduler with flow sigmas; a transformer with more input than output channels, or a latent whose
+            rows and columns are unknown.
     """
 
     threshold: float = number(0.25, low=0)
-    residual_order: int = 1
+    residual_order: int = choice(1, 0, 1)
     retention_steps: int = integer(1, low=0)
     cache_end_steps: int = integer(1, low=0)
     max_consecutive_cached: int = integer(2, low=0)
@@ -317,10 +299,6 @@ class SeaCache(Probe):
 
     name = "seacache"
     filters = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("residual_order", self.residual_order, (0, 1))
 
     @property
     def how(self) -> str:
@@ -348,33 +326,30 @@ class SeaCache(Probe):
             )
         return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         assert progress.latent is not None
-        now, before = (
-            filter_latent(progress.latent.detach(), progress.level, self.power_exp),
-            progress.memory.get("filtered"),
-        )
-        progress.memory["filtered"] = now
+        memory = progress.memory
+        filtered = filter_latent(progress.latent.detach(), progress.level, self.power_exp)
         full = (
             forced
-            or before is None
+            or "filtered" not in memory
             or progress.index < self.retention_steps
             or progress.index >= (progress.total or 0) - self.cache_end_steps
             or 0 < self.max_consecutive_cached <= progress.forecasts
         )
         if not full:
-            assert before is not None
-            rows = list(zip(now, before, strict=True))
-            progress.change += sum(relative_change(new, old) for new, old in rows) / len(rows)
+            changes = [relative_change(new, old) for new, old in zip(filtered, memory["filtered"], strict=True)]
+            progress.change += sum(changes) / len(changes)
             full = not progress.change < self.threshold  # also where it is no number
+        memory["filtered"] = filtered
         return full
 
 
 def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
-    """A latent [B, C, ...] of 1 - s parts picture and s parts noise, through the filter that leaves the picture.
+    """Filter the noise out of a latent [B, C, ...] of 1 - s parts picture and s = `level` parts noise, in float32.
 
-    Over every axis after the channels the gain is a S / (a^2 S + s^2) with a = 1 - s and S = 1 / |f|^power; the gains
-    are multiplied and divided by their mean. In float32. Raises ValueError for a latent of other axes.
+    On each axis after C the gain is a S / (a^2 S + s^2) with a = 1 - s, S = 1 / |f|^power; their product is divided by
+    its mean. Raises ValueError for a latent of other axes.
     """
     if latent.ndim not in (4, 5):
         raise ValueError(
@@ -397,18 +372,16 @@ def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
 class EasyCache(StepRule):
     """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum the change of the latent, rescaled to the output's.
 
-    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| from one evaluation to
-    the next. Since the latest evaluation K mean|x - x of the step before| / mean|v_latest| is summed; below `threshold`
-    the transformer is skipped, and its output is x + (v_latest - x_latest). The first call of a step decides for all of
-    them (guidance may take two). Three more tensors of the latent's size are kept.
+    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| between evaluations.
+    While the sum of K mean|x - x of the step before| / mean|v_latest| is below `threshold`, the output is x + (v_latest
+    - x_latest). The first call of a step decides for all. Three more tensors of the latent's size are stored.
 
     Args:
-        threshold: of the sum; 0 always evaluates. 0.05 and 0.06 are the public code's for Wan.
-        ret_steps: steps at the start that are all evaluated. The last step always is.
-        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+        threshold: of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.
+        ret_steps: evaluated steps at the start. The last step is always evaluated.
+        num_inference_steps: solver steps, for a transformer by itself.
 
-    Raises:
-        ValueError: a setting out of its range; at the start of a run of an unknown number of steps.
+    A run of an unknown number of steps is a ValueError.
     """
 
     threshold: float = number(0.05, low=0)
@@ -420,7 +393,10 @@ class EasyCache(StepRule):
     where = "output"
     measures = True
     from_input = True
-    counted = "the last step"
+
+    @property
+    def needs_total(self) -> str:
+        return "" if self.num_inference_steps else "num_inference_steps=None: EasyCache evaluates the last step"
 
     def is_full(self, progress: RunProgress) -> bool:
         last = (self.num_inference_steps or progress.total or 0) - 1

@@ -1,7 +1,7 @@
 """Step masks of cache-dit ("SCM"): which solver steps are evaluated, most of them at the start of a run.
 
-Four masks are given for 28 steps as runs of evaluated and skipped steps in turn; they are cut or stretched to other
-lengths, and short runs have other masks. Names, figures and rules are those of cache-dit 1.5.3.
+Masks for 28 steps are cut or stretched to other lengths; short runs have other masks. Names, figures and rules are
+those of cache-dit 1.5.3.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 from paradec.core.checks import check_choice, check_int
 from paradec.samplers.forecast.refresh import RunProgress, StepRule
 
-Runs = tuple[tuple[int, ...], tuple[int, ...]]
-"""Lengths of the runs of evaluated steps, and of the runs of skipped steps between them."""
+Runs = tuple[tuple[int, ...], tuple[int, ...]]  # lengths of the runs of evaluated steps, and of skipped ones between
 
 MASKS: dict[str, Runs] = {
     "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
@@ -23,7 +22,7 @@ MASKS: dict[str, Runs] = {
     "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
     "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
 }
-"""At 28 steps; cut or stretched from 16 steps on."""
+"""At 28 steps, for 16 steps and more."""
 SHORT: dict[int, dict[str, Runs]] = {
     15: {
         "slow": ((4, 2, 2, 2, 1), (1, 1, 1, 1)),
@@ -46,12 +45,12 @@ SHORT: dict[int, dict[str, Runs]] = {
     6: dict.fromkeys(MASKS, ((3, 1), (2,))),
     4: dict.fromkeys(MASKS, ((2, 1), (1,))),
 }
-"""At fewer; 10 to 14 steps are cut from 15."""
+"""By the number of steps; 10 to 14 are cut from 15."""
 
 
 @dataclass(frozen=True)
 class StepMask(StepRule):
-    """Evaluate the steps of a named mask, whatever number of solver steps the run has (`step_mask`)."""
+    """Evaluate the steps of a named mask, cut or stretched to the run (`step_mask`)."""
 
     mask: str = ""
 
@@ -60,14 +59,14 @@ class StepMask(StepRule):
     def __post_init__(self) -> None:
         check_choice("when", self.mask, MASKS)
 
+    @property
+    def needs_total(self) -> str:
+        return f"when={self.mask!r} needs a pipeline, or when=step_mask({self.mask!r}, steps) of {__name__}"
+
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        if total is None:
-            raise ValueError(
-                f"when={self.mask!r} is made for a number of solver steps, which a transformer by itself does not "
-                f"tell; give when=step_mask({self.mask!r}, steps) of paradec.samplers.forecast.step_masks"
-            )
-        step_mask(self.mask, total)
-        return []
+        unknown = super().check_run(total)
+        step_mask(self.mask, total or 0)
+        return unknown
 
     def is_full(self, progress: RunProgress) -> bool:
         assert progress.total is not None
@@ -76,11 +75,11 @@ class StepMask(StepRule):
 
 @lru_cache(maxsize=64)
 def step_mask(name: str, steps: int) -> tuple[int, ...]:
-    """The evaluated steps of a named mask, from 0, for a run of `steps` solver steps; the last is always among them.
+    """Return the evaluated steps of a named mask, from 0; the last step is always among them.
 
     Args:
         name: "slow" (18 of 28 steps are evaluated), "medium" (15), "fast" (11) or "ultra" (8).
-        steps: 4, 6, or 8 and more. The shares above are those of 28 steps alone: cut to 16, "ultra" evaluates 3.
+        steps: solver steps: 4, 6, or 8 and more. Other lengths have other shares: of 16 steps, "ultra" evaluates 3.
 
     Raises:
         ValueError: another name, or a number of steps that has no mask.
@@ -100,7 +99,7 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
 
 
 def _stretch(full: list[int], skipped: list[int], steps: int) -> None:
-    """Lengthen the runs in turn, each by half of its share of the new length, until there are at least `steps`."""
+    """Lengthen the runs in turn, by half of their shares of the new length, until there are at least `steps`."""
     half = steps / (sum(full) + sum(skipped)) * 0.5
     increments = [(runs, i, max(int(runs[i] * half), 1)) for i in range(len(skipped)) for runs in (full, skipped)]
     increments.append((full, len(full) - 1, 1))
@@ -112,7 +111,7 @@ def _stretch(full: list[int], skipped: list[int], steps: int) -> None:
 
 
 def _cut(full: list[int], skipped: list[int], steps: int) -> None:
-    """Take single steps off the last runs, of skipped and of evaluated steps in turn, until `steps` are left."""
+    """Shorten the last skipped and evaluated runs in turn, by single steps, until `steps` are left."""
     surplus = sum(full) + sum(skipped) - steps
     while surplus:
         for runs in (skipped, full):

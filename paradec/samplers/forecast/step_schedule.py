@@ -1,4 +1,4 @@
-"""A list of the evaluated steps, for any run or the kind that it was found for (`paradec.tune_steps`)."""
+"""A list of the evaluated steps, for any run or those that it was searched for (`paradec.tune_steps`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SCHEMA = "paradec-steps/1"
 
 @dataclass(frozen=True)
 class StepSchedule(SavedAsJson, StepRule):
-    """Steps to evaluate, which may be bound to the runs that they were found for.
+    """Steps to evaluate; None stands for any run.
 
     Args:
-        steps: ascending, step 0 among them.
-        total: solver steps of these runs, or None for any.
-        scheduler: the class of their scheduler, or None for any.
-        guidance: their guidance scale, or None for any.
-        where: what was forecast (`Forecast.where`), or None for any.
+        steps: ascending, from step 0.
+        total: solver steps of the run.
+        scheduler: the class of its scheduler.
+        guidance: its guidance scale.
+        where: what is forecast (`Forecast.where`).
 
     Raises:
         ValueError: an argument out of its range.
@@ -53,11 +53,11 @@ class StepSchedule(SavedAsJson, StepRule):
         return progress.index in self.steps
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        kind = None if scheduler is None else type(scheduler).__name__
+        scheduler_name = None if scheduler is None else type(scheduler).__name__
         unknown = []
         for name, actual, expected in (
             ("steps", total, self.total),
-            ("scheduler", kind, self.scheduler),
+            ("scheduler", scheduler_name, self.scheduler),
             ("guidance_scale", guidance, self.guidance),
         ):
             if expected is not None and actual is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paradec.core.checks import check_choice, shown
@@ -30,26 +30,24 @@ class Modules:
     def __post_init__(self) -> None:
         for setting in ("modules", "skip"):
             value = getattr(self, setting)
-            patterns = (value,) if isinstance(value, str) else value
-            if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-                names = "a regular expression for module names, or a list of them"
-                raise ValueError(f"{setting}={shown(value)} must be {names}")
-            for pattern in patterns:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(f"{setting}={shown(pattern)} is no regular expression: {error}") from None
-            object.__setattr__(self, setting, tuple(patterns))
+            try:
+                patterns = (value,) if isinstance(value, str) else tuple(value)
+                for pattern in patterns:
+                    re.compile(pattern + "")  # a TypeError unless it is a text
+            except (TypeError, re.error) as error:
+                expected = "a regular expression for module names, or a list of them"
+                raise ValueError(f"{setting}={shown(value)} must be {expected}: {error}") from None
+            object.__setattr__(self, setting, patterns)
         if not self.modules:
-            raise ValueError(f"modules={shown(self.modules)} must name at least one module")
+            raise ValueError("modules=() must name at least one module")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `where_from`."""
-        return {key: list(patterns) for key, patterns in asdict(self).items()}
+    def to_dict(self) -> dict[str, list[str]]:
+        """Return plain data, for `where_from`."""
+        return {"modules": list(self.modules), "skip": list(self.skip)}
 
 
 def where_from(value: Any) -> str | Modules | None:
-    """A place from its name, a list of patterns, or `Modules` and its `to_dict`. Raises ValueError otherwise."""
+    """Read a place's name, a list of patterns, or `Modules` and its `to_dict`. Raises ValueError otherwise."""
     if value is None or isinstance(value, Modules):
         return value
     if isinstance(value, (list, tuple)):

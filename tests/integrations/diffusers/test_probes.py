@@ -116,7 +116,7 @@ def test_calibration_equals_diffusers(
 def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
     source = torch.linspace(1, 2, length, dtype=torch.float64)
     for steps in range(1, 60):
-        assert MagRatios(tuple(source.tolist())).at(steps) == tuple(nearest_interp(source, steps).tolist())
+        assert MagRatios(tuple(source.tolist())).resample(steps) == tuple(nearest_interp(source, steps).tolist())
 
 
 # ---- every class of transformer -------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanTransformer3DModel,
 )
-from pipelines import TRANSFORMERS, denoise, flux_pipeline, loop_pipeline, tiny_transformer, wan_pipeline
+from pipelines import TRANSFORMERS, denoise, flux_pipeline, loop_pipeline, run_wan, tiny_transformer, wan_pipeline
 from recorded import golden, read_arrays, read_json, replay
-from tiny_pipelines import denoise, flux_pipeline, loop_pipeline, run_wan, wan_pipeline
 from torch import Tensor
 
 import paradec

@@ -426,7 +426,7 @@ def test_timesteps_that_rise(interval: int) -> None:
 
 @pytest.mark.parametrize("basis", list(BASES))
 def test_every_basis_in_the_loop(basis: str) -> None:
-    """The loop's stacked memory holds what a history by itself would."""
+    """The loop's history is what one by itself would be."""
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
     sampler = Forecast(when=Every(3, 2), order=2, how=basis)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
@@ -452,10 +452,10 @@ def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
     state = sampler.start(model, latent, scheduler=scheduler, num_inference_steps=9, class_labels=LABELS)
     with torch.inference_mode():
         while not state.done:
-            kept = copy.deepcopy((state.latent, state.memory.tensors, vars(state.scheduler)))
+            kept = copy.deepcopy((state.latent, state.history, vars(state.scheduler)))
             first, again = sampler.step(model, state), sampler.step(model, state)
             assert torch.equal(first.values, again.values) and first.kind == again.kind
-            assert _same(kept, (state.latent, state.memory.tensors, vars(state.scheduler)))
+            assert _same(kept, (state.latent, state.history, vars(state.scheduler)))
             sampler.commit(state, again)
             with pytest.raises(ValueError, match="earlier state"):
                 sampler.commit(state, first)

@@ -22,7 +22,7 @@ class _Magnitudes(Probe):
     ratios: dict[int, list[float]] = field(default_factory=dict)
     """By step: of all calls and runs."""
 
-    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+    def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         return True
 
     def observe_residual(self, progress: RunProgress, residual: Tensor) -> None:

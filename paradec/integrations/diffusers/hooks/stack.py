@@ -151,7 +151,8 @@ class Stack:
             state, progress = history.rule_progress, owner.run_progress
             state.index, state.total, state.first = progress.index, progress.total, progress.first
             state.latent, state.level = owner.latent, owner.level
-            full = self.rule.is_full(state, walk.entry[main_stream_name(walk.entry)], walk.probe, is_fresh)
+            entry = walk.entry[main_stream_name(walk.entry)]
+            full = self.rule.is_full(state, entry, entry if walk.probe is None else walk.probe, is_fresh)
             walk.step = progress.index if full else self.rule.forecast_at(state)
             state.finish_step(full)
             state.latent = None
