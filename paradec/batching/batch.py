@@ -225,6 +225,15 @@ class Batch:
         """Prompts that wait for a row."""
         return len(self._waits.waiting)
 
+    @property
+    def closed(self) -> bool:
+        """Whether no prompt is taken any more."""
+        return self._waits.closed
+
+    def check_open(self) -> None:
+        """Raise BatchClosed, with the cause, once the batch is closed."""
+        self._waits.check_open()
+
     def close(self, error: Exception | None = None) -> None:
         """End what is not done with `error`, by default `Cancelled`, and give the memory back. Waits for a step that
         runs; where a streamer calls it, that step ends everything."""

@@ -117,8 +117,7 @@ class Queue:
         identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
         key = hashlib.blake2b(identity, digest_size=16).digest()
         with self.changed:
-            if self.closed:
-                raise BatchClosed("this batch is closed")
+            self.check_open()
             copy_index = 0
             if not alone:  # as `paradec.samplers.start.row_keys` counts in a list
                 copy_index = self.copies[key]
@@ -128,6 +127,11 @@ class Queue:
             self._number += 1
             self.waiting.append(ticket)
             self.changed.notify_all()
+
+    def check_open(self) -> None:
+        """Raise BatchClosed, with the cause, once the queue is closed."""
+        if self.closed:
+            raise BatchClosed(str(self.cause or "decoding has stopped: it was closed"))
 
     def first(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
         """List the first ticket and those directly after it that can join it, at most `max_tickets`."""

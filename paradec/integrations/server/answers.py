@@ -14,14 +14,10 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat.chat_completion import Choice as ChatChoice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.completion_usage import PromptTokensDetails
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from paradec.api.output import Output
-from paradec.batching.slots import Ticket
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.spelling import spelling_of
 from paradec.core.checks import check_int, shown
@@ -30,30 +26,20 @@ from paradec.core.prompt_ids import is_rows_of_ids
 from paradec.core.prompts import Prompts, encode
 from paradec.integrations.server import chat, request_body
 from paradec.integrations.server.chat import AnswerParser, Piece, StopCutter
-from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
+from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import ApiError, Call, to_api_error
 from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
 from paradec.integrations.server.request_body import OWN, ChatBody, TextBody
 
-OBJECTS = {
-    Completion: "text_completion",
-    ChatCompletion: "chat.completion",
-    ChatCompletionChunk: "chat.completion.chunk",
-}
 MAX_CHOICES = 1024  # answers to one body
 MAX_DRAFTS = 4  # waiting events beyond which no draft is added
 
 
 @dataclass
 class Service:
-    """One model under one name.
-
-    Args:
-        presets: fields of a request by name. max_answer: tokens that a client may ask for.
-    """
+    """One model under one name. presets: fields of a request by name. max_answer: tokens that a client may ask for."""
 
     engine: Engine
-    metrics: Metrics
     name: str
     presets: Mapping[str, Mapping[str, Any]]
     max_answer: int
@@ -69,9 +55,15 @@ class Service:
         if name not in (None, self.name):
             raise ApiError(f"model={shown(name)} is not served here; {self.name!r} is", 404, "model")
 
-    async def chat(self, call: Call, body: ChatBody) -> Response:
-        """Answer a body of /v1/chat/completions. Raises ApiError."""
+    async def respond(self, call: Call, body: ChatBody | TextBody) -> Response:
+        """Answer a body. Raises what `to_api_error` converts."""
         self.check_name(body.model)
+        prepare = self._prepare_chat if isinstance(body, ChatBody) else self._prepare_text
+        reply = Reply(self, call, body, *await asyncio.to_thread(prepare, body))
+        return await reply.respond()
+
+    def _prepare_chat(self, body: ChatBody) -> tuple[Any, ...]:
+        """The fields of a `Reply` after the body. Raises ApiError."""
         changes, tokenizer = request_body.read_changes(body, self.presets), self.model.tokenizer
         if "chat" in body.paradec:
             raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
@@ -82,42 +74,17 @@ class Service:
         if required and template is not chat.HERMES:
             reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
             raise ApiError(f"tool_choice={shown(body.tool_choice)} {reason}", 422, "tool_choice")
-        ids, text = await asyncio.to_thread(chat.encode_chat, self.model, body, tools)
-        await self._prepare(body, changes, [ids], required)
+        ids, text = chat.encode_chat(self.model, body, tools)
+        self._finish_changes(changes, body, (body.top_logprobs or 0) if body.logprobs else None, required, [ids])
+        template = template if tools else None
         end = None if changes["constraint"] else chat.reasoning_end(tokenizer, text)
-        parser = partial(AnswerParser, end, template if tools else None, tools)
-        markers = chat.marker_tokens(tokenizer, template if tools else None, end)
-        return await Reply(self, call, body, changes, [ids], parser, markers).respond()
+        markers = chat.marker_tokens(tokenizer, template, end)
+        return changes, [ids], partial(AnswerParser, end, template, tools), markers, [Piece()]
 
-    async def complete(self, call: Call, body: TextBody) -> Response:
-        """Answer a body of /v1/completions. Raises ApiError."""
-        self.check_name(body.model)
-        changes = request_body.read_changes(body, self.presets)
-        rows = await asyncio.to_thread(self._encode_prompts, body)
-        await self._prepare(body, changes, rows, None)
-        echoes = await asyncio.to_thread(self._echo, body, rows) if body.echo else []
-        parser = partial(AnswerParser, None, None, None)
-        return await Reply(self, call, body, changes, rows, parser, {}, echoes).respond()
-
-    async def _prepare(
-        self, body: ChatBody | TextBody, changes: dict[str, Any], rows: list[list[int]], required: Any
-    ) -> None:
-        """Set the constraint, whose automaton is made, and the number of log-probabilities. Raises ApiError."""
-        changes["constraint"] = None
-        if (form := request_body.find_format(body, required)) is not None:
-            if changes.get("stop_strings"):
-                raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
-            read = request_body.read_constraint
-            changes["constraint"] = await asyncio.to_thread(read, *form, self.model, self.compiler)
-        if body.num_logprobs is not None:
-            changes["logprobs"] = min(body.num_logprobs, self.model.facts.vocab_size)
-            await asyncio.to_thread(spelling_of, self.model.tokenizer)  # it reads the whole vocabulary once
-        if any(self.model.facts.hole_id in row for row in rows):
-            raise ApiError("the prompt holds the mask token, and a server fills no masks")
-
-    def _encode_prompts(self, body: TextBody) -> list[list[int]]:
-        """The ids of each prompt. Raises ApiError."""
-        rows, is_chat = [], body.paradec.get("chat", False)
+    def _prepare_text(self, body: TextBody) -> tuple[Any, ...]:
+        """As `_prepare_chat`."""
+        changes, rows = request_body.read_changes(body, self.presets), list[list[int]]()
+        is_chat = body.paradec.get("chat", False)
         for prompt in body.prompt:
             if not (prompt.strip() if isinstance(prompt, str) else is_rows_of_ids([prompt])):
                 reason = "must be a text with a word in it, a list of ids, or a list of these"
@@ -126,101 +93,121 @@ class Service:
                 rows += encode(self.model, prompt, chat=is_chat if isinstance(prompt, str) else None).rows
             except (ValueError, TypeError) as error:
                 raise to_api_error(error, "prompt") from error
-        return rows
-
-    def _echo(self, body: TextBody, rows: list[list[int]]) -> list[Piece]:
-        """The texts of prompts, with the scores of their tokens. Raises ApiError."""
-        model, count, echoes = self.model, body.num_logprobs, []
-        if body.paradec.get("chat"):
+        self._finish_changes(changes, body, body.logprobs, None, rows)
+        if body.echo and is_chat:
             raise ApiError("echo is for prompts that are no chat", 400, "echo")
-        if count is not None and model.facts.topology != "causal":
+        echo = partial(self._echo, changes["logprobs"]) if body.echo else lambda *_: Piece()
+        return changes, rows, partial(AnswerParser, None, None, None), {}, [*map(echo, body.prompt, rows)]
+
+    def _finish_changes(
+        self,
+        changes: dict[str, Any],
+        body: ChatBody | TextBody,
+        count: int | None,
+        required: Any,
+        rows: list[list[int]],
+    ) -> None:
+        """Set the number of log-probabilities and the constraint, whose automaton is made. Raises ApiError."""
+        facts = self.model.facts
+        if count is not None:
+            spelling_of(self.model.tokenizer)  # it reads the whole vocabulary once
+        changes |= {"logprobs": None if count is None else min(count, facts.vocab_size), "constraint": None}
+        if (form := request_body.find_format(body, required)) is not None:
+            if changes.get("stop_strings"):
+                raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
+            changes["constraint"] = request_body.read_constraint(*form, self.model, self.compiler)
+        if any(facts.hole_id in row for row in rows):
+            raise ApiError("the prompt holds the mask token, and a server fills no masks")
+        if len(rows) * (body.n or 1) > MAX_CHOICES:
+            reason = f"{len(rows)} prompts with n={body.n or 1} ask for more than {MAX_CHOICES} answers"
+            raise ApiError(reason, 400, "n")
+
+    def _echo(self, count: int | None, prompt: str | list[int], ids: list[int]) -> Piece:
+        """The text of a prompt, with the scores of its tokens. Raises ApiError."""
+        model = self.model
+        text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids, skip_special_tokens=True)
+        if count is None:
+            return Piece(text)
+        if model.facts.topology != "causal":
             reason = "needs a causal model: others give the tokens of a prompt no log-probabilities"
             raise ApiError(f"echo=true with logprobs {reason}", 400, "echo")
-        for prompt, ids in zip(body.prompt, rows, strict=True):
-            scores = TokenScores(model.tokenizer, is_prompt=True)
-            if count is not None:
-                scores.add(ids, score_prompt(model, ids, min(count, model.facts.vocab_size)))
-            text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids, skip_special_tokens=True)
-            echoes.append(Piece(text, scores=scores.take()))
-        return echoes
+        scores = TokenScores(model.tokenizer, 0, {}, is_prompt=True)
+        scores.add(ids, score_prompt(model, ids, count))
+        return Piece(text, scores=scores.take())
 
 
 class Answer:
-    """One choice of a response."""
+    """One choice of a response. It is the streamer of its row too: `put` and its like run in the engine's thread."""
 
     def __init__(self, reply: Reply, index: int):
-        self.index, self.prompt, self._reply = index, reply.rows[index // reply.n], reply
+        self.reply, self.index, prompt = reply, index, index // reply.n
+        self.prompt, self.echo, tokenizer = reply.rows[prompt], reply.echoes[prompt], reply.service.model.tokenizer
         self.num_tokens = self.num_calls = self.num_reused = 0  # reused: tokens of the prompt that were not evaluated
         stops = reply.changes.get("stop_strings") or ()
-        self.cutter, self._parser = StopCutter((stops,) if isinstance(stops, str) else stops), reply.make_parser()
-        self._tokenizer, self._text = reply.service.model.tokenizer, ""
-        self._decoder = DecodeStream([], skip_special_tokens=False)
-        begin = len(reply.echoes[index // reply.n].content) if reply.echoes else 0
-        has_scores = reply.body.num_logprobs is not None
-        self.scores = TokenScores(self._tokenizer, begin, reply.markers) if has_scores else None
-
-    def feed(self, ids: list[int], scores: LogProbs | None) -> Piece:
-        """Add final tokens of a stream."""
-        self.num_tokens += len(ids)
-        if self.scores is not None and scores is not None:
-            self.scores.add(ids, scores)
-        step = self._decoder.step
-        return self._cut("".join(step(self._tokenizer._tokenizer, token) or "" for token in self._in_text(ids)), False)
-
-    def finish(self, output: Output) -> Piece:
-        """Add the tokens that were not streamed, and characters that the decoder holds back."""
-        ids = output.sequences[0, output.filled[0]][: output.tokens[0]].tolist()
-        if self.scores is not None and output.logprobs is not None:
-            new = slice(self.num_tokens, len(ids))
-            self.scores.add(
-                ids[new], output.logprobs.map_columns(lambda tensor, _: tensor[:, output.filled[0]][:, new])
-            )
-        self.num_tokens, self.num_reused = len(ids), sum(output.reused)
-        text = self._tokenizer.decode(self._in_text(ids))
-        piece = self._cut(text.removeprefix(self._text) if text.startswith(self._text) else "", True)
-        is_whole = output.finished[0] or self.cutter.is_over or self._reply.is_complete(ids)
-        return piece._replace(finish_reason=("tool_calls" if self.num_calls else "stop") if is_whole else "length")
-
-    def _in_text(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token not in self._reply.dropped]
-
-    def _cut(self, text: str, is_last: bool) -> Piece:
-        self._text += text
-        text = self.cutter.feed(text, is_last)
-        piece = self._parser.feed(text, is_last)
-        self.num_calls += len(piece.calls)
-        if self.scores is not None:
-            self.scores.num_sent += len(text)
-            if is_last or any(piece):
-                piece = piece._replace(scores=self.scores.take(takes_all=is_last and not self.cutter.is_over))
-        return piece
-
-
-class Streamer:
-    """A streamer of `paradec.batching`, for the engine's thread.
-
-    Args:
-        send: takes ids [n] and their scores. send_draft: takes ids [n] right of the final ones; None for no drafts.
-    """
-
-    def __init__(self, send: Callable[[Any], None], send_draft: Callable[[list[int]], None] | None):
-        self._send, self._has_begun = send, False
-        self._scores: LogProbs | None = None
-        if send_draft is not None:
-            self.put_draft = lambda ids: send_draft(ids[0].tolist())
+        self._cutter, self._parser = StopCutter((stops,) if isinstance(stops, str) else stops), reply.make_parser()
+        self._decoder, self._text = DecodeStream([], skip_special_tokens=False), ""
+        self._scores: TokenScores | None = None
+        if reply.changes["logprobs"] is not None:
+            self._scores = TokenScores(tokenizer, len(self.echo.content), reply.markers)
+        self._has_begun, self._put_scores = False, None
 
     def put(self, ids: Tensor) -> None:
         """Take the prompt [1, P], then ids [1, n] that are final with everything left of them."""
         if self._has_begun:
-            self._send((ids[0].tolist(), self._scores))
+            self.reply.send(self, partial(self._feed, ids[0].tolist(), self._put_scores))
         self._has_begun = True
 
-    def put_logprobs(self, scores: LogProbs) -> None:
+    def put_logprobs(self, scores: Any) -> None:
         """Take the log-probabilities of the ids that `put` takes next."""
-        self._scores = scores
+        self._put_scores = scores
+
+    def put_draft(self, ids: Tensor) -> None:
+        """Take ids [1, n] to the right of the final ones."""
+        model, reply = self.reply.service.model, self.reply
+        if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_DRAFTS and not self._cutter.is_over:
+            texts = [None if t == model.facts.mask_token_id else model.tokenizer.decode([t]) for t in ids[0].tolist()]
+            reply.send(self, lambda: Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
 
     def end(self) -> None:
         """Do nothing: the output follows."""
+
+    def _feed(self, ids: list[int], scores: LogProbs | None) -> Piece:
+        self.num_tokens += len(ids)
+        if self._scores is not None and scores is not None:
+            self._scores.add(ids, scores)
+        step = partial(self._decoder.step, self.reply.service.model.tokenizer._tokenizer)
+        return self._cut("".join(step(token) or "" for token in self._in_text(ids)), False)
+
+    def finish(self, output: Output) -> Piece:
+        """Add the tokens that were not streamed, and characters that the decoder holds back. Raises ApiError."""
+        if output.error is not None:
+            raise to_api_error(output.error) from output.error
+        ids = output.sequences[0, output.filled[0]][: output.tokens[0]].tolist()
+        if self._scores is not None and output.logprobs is not None:
+            new = slice(self.num_tokens, len(ids))
+            self._scores.add(
+                ids[new], output.logprobs.map_columns(lambda tensor, _: tensor[:, output.filled[0]][:, new])
+            )
+        self.num_tokens, self.num_reused = len(ids), sum(output.reused)
+        text, model = self.reply.service.model.tokenizer.decode(self._in_text(ids)), self.reply.service.model
+        piece = self._cut(text.removeprefix(self._text) if text.startswith(self._text) else "", True)
+        is_whole = output.finished[0] or self._cutter.is_over
+        is_whole = is_whole or request_body.is_complete(self.reply.changes["constraint"], model, ids)
+        return piece._replace(finish_reason=("tool_calls" if self.num_calls else "stop") if is_whole else "length")
+
+    def _in_text(self, ids: list[int]) -> list[int]:
+        return [token for token in ids if token not in self.reply.dropped]
+
+    def _cut(self, text: str, is_last: bool) -> Piece:
+        self._text += text
+        text = self._cutter.feed(text, is_last)
+        piece = self._parser.feed(text, is_last)
+        self.num_calls += len(piece.calls)
+        if self._scores is not None:
+            self._scores.num_sent += len(text)
+            if is_last or any(piece):
+                piece = piece._replace(scores=self._scores.take(takes_all=is_last and not self._cutter.is_over))
+        return piece
 
 
 @dataclass
@@ -230,9 +217,6 @@ class Reply:
     Args:
         changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
         echoes: for each prompt the piece that its answers begin with.
-
-    Raises:
-        ApiError: too many answers.
     """
 
     service: Service
@@ -242,107 +226,86 @@ class Reply:
     rows: list[list[int]]
     make_parser: Callable[[], AnswerParser]
     markers: dict[int, str]
-    echoes: Sequence[Piece] = ()
+    echoes: Sequence[Piece]
 
     def __post_init__(self) -> None:
         self.n, self.is_chat = self.body.n or 1, isinstance(self.body, ChatBody)
-        if len(self.rows) * self.n > MAX_CHOICES:
-            reason = f"{len(self.rows)} prompts with n={self.n} ask for more than {MAX_CHOICES} answers"
-            raise ApiError(reason, 400, "n")
-        model = self.service.model
         self.dropped = self.service.hidden - {*self.markers}
-        self.is_complete = partial(request_body.is_complete, self.changes["constraint"], model)
         self.answers = [Answer(self, index) for index in range(len(self.rows) * self.n)]
-        self._queue: asyncio.Queue[tuple[Answer, Any]] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[Answer, Callable[[], Piece]]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         name = "chatcmpl" if self.is_chat else "cmpl"
-        self.head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.service.name}
+        self._head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.service.name}
+
+    def send(self, answer: Answer, read: Callable[[], Piece]) -> None:
+        """Let the event loop read the next piece of an answer, from any thread."""
+        self._loop.call_soon_threadsafe(self.queue.put_nowait, (answer, read))
 
     async def respond(self) -> Response:
-        """The response, or its stream.
-
-        Raises:
-            ApiError: a prompt or a field that cannot be used, or an answer that fails.
-        """
-        try:
-            for answer in self.answers:
-                self._submit(answer)
-        except (ValueError, TypeError, EngineStopped) as error:
-            raise to_api_error(error) from error
+        """Give the prompts to the engine; return the response, or its stream. Raises what `to_api_error` converts."""
+        for answer in self.answers:
+            self._submit(answer)
         if self.body.stream:
             return StreamingResponse(self._stream(), media_type="text/event-stream")
-        pieces: list[list[Piece]] = [[] for _ in self.answers]
+        pieces: list[list[Piece]] = [[answer.echo] for answer in self.answers]
         async for answer, piece in self._pieces():
             pieces[answer.index].append(piece)
         choices = [self._choice(*pair) for pair in zip(self.answers, pieces)]
         return Response(self._to_json(choices, usage=self._usage()), media_type="application/json")
 
     def _submit(self, answer: Answer) -> None:
-        """Give the prompt of an answer to the engine, and its echo to the client."""
-        service, model, facts, size = self.service, self.service.model, self.service.model.facts, len(answer.prompt)
-        if self.echoes:
-            self._queue.put_nowait((answer, self.echoes[answer.index // self.n]))
+        service, facts, size = self.service, self.service.model.facts, len(answer.prompt)
         new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
         if new is None:  # as many as there is room for
-            room = min(model.default_max_new_tokens, service.max_answer)
+            room = min(service.model.default_max_new_tokens, service.max_answer)
             new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
-        check_int("max_tokens", new, low=0 if self.echoes else 1, high=service.max_answer)
+        has_echo = isinstance(self.body, TextBody) and self.body.echo
+        check_int("max_tokens", new, low=0 if has_echo else 1, high=service.max_answer)
         facts.check_length(size + new, new)
-        if new == 0:  # an echo alone
-            self._queue.put_nowait((answer, Piece(finish_reason="length")))
+        if new == 0:
+            self.send(answer, lambda: Piece(finish_reason="length"))
             return
         if self.changes["constraint"] is not None:
-            request_body.check_room(self.changes["constraint"], model, new)
+            request_body.check_room(self.changes["constraint"], service.model, new)
         changes = {**self.changes, "max_new_tokens": new, "cache_salt": self.body.cache_salt}
         if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
             changes["seed"] = (seed + number) % 2**63
-
-        def send(event: Any) -> None:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (answer, event))
-
-        def send_draft(ids: list[int]) -> None:
-            if self._queue.qsize() < MAX_DRAFTS and not answer.cutter.is_over:
-                texts = [None if token == facts.mask_token_id else model.tokenizer.decode([token]) for token in ids]
-                send(Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
-
-        def on_done(ticket: Ticket) -> None:
-            service.metrics.record_answer(ticket)
-            send(ticket.output)
-
-        drafts = send_draft if self.body.paradec.get("drafts") else None
-        streamer = Streamer(send, drafts) if self.body.stream else None
         self.call.reserve(size + new)
-        self.call.submit(Prompts([answer.prompt], True, [0]), on_done=on_done, streamer=streamer, **changes)
+        self.call.submit(
+            Prompts([answer.prompt], True, [0]),
+            on_done=lambda ticket: self.send(answer, partial(answer.finish, ticket.output)),
+            streamer=answer if self.body.stream else None,
+            **changes,
+        )
 
     async def _pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
         """Pieces as they come, until all answers have ended. Raises ApiError if one fails."""
         num_open = len(self.answers)
         while num_open:
-            answer, event = await self._queue.get()
-            if isinstance(event, Output) and event.error is not None:
-                raise to_api_error(event.error) from event.error
-            if not isinstance(event, Piece):
-                event = answer.finish(event) if isinstance(event, Output) else answer.feed(*event)
-            num_open -= event.finish_reason is not None
-            yield answer, event
+            answer, read = await self.queue.get()
+            piece = read()
+            num_open -= piece.finish_reason is not None
+            yield answer, piece
 
     async def _stream(self) -> AsyncIterator[str]:
         """Server-sent events; those that are ready together are sent together."""
         began, started, events = time.perf_counter(), set[int](), ""
         try:
-            role: Any = {"role": "assistant", "content": ""}
-            for answer in self.answers if self.is_chat else []:
-                choice = ChunkChoice(index=answer.index, delta=role, finish_reason=None)
-                yield f"data: {self._to_json([choice])}\n\n"
+            role: Any = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            for answer in self.answers:
+                if self.is_chat:
+                    yield f"data: {self._to_json([{'index': answer.index, **role}])}\n\n"
+                elif any(answer.echo):
+                    yield f"data: {self._to_json([self._choice(answer, [answer.echo])])}\n\n"
             async for answer, piece in self._pieces():
                 if answer.num_tokens and answer.index not in started:
                     started.add(answer.index)
-                    self.service.metrics.first.observe(time.perf_counter() - began)
+                    self.service.engine.metrics.first.observe(time.perf_counter() - began)
                 if piece.draft:  # a comment, since clients read all data as chunks
                     events += f": {piece.draft}\n\n"
                 elif any(piece):
                     events += f"data: {self._to_json([self._choice(answer, [piece])])}\n\n"
-                if events and self._queue.empty():
+                if events and self.queue.empty():
                     yield events
                     events = ""
             if self.body.stream_options.include_usage:
@@ -353,34 +316,32 @@ class Reply:
 
     def _to_json(self, choices: list[Any], **more: Any) -> str:
         """Write a response, or a chunk of a stream."""
-        kind: Any = Completion
-        if self.is_chat:
-            kind = ChatCompletionChunk if self.body.stream else ChatCompletion
-        fields: Any = {"object": OBJECTS[kind], **self.head, "choices": choices, **more}
-        return str(kind(**fields).model_dump_json(exclude_unset=True, warnings=False))
+        kind: Any = (ChatCompletionChunk if self.body.stream else ChatCompletion) if self.is_chat else Completion
+        name = "chat.completion" if self.is_chat else "text_completion"
+        name += ".chunk" if kind is ChatCompletionChunk else ""
+        return str(
+            kind(object=name, **self._head, choices=choices, **more).model_dump_json(exclude_unset=True, warnings=False)
+        )
 
     def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> Any:
         """A choice, or a part of it in a stream."""
         scores = [score for piece in pieces for score in piece.scores]
-        content = "".join(piece.content for piece in pieces)
+        content, stream = "".join(piece.content for piece in pieces), self.body.stream
         fields: Any = {"index": answer.index, "finish_reason": pieces[-1].finish_reason}
         if not self.is_chat:
             logprobs = text_logprobs(scores) if scores else None
             return CompletionChoice.model_construct(text=content, logprobs=logprobs, **fields)
-        calls: list[dict[str, Any]] = [
-            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call.model_dump()}
-            for piece in pieces
-            for call in piece.calls
-        ]
-        if self.body.stream:  # the calls of this piece are the last ones so far
+        functions = [call.model_dump(exclude_unset=True) for piece in pieces for call in piece.calls]
+        calls = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in functions]
+        if stream:  # the calls of this piece are the last ones so far
             first = answer.num_calls - len(calls)
             calls = [{"index": index, **call} for index, call in enumerate(calls, first)]
-        message: Any = {} if self.body.stream else {"role": "assistant", "content": None if calls else ""}
+        message: Any = {} if stream else {"role": "assistant", "content": None if calls else ""}
         texts = {"content": content, "reasoning_content": "".join(piece.reasoning for piece in pieces)}
         message |= {name: value for name, value in {**texts, "tool_calls": calls}.items() if value}
-        if scores or (not self.body.stream and answer.scores is not None):
+        if self.changes["logprobs"] is not None and (scores or not stream):
             fields["logprobs"] = chat_logprobs(scores)
-        return ChunkChoice(delta=message, **fields) if self.body.stream else ChatChoice(message=message, **fields)
+        return {"delta" if stream else "message": message, **fields}
 
     def _usage(self) -> CompletionUsage:
         """The tokens of all answers; a prompt counts once."""
@@ -388,4 +349,4 @@ class Reply:
         reused = [answer.num_reused for answer in self.answers]
         cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
         counts: Any = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return CompletionUsage(**counts, prompt_tokens_details=PromptTokensDetails(cached_tokens=cached))
+        return CompletionUsage(**counts, prompt_tokens_details={"cached_tokens": cached})

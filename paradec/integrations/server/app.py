@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from html import escape
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.answers import Service
 from paradec.integrations.server.decisions import DecisionBody, Decisions
-from paradec.integrations.server.engine import Engine, Metrics
-from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, from_validation
+from paradec.integrations.server.engine import Engine
+from paradec.integrations.server.limits import CALL, PATHS, Limits
 from paradec.integrations.server.request_body import ChatBody, TextBody
 
 PAGE = """<!doctype html>
@@ -28,22 +28,13 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>paradec</title>
-<style>body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto }}</style>
-<h1>paradec</h1>
 <p>{about} OpenAI's clients take the base URL <code>{base}/v1</code>.</p>
 <table>{rows}</table>
 <pre>curl {base}/v1/chat/completions \\
   -H "Content-Type: application/json" \\{key}
   -d '{{"messages": [{{"role": "user", "content": "Sort: pear fig apple"}}]}}'</pre>
-<p>A body may have fields of <code>paradec.Request</code>:
-<code>"paradec": {{"sampler": "credit", "cache": "dual"}}</code>.</p>
 </html>
 """
-ROWS = "".join(f"<tr><td><code>{path}</code><td>{purpose}\n" for path, purpose in PATHS.items())
-HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "x-content-type-options": "nosniff",
-}
 
 
 def build_app(
@@ -78,12 +69,9 @@ def build_app(
     check_number("timeout", timeout, low=0, open_low=True)
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty; give a key, or None")
-    tokenizer = engine.model.tokenizer
-    if tokenizer is None or not hasattr(tokenizer, "_tokenizer"):
+    if not hasattr(engine.model.tokenizer, "_tokenizer"):
         raise ValueError(f"{engine.model.facts.name} has no tokenizer of the fast kind, which streams of text need")
-    metrics = Metrics(engine)
-    service = Service(engine, metrics, name, presets or {}, max_answer)
-    decisions = Decisions(engine)
+    service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
     card = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
 
     @asynccontextmanager
@@ -92,15 +80,19 @@ def build_app(
         engine.close()
         service.compiler.close()
 
-    app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None)
+    async def raise_again(_: Request, error: Exception) -> NoReturn:
+        raise error  # `Limits` makes the response
+
+    handlers: Any = {RequestValidationError: raise_again, HTTPException: raise_again}
+    app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
 
     @app.post("/v1/chat/completions")
     async def create_chat(request: Request, body: ChatBody) -> Response:
-        return await service.chat(request.scope[CALL], body)
+        return await service.respond(request.scope[CALL], body)
 
     @app.post("/v1/completions")
     async def create_text(request: Request, body: TextBody) -> Response:
-        return await service.complete(request.scope[CALL], body)
+        return await service.respond(request.scope[CALL], body)
 
     @app.post("/v1/systemone")
     async def decide(request: Request, body: DecisionBody) -> dict[str, Any]:
@@ -122,35 +114,24 @@ def build_app(
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")
     async def show_index(request: Request) -> HTMLResponse:
         key = "" if api_key is None else '\n  -H "Authorization: Bearer $KEY" \\'
         about = f"The model is <code>{escape(name)}</code>." if api_key is None else "Requests need an API key."
-        base = escape(str(request.base_url).rstrip("/"))
-        return HTMLResponse(PAGE.format(about=about, base=base, rows=ROWS, key=key), headers=HEADERS)
+        rows = "".join(f"<tr><td><code>{path}</code><td>{purpose}\n" for path, purpose in PATHS.items())
+        page = PAGE.format(about=about, base=escape(str(request.base_url).rstrip("/")), rows=rows, key=key)
+        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
 
-    async def show_error(_: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, RequestValidationError):
-            return from_validation(error).to_response()
-        if isinstance(error, HTTPException):
-            return ApiError(str(error.detail), error.status_code, **(error.headers or {})).to_response()
-        return ApiError(f"{type(error).__name__} in the server", 500).to_response()
-
-    for kind in (RequestValidationError, HTTPException, Exception):  # `Limits` answers an ApiError
-        app.add_exception_handler(kind, show_error)
-    app.add_middleware(Limits, engine=engine, metrics=metrics, api_key=api_key, timeout=timeout, **counts)
+    app.add_middleware(Limits, engine=engine, api_key=api_key, timeout=timeout, **counts)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve until Ctrl-C or SIGTERM; open requests have ten seconds then.
-
-    Args:
-        app: from `build_app`. listening: from `paradec.integrations.server.listen`.
-    """
+    """Serve on a socket of `paradec.integrations.server.listen` until Ctrl-C or SIGTERM, ten seconds longer for open
+    requests."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
     uvicorn.Server(config).run(sockets=[listening])

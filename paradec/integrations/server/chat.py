@@ -104,7 +104,7 @@ class AnswerParser:
         """Parse a call; None for a text that is none, which is content."""
         try:
             (call,) = parse_response(text, self._template, prefix="", tools=self._tools)["tool_calls"]
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            name, arguments = call["function"]["name"] or None, call["function"]["arguments"]
             arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             return Function(name=name, arguments=arguments)
         except (ValueError, RuntimeError, KeyError, TypeError):

@@ -14,7 +14,7 @@ from paradec.api.decide import TYPES, Decision, Question, check_json, decide, im
 from paradec.batching.slots import Cancelled
 from paradec.core.checks import shown
 from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.limits import ApiError, Call, to_api_error
+from paradec.integrations.server.limits import ApiError, Call
 
 
 class DecisionBody(BaseModel):
@@ -57,19 +57,18 @@ class Decisions:
     """Answers bodies with questions, one at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
-        self.engine, self._turn = engine, asyncio.Lock()
-        self.config: Any = None
+        self.engine, self.config, self._turn = engine, None, asyncio.Lock()
         folder = getattr(engine.model.module, "name_or_path", None)
         has_folder = isinstance(folder, str) and os.path.isdir(folder)
         try:
-            self.config = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
+            self.config: Any = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
         except ImportError:  # `answer` says so
             pass
         except Exception as error:  # of any kind: the file can hold anything
             raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
 
     async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
-        """Answer the questions of a body until the client leaves. Raises ApiError."""
+        """Answer the questions of a body until the client leaves. Raises what `to_api_error` converts."""
         if not isinstance(body.state, str | dict | list):
             raise ApiError(f"state={shown(body.state)} must be a text, an object or a list", 422, "state")
         if body.assets:
@@ -83,21 +82,14 @@ class Decisions:
                 call.reserve(tokens)
             counts.append(tokens)
 
-        try:
-            self.engine.check_alive()
-            import_decision()
-            if self.config.chat_template is not None:
-                raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
-            check_json("state", body.state)
-            questions = build_questions(body, self.config)
-            state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
-            temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
-            ask = partial(decide, self.engine.model, state, questions, temperature=temperature, before_call=before_call)
-            async with self._turn:  # several together would share the machine's memory
-                decisions = await asyncio.to_thread(ask)
-        except ImportError as error:
-            raise ApiError(str(error), 501) from error
-        except (ValueError, TypeError, RuntimeError, FloatingPointError, Cancelled) as error:
-            raise to_api_error(error) from error
+        check_json("state", body.state)
+        questions = build_questions(body, self.config)
+        if self.config.chat_template is not None:
+            raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
+        state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
+        temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
+        ask = partial(decide, self.engine.model, state, questions, temperature=temperature, before_call=before_call)
+        async with self._turn:  # several together would share the machine's memory
+            decisions = await asyncio.to_thread(ask)
         answers = {name: to_answer(question, decisions[name]) for name, question in questions.items()}
         return {"answers": answers, "usage": {"input_tokens": decisions.input_tokens, "output_tokens": 0}}

@@ -7,7 +7,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,8 @@ from paradec.core.checks import shown
 
 log = logging.getLogger(__name__)
 MAX_FAILURES = 3  # consecutive failures of whole steps that stop the engine
-IDLE_SECONDS = 0.5  # between checks of an idle thread whether the engine is closed
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-
-
-class EngineStopped(RuntimeError):
-    """Decoding has stopped: the engine was closed, or its steps failed again and again."""
 
 
 class Engine:
@@ -43,14 +38,14 @@ class Engine:
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
         self.failure: BaseException | None = None  # that stopped it
         self.steps, self.seconds_per_answer = 0, 0.0  # the seconds are a moving mean
-        self._stopping = threading.Event()
+        self.metrics = Metrics(self)
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether prompts are decoded."""
-        return self.failure is None and not self._stopping.is_set()
+        return not self.batch.closed
 
     @property
     def occupied(self) -> int:
@@ -70,33 +65,20 @@ class Engine:
                 seed one is drawn.
 
         Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used. EngineStopped: decoding has stopped.
+            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: decoding has stopped.
         """
-        self.check_alive()
-        began = time.perf_counter()
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 
         def deliver(ticket: Ticket) -> None:
-            self.seconds_per_answer += (time.perf_counter() - began - self.seconds_per_answer) / 16
+            self.seconds_per_answer += (time.perf_counter() - ticket.added - self.seconds_per_answer) / 16
             try:
+                self.metrics.record_answer(ticket)
                 on_done(ticket)
             except Exception:  # of one client: the others go on
                 log.exception("the answer of prompt %s could not be delivered", ticket.number)
 
-        try:
-            return self.batch.add(prompt, on_done=deliver, alone=True, **arguments)
-        except BatchClosed as error:  # since the check above
-            raise self._stopped() from error
-
-    def check_alive(self) -> None:
-        """Raise EngineStopped if decoding has stopped."""
-        if not self.alive:
-            raise self._stopped()
-
-    def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a prompt, from any thread. False if it has ended."""
-        return self.batch.cancel(ticket)
+        return self.batch.add(prompt, on_done=deliver, alone=True, **arguments)
 
     def retry_after(self) -> int:
         """Estimate the seconds, 1 to 60, until a row is free for one more prompt."""
@@ -105,20 +87,15 @@ class Engine:
 
     def close(self) -> None:
         """End unfinished answers with `paradec.batching.slots.Cancelled`, then the thread."""
-        self._stopping.set()
         self.batch.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _stopped(self) -> EngineStopped:
-        cause = "it was closed" if self.failure is None else shown(self.failure)
-        return EngineStopped(f"the engine has stopped: {cause}")
-
     def _run(self) -> None:
         failures = 0
-        while not self._stopping.is_set():
+        while self.alive:
             try:
-                if self.batch.wait(IDLE_SECONDS):
+                if self.batch.wait():
                     self.steps += 1  # before clients read answers of this step
                     ended = self.batch.step()
                     failures = MAX_FAILURES - 1  # a failed check stops the engine at once
@@ -129,8 +106,7 @@ class Engine:
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
                 if failures == MAX_FAILURES:
                     self.failure = error
-                    self.batch.close(self._stopped())
-                    return
+                    self.batch.close(BatchClosed(f"decoding has stopped: {shown(error)}"))
 
     def _check_model(self, ended: list[Ticket]) -> None:
         """Raise what the model raises for another prompt, if a row failed alone."""
@@ -142,28 +118,25 @@ class Engine:
 
 
 class Metrics:
-    """Metrics of one server, in a registry of their own."""
+    """Metrics of one engine and its server, in a registry of their own."""
 
     def __init__(self, engine: Engine):
         self.registry = CollectorRegistry()
+        count, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        times = partial(Histogram, registry=self.registry, buckets=SECONDS)
+        self.requests = count("paradec_requests", "HTTP requests.", ("path", "status"))
+        self.seconds = times("paradec_request_seconds", "Seconds per HTTP request.", ("path",))
+        self.first = times("paradec_first_text_seconds", "Seconds to the first text of a stream.")
+        self.waiting = times("paradec_waiting_seconds", "Seconds that a prompt waits for a row.")
+        text = "Seconds to a prompt's first committed step, waiting included."
+        self.committed = times("paradec_first_token_seconds", text)
+        text = "Seconds of decoding per token of an answer."
+        self.per_token = times("paradec_token_seconds", text, buckets=TOKEN_SECONDS)
+        self.answers = count("paradec_answers", "Answers by how they ended.", ("end",))
+        self.tokens = count("paradec_tokens", "Tokens of prompts and answers.", ("of",))
+        self.row_calls = count("paradec_row_calls", "Forwards that each answer took, added.")
+        self.positions = count("paradec_positions", "Positions that these evaluated.")
         prefixes = engine.batch.prefixes  # None where no keys and values are kept
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"paradec_{name}", text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-            return Histogram(f"paradec_{name}_seconds", text, labels, registry=self.registry, buckets=buckets)
-
-        self.requests = counter("requests", "HTTP requests.", "path", "status")
-        self.seconds = histogram("request", "Seconds per HTTP request.", "path")
-        self.first = histogram("first_text", "Seconds to the first text of a stream.")
-        self.waiting = histogram("waiting", "Seconds that a prompt waits for a row.")
-        self.committed = histogram("first_token", "Seconds to a prompt's first committed step, waiting included.")
-        self.per_token = histogram("token", "Seconds of decoding per token of an answer.", buckets=TOKEN_SECONDS)
-        self.answers = counter("answers", "Answers by how they ended.", "end")
-        self.tokens = counter("tokens", "Tokens of prompts and answers.", "of")
-        self.row_calls = counter("row_calls", "Forwards that each answer took, added.")
-        self.positions = counter("positions", "Positions that these evaluated.")
         for name, text, owner, attribute in (
             ("rows_occupied", "Rows that are decoded.", engine, "occupied"),
             ("prompts_waiting", "Prompts that wait for a row.", engine, "waiting"),
@@ -173,22 +146,20 @@ class Metrics:
             ("prefix_bytes", "Bytes of stored beginnings.", prefixes, "nbytes"),
             ("alive", "1 until decoding stops.", engine, "alive"),
         ):
-            gauge = Gauge(f"paradec_{name}", text, registry=self.registry)
-            gauge.set_function(partial(getattr, owner, attribute, 0))
+            gauge(f"paradec_{name}", text).set_function(partial(getattr, owner, attribute, 0))
 
     def record_answer(self, ticket: Ticket) -> None:
         """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
         output = ticket.output
         assert output is not None
-        tokens, error = output.tokens[0], output.error
-        end = "whole" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
+        end = "whole" if output.error is None else "cancelled" if isinstance(output.error, Cancelled) else "failed"
         self.answers.labels(end).inc()
         self.tokens.labels("prompts").inc(len(ticket.prompts.rows[0]))
-        self.tokens.labels("answers").inc(tokens)
+        self.tokens.labels("answers").inc(output.tokens[0])
         self.row_calls.inc(output.row_nfe[0])
         self.positions.inc(output.forwarded_tokens)
         if ticket.began:
             self.waiting.observe(ticket.began - ticket.added)
         if ticket.committed:
             self.committed.observe(ticket.committed - ticket.added)
-            self.per_token.observe((time.perf_counter() - ticket.began) / max(1, tokens))
+            self.per_token.observe((time.perf_counter() - ticket.began) / max(1, output.tokens[0]))

@@ -1,4 +1,4 @@
-"""Limits in front of the endpoints (keys, sizes, requests and tokens at once, clients that leave or stall); errors."""
+"""Errors for clients, and a middleware: keys, sizes, requests and tokens at once, clients that leave or stall."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
-from paradec.batching.slots import Cancelled, Ticket
+from paradec.batching.slots import BatchClosed, Cancelled, Ticket
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.core.checks import shown
-from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
+from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
 PATHS = {
@@ -29,14 +30,11 @@ PATHS = {
     "GET /metrics": "counts and times, for Prometheus",
 }
 OPEN_PATHS = ("/", "/health")  # these need no key
-MAX_DRAINED = 64 * 2**20
-"""Bytes of a refused body that are read and dropped, so that a client that still sends reads the response."""
-CALL = "paradec.call"
-"""The key of the `Call` in the ASGI scope."""
+MAX_DRAINED = 64 * 2**20  # bytes of a refused body that are read, so that a client that still sends reads the response
+CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-"""The body's fields by the fields of `paradec.Request` with another name."""
+CLIENT_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}  # fields of the body by those of a Request
 
 
 class ApiError(Exception):
@@ -44,38 +42,36 @@ class ApiError(Exception):
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, **headers: Any):
         super().__init__(message[:MAX_MESSAGE])
-        self.status, self.param = status, param
-        self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The body of the response."""
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
-
-    def to_response(self) -> JSONResponse:
-        """The response of this error."""
-        return JSONResponse(self.body, self.status, self.headers)
+        self.status, self.headers = status, {key.replace("_", "-"): str(value) for key, value in headers.items()}
+        kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body = {"error": {"message": str(self), "type": kind, "param": param, "code": None}}
 
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert an error of the library: a client can correct a ValueError or TypeError."""
+    """Convert any error. A client can correct a ValueError or TypeError, of the field `param` or the one it names."""
     message = str(error) or f"{type(error).__name__} in the server"
-    for inner, outer in CLIENT_NAMES.items():
-        message = re.sub(rf"\b{inner}\b", outer, message)
-    if isinstance(error, Cancelled):
-        return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
-    if isinstance(error, EngineStopped):
-        return ApiError(message, 503, retry_after="5")
-    if not isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
-        return ApiError(message, 500)
-    name = re.match(r"(\w+)=", message)
-    status = 422 if isinstance(error, ConstraintSizeError) else 400
-    return ApiError(message, status, param or (name[1] if name else None))
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _from_validation(error)
+        case HTTPException():
+            return ApiError(error.detail, error.status_code, **(error.headers or {}))
+        case Cancelled():
+            return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
+        case BatchClosed():
+            return ApiError(message, 503, retry_after=5)
+        case ValueError() | TypeError() | ModuleNotFoundError():
+            if param is None:
+                message = re.sub(r"\w+", lambda word: CLIENT_NAMES.get(word[0], word[0]), message)
+                param = name[1] if (name := re.match(r"(\w+)=", message)) else None
+            return ApiError(message, 422 if isinstance(error, ConstraintSizeError) else 400, param)
+        case ImportError():
+            return ApiError(message, 501)
+    return ApiError(message, 500)
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
-    """Convert the first error of pydantic."""
+def _from_validation(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError("the body is not JSON")
@@ -87,18 +83,14 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 
 class Call:
-    """One HTTP request: its prompts in the batch and its tokens of work. It ends when the client leaves."""
+    """One HTTP request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
 
     def __init__(self, limits: Limits):
         self.limits, self.has_ended = limits, False
         self._tickets, self._reserved = list[Ticket](), 0
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the tokens of a prompt and its answer until the end, from any thread.
-
-        Raises:
-            ApiError: 400 if they never fit; 429 if they do not fit now.
-        """
+        """Reserve tokens until the end, from any thread. Raises ApiError: 400 if they never fit, 429 if not now."""
         limits, limit = self.limits, self.limits.max_work
         if tokens > limit:
             raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {limit}")
@@ -122,24 +114,23 @@ class Call:
             self.limits.num_reserved -= self._reserved
             self._reserved = 0
         for ticket in self._tickets:
-            self.limits.engine.cancel(ticket)
+            self.limits.engine.batch.cancel(ticket)
 
 
 @dataclass
 class Limits:
-    """An ASGI middleware, which gives each POST request a `Call`.
+    """An ASGI middleware: gives each request a `Call`, turns errors into responses, and counts both.
 
     Args:
         api_key: the key in "Authorization: Bearer ..."; None admits everybody.
         max_body: bytes of a body.
-        max_requests: requests that are handled at once; more get 429.
+        max_requests: POST requests that are handled at once; more get 429.
         max_work: tokens of prompts and possible answers at once; more get 429.
         timeout: seconds in which a client must send its body, or take a piece of an answer.
     """
 
     app: Any
     engine: Engine
-    metrics: Metrics
     api_key: str | None = None
     max_body: int = 2**20
     max_requests: int = 512
@@ -154,77 +145,73 @@ class Limits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status, is_stuck = time.perf_counter(), 499, False  # 499: the client left before an answer
+        began, status, metrics = time.perf_counter(), 499, self.engine.metrics  # 499: the client left unanswered
 
         async def send_in_time(message: Any) -> None:
-            nonlocal status, is_stuck
+            nonlocal status
             status = message.get("status", status)
-            try:
-                await asyncio.wait_for(send(message), self.timeout)
-            except TimeoutError:
-                is_stuck = True
-                raise
+            await asyncio.wait_for(send(message), self.timeout)
 
         try:
             await self._handle(scope, receive, send_in_time)
-        except ApiError as error:
-            await error.to_response()(scope, receive, send_in_time)
-        except Exception:
-            if not is_stuck:
-                raise
-            log.warning("a client did not read its answer for %s s", self.timeout)
+        except Exception as error:
+            api_error = to_api_error(error)
+            if status != 499 or api_error.status == 500:
+                log.warning("%s %s broke off", scope["method"], scope["path"], exc_info=error)
+            if status == 499:
+                response = JSONResponse(api_error.body, api_error.status, api_error.headers)
+                await response(scope, receive, send_in_time)
         finally:
             path = scope["path"] if f"{scope['method']} {scope['path']}" in (*PATHS, "GET /") else "other"
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
+            metrics.requests.labels(path, str(status)).inc()
+            metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
-    def _check(self, scope: Any) -> None:
-        """Raise ApiError for a wrong key, or too many requests."""
+    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run the application on a body that was read, and watch whether the client leaves."""
+        is_post = scope["method"] == "POST"
+        try:
+            self._check(scope, is_post)
+        except (ApiError, BatchClosed):
+            await self._read_body(receive, 0)
+            raise
+        self.num_running += is_post
+        call = Call(self)
+        try:
+            if (body := await self._read_body(receive, self.max_body)) is None:
+                return
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def watch() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                call.end()
+
+            async def replay() -> Any:
+                if messages:
+                    return messages.pop()
+                await asyncio.wait([watcher])
+                return {"type": "http.disconnect"}
+
+            watcher = asyncio.create_task(watch())
+            try:
+                await self.app({**scope, CALL: call}, replay, send)
+            finally:
+                watcher.cancel()
+        finally:
+            self.num_running -= is_post
+            call.end()
+
+    def _check(self, scope: Any, is_post: bool) -> None:
+        """Raise ApiError for a wrong key or too many requests, BatchClosed after decoding has stopped."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if self.api_key is not None and scope["path"] not in OPEN_PATHS:
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key.encode()):
                 raise ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
-        if scope["method"] == "POST" and self.num_running >= self.max_requests:
+        if is_post:
+            self.engine.batch.check_open()
+        if is_post and self.num_running >= self.max_requests:
             wait = self.engine.retry_after()
             raise ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
-
-    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            self._check(scope)
-        except ApiError:
-            await self._read_body(receive, 0)
-            raise
-        if scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        self.num_running += 1
-        try:
-            if (body := await self._read_body(receive, self.max_body)) is not None:
-                await self._answer(scope, receive, send, body)
-        finally:
-            self.num_running -= 1
-
-    async def _answer(self, scope: Any, receive: Any, send: Any, body: bytes) -> None:
-        """Run the application with a body that was read, and watch whether the client leaves."""
-        messages, call = [{"type": "http.request", "body": body, "more_body": False}], Call(self)
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            call.end()
-
-        async def replay() -> Any:
-            if messages:
-                return messages.pop()
-            await asyncio.wait([watcher])
-            return {"type": "http.disconnect"}
-
-        watcher = asyncio.create_task(watch())
-        try:
-            await self.app({**scope, CALL: call}, replay, send)
-        finally:
-            call.end()
-            watcher.cancel()
 
     async def _read_body(self, receive: Any, limit: int) -> bytes | None:
         """Read a body of at most `limit` bytes, where 0 drops all; None if the client leaves. Raises ApiError."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from openai.types.completion_choice import Logprobs
 
 from paradec.constraints.spelling import spelling_of
 from paradec.core.family_queries import build_rows_query
@@ -20,11 +19,7 @@ MAX_LOGITS = 2**27  # logits of a prompt that are held at once
 
 
 class TokenScore(NamedTuple):
-    """A token with its bytes.
-
-    Fields: logprob: None for the first token of a prompt. offset: whole characters of the text before it. best: the
-    likeliest tokens, in descending order.
-    """
+    """A token, its bytes and log-probability, where it begins in the text (in characters), and the likeliest tokens."""
 
     token: int
     text: bytes
@@ -49,25 +44,20 @@ class TokenScores:
         is_prompt: list special tokens too, by their names.
     """
 
-    def __init__(
-        self, tokenizer: Any, begin: int = 0, markers: Mapping[int, str] | None = None, is_prompt: bool = False
-    ):
-        self._tokenizer, self._spelling, self._is_prompt = tokenizer, spelling_of(tokenizer), is_prompt
-        self._markers = markers or {}
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
+        self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
+        self._spelling, self._decoder = spelling_of(tokenizer), codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = self.num_sent = begin  # characters of the text so far, and those that are sent
         self._last, self._waiting = list[int](), list[TokenScore]()
 
     def add(self, ids: Sequence[int], scores: LogProbs | StepLogProbs) -> None:
         """Add tokens [N] and their scores [1, N]."""
-        chosen, best, tokens = (getattr(scores, name)[0].tolist() for name in NAMES)
-        for index, token in enumerate(ids):
-            pairs = [(other, value) for other, value in zip(tokens[index], best[index], strict=True) if other >= 0]
-            likeliest = [TokenScore(other, self._text(other) or self._name(other), _finite(v)) for other, v in pairs]
-            text, logprob = self._text(token), chosen[index]
-            if text or self._is_prompt:
-                value = None if self._is_prompt and math.isnan(logprob) else _finite(logprob)
-                self._waiting.append(TokenScore(token, text or self._name(token), value, self._offset, likeliest))
+        for token, logprob, *best in zip(ids, *(getattr(scores, name)[0].tolist() for name in NAMES)):
+            if (text := self._text(token)) or self._is_prompt:
+                likeliest = [self._score(other, value) for value, other in zip(*best) if other >= 0]
+                score = self._score(token, logprob)._replace(offset=self._offset, best=likeliest)
+                is_first = self._is_prompt and math.isnan(logprob)
+                self._waiting.append(score._replace(logprob=None) if is_first else score)
                 self._offset += len(self._decoder.decode(text))
                 self._last = [token] if text else self._last
 
@@ -78,6 +68,10 @@ class TokenScores:
         ready, self._waiting = self._waiting[:count], self._waiting[count:]
         return ready
 
+    def _score(self, token: int, logprob: float) -> TokenScore:
+        text = self._text(token) or str(self._tokenizer.convert_ids_to_tokens(token)).encode()
+        return TokenScore(token, text, logprob if math.isfinite(logprob) else IMPOSSIBLE)
+
     def _text(self, token: int) -> bytes:
         """The bytes of a token after the last one; none of a special token that is not in the text."""
         if token in self._markers:
@@ -87,9 +81,6 @@ class TokenScores:
         decode = self._tokenizer.decode
         before = decode(self._last, skip_special_tokens=True)
         return str(decode([*self._last, token], skip_special_tokens=True)).removeprefix(before).encode()
-
-    def _name(self, token: int) -> bytes:
-        return str(self._tokenizer.convert_ids_to_tokens(token)).encode()
 
 
 def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
@@ -114,22 +105,16 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     return {"content": [{**entry(score), "top_logprobs": [*map(entry, score.best)]} for score in scores]}
 
 
-def text_logprobs(scores: Sequence[TokenScore]) -> Logprobs:
+def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/completions; the keys of a token are distinct, and it is among them."""
-    tops: list[dict[str, Any] | None] = []
+    result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for score in scores:
-        is_new = score.best and score.token not in [best.token for best in score.best]
         top: dict[str, Any] = {}
-        for best in (*score.best, score) if is_new else score.best:
+        for best in score.best:
             top[f"token_id:{best.token}" if best.name in top else best.name] = best.logprob
-        tops.append(None if score.logprob is None else top)
-    return Logprobs.model_construct(
-        text_offset=[score.offset for score in scores],
-        token_logprobs=[score.logprob for score in scores],
-        tokens=[score.name for score in scores],
-        top_logprobs=tops,
-    )
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else IMPOSSIBLE
+        if score.best and score.token not in [best.token for best in score.best]:
+            top[f"token_id:{score.token}" if score.name in top else score.name] = score.logprob
+        entry = (score.name, score.logprob, None if score.logprob is None else top, score.offset)
+        for values, value in zip(result.values(), entry, strict=True):
+            values.append(value)
+    return result

@@ -34,7 +34,6 @@ FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex
 """Fields that say the form of an answer (OpenAI's, vLLM's and its older ones)."""
 CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """Keys of `structured_outputs`, as `paradec.Request` names them."""
-ANY_OBJECT = {"type": "object"}
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "parallel_tool_calls",
@@ -49,13 +48,11 @@ ONLY: dict[str, Any] = {
 MAX_STOPS, MAX_STOP_LENGTH, MAX_DEPTH = 16, 256, 64
 
 
-def _check_depth(value: Any) -> Any:
-    def is_deeper(value: Any, levels: int) -> bool:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return bool(parts) and (levels == 0 or any(is_deeper(part, levels - 1) for part in parts))
-
-    if is_deeper(value, MAX_DEPTH):
-        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
+def _check_depth(value: Any, levels: int = MAX_DEPTH) -> Any:
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        if levels == 0:
+            raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
+        _check_depth(part, levels - 1)
     return value
 
 
@@ -67,32 +64,32 @@ def _read_arguments(value: Any) -> Any:
 
 
 def _join_parts(value: Any) -> Any:
-    parts = value if isinstance(value, list) else []
-    for part in parts:
+    if not isinstance(value, list):
+        return "" if value is None else value
+    for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"content part {shown(part)} must be of type text")
-    return " ".join(part["text"] for part in parts) if isinstance(value, list) else "" if value is None else value
+    return " ".join(part["text"] for part in value)
 
 
 def _list_prompts(value: Any) -> list[Any]:
     return value if isinstance(value, list) and not all(isinstance(part, int) for part in value) else [value]
 
 
-class Part(BaseModel, extra="allow"):
-    """A part of a body, of which other fields go to the chat template too."""
+class Function(BaseModel, extra="allow"):
+    """`function` of a tool or of a call; all fields go to the chat template."""
 
-
-class CalledFunction(Part):
-    """`function` of a call."""
-
-    name: StrictStr
+    name: Annotated[StrictStr, Field(min_length=1)]
+    description: Any = None
+    parameters: dict[str, Any] | None = None
     arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)] = {}
 
 
-class MessageCall(Part):
-    """A call in a message."""
+class FunctionPart(BaseModel, extra="allow"):
+    """A tool that the model may call, or a call of one."""
 
-    function: CalledFunction
+    type: Literal["function"] = "function"
+    function: Function
 
 
 class Message(BaseModel):
@@ -100,23 +97,8 @@ class Message(BaseModel):
 
     role: StrictStr
     content: Annotated[StrictStr, BeforeValidator(_join_parts)] = ""
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: list[FunctionPart] | None = None
     tool_call_id: StrictStr | None = None
-
-
-class Function(Part):
-    """`function` of a tool."""
-
-    name: Annotated[StrictStr, Field(min_length=1)]
-    description: Any = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Part):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
 
 
 class StreamOptions(BaseModel, extra="forbid"):
@@ -150,16 +132,11 @@ class ChatBody(Body):
     """A body for /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Annotated[Tool, BeforeValidator(_check_depth)]] | None = None
+    tools: list[Annotated[FunctionPart, BeforeValidator(_check_depth)]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: Object = {}
     logprobs: StrictBool | None = None
     top_logprobs: Count | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """The number of likeliest tokens; None without log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TextBody(Body):
@@ -169,23 +146,18 @@ class TextBody(Body):
     echo: StrictBool | None = None
     logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """As for a chat."""
-        return self.logprobs
-
 
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Read the fields of `paradec.Request` but the constraint. Those of the body have priority over a preset's.
 
     Raises:
-        ApiError: an unknown field or preset, a value that is not supported, or two fields for the same.
+        ApiError, ValueError, TypeError: a field, a value or a preset that is not supported, or two fields for the same.
     """
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *ONLY, *IGNORED)
     for name, value in (body.model_extra or {}).items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
-        if name in ONLY and value is not None and value != ONLY[name]:
+        if name in ONLY and value not in (None, ONLY[name]):
             allowed = json.dumps(ONLY[name])
             raise ApiError(f"{name}={shown(value)} is not supported; leave it out, or give {allowed}", 422, name)
     if body.preset is not None and (not isinstance(body.preset, str) or body.preset not in presets):
@@ -200,15 +172,16 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
             other = f"{OWN}.{inner}" if inner in own else "max_tokens"
             raise ApiError(f"{outer} and {other} say the same; give one", 400, outer)
         sampling[inner] = value
-    _check_stops(sampling.get("stop_strings", own.get("stop_strings")))
-    try:
-        sampling = Request.from_dict(sampling)
-    except (ValueError, TypeError) as error:
-        raise to_api_error(error) from error
+    stops = sampling.get("stop_strings", own.get("stop_strings"))
+    stops = [stops] if isinstance(stops, str) else [] if stops is None else stops
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(text, str) for text in stops):
+        raise ApiError(f"stop={shown(stops)} must be a text or a list of texts", 422, "stop")
+    if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stops):
+        raise ApiError(f"stop must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters", 400, "stop")
+    sampling = Request.from_dict(sampling)
     if isinstance(sampling.get("seed"), tuple):
         raise ApiError(f"seed={shown(body.field('seed'))} must be an integer", 400, "seed")
-    preset = {} if body.preset is None else presets[body.preset]
-    return {**preset, **own, **sampling}
+    return {**(presets[body.preset] if body.preset else {}), **own, **sampling}
 
 
 def _read_own(body: Body) -> dict[str, Any]:
@@ -222,19 +195,11 @@ def _read_own(body: Body) -> dict[str, Any]:
             _check_component(name, value)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
+    others = ("drafts", "chat", "constraint")
     try:
-        others = ("drafts", "chat", "constraint")
         return Request.from_dict({name: value for name, value in body.paradec.items() if name not in others})
     except (ValueError, TypeError) as error:
-        raise ApiError(str(error), 400, OWN) from error
-
-
-def _check_stops(stops: Any) -> None:
-    texts = [stops] if isinstance(stops, str) else [] if stops is None else stops
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ApiError(f"stop={shown(stops)} must be a text or a list of texts", 422, "stop")
-    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in texts):
-        raise ApiError(f"stop must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters", 400, "stop")
+        raise to_api_error(error, OWN) from error
 
 
 def _check_component(name: str, value: Any) -> None:
@@ -264,8 +229,6 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
         raise ValueError(f"presets={str(folder)!r} is no folder")
     if not (files := sorted(folder.glob("*.json"))):
         raise ValueError(f"presets={str(folder)!r} holds no .json file; Request.save writes one")
-    for file in files:
-        Request.load(file)  # its messages name the file
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
@@ -298,11 +261,11 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
         elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
             raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
         _texts(constraint, model)
-    except (ValueError, ModuleNotFoundError, RecursionError) as error:
+    except (ValueError, RecursionError, ModuleNotFoundError, TypeError, LookupError, AttributeError) as error:
+        is_malformed = isinstance(error, (TypeError, LookupError, AttributeError))  # parts of a schema of wrong types
+        reason = f"malformed ({type(error).__name__}: {error})" if is_malformed else str(error)
         param, hint = ("tools", "; tool_choice='auto' does not need them") if name == "tool_choice" else (name, "")
-        raise ApiError(f"{param}: {error}{hint}", 422, param) from error
-    except (TypeError, LookupError, AttributeError) as error:  # of a schema whose parts have wrong types
-        raise ApiError(f"{name}: malformed ({type(error).__name__}: {error})", 422, name) from error
+        raise ApiError(f"{param}: {reason}{hint}", 422, param) from error
     return constraint
 
 
@@ -313,19 +276,18 @@ def _read_format(name: str, value: Any) -> Any:
     if name == "response_format":
         match value:
             case {"type": "json_object"}:
-                return {"json_schema": ANY_OBJECT}
+                return {"json_schema": {"type": "object"}}
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
                 return {"json_schema": schema}
-            case {"type": "json_schema"}:
-                raise ValueError(f'json_schema={shown(value.get("json_schema"))} must be an object with a "schema"')
-        raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
+        types = 'the type "text", "json_object" or "json_schema"; json_schema must be an object with a "schema"'
+        raise ValueError(f"{shown(value)} must have {types}")
     kinds = ", ".join((*CONSTRAINTS, "json_object"))
     parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
     if not isinstance(parts, Mapping) or len(parts) != 1:
         raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}")
     ((kind, argument),) = parts.items()
     if kind == "json_object" and argument is True:
-        return {"json_schema": ANY_OBJECT}
+        return {"json_schema": {"type": "object"}}
     if kind not in CONSTRAINTS:
         raise ValueError(f"{kind}={shown(argument)} is not offered; give one of {kinds} with true")
     return {CONSTRAINTS[kind]: argument}

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import paradec
-from paradec.batching.slots import Cancelled
-from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
+from paradec.batching.slots import BatchClosed, Cancelled
+from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import CALL, PATHS, Limits
 from paradec.integrations.server.request_body import read_presets
 
@@ -286,7 +286,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
 
-    monkeypatch.setattr("paradec.integrations.server.answers.Streamer.put", broken)
+    monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
     with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
         pieces(client, SORT)
     wait(lambda: server.engine.occupied == 0)
@@ -385,7 +385,7 @@ def test_an_engine_that_stops_says_so(model: Any) -> None:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{server.address}/health")
         assert server.post(chat())[0] == 503
-        with pytest.raises(EngineStopped, match="it was closed"):
+        with pytest.raises(BatchClosed, match="it was closed"):
             server.engine.submit(SORT, on_done=print)
 
 
@@ -402,7 +402,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(model: Any, monkeypatch:
     engine.submit(SORT, on_done=ended.append)
     wait(lambda: not engine.alive and len(ended) == 1)
     assert len(calls) == 3 and "the device is gone" in str(engine.failure)
-    with pytest.raises(EngineStopped, match="the device is gone"):
+    with pytest.raises(BatchClosed, match="the device is gone"):
         engine.submit(SORT, on_done=print)
     engine.close()
 
@@ -488,7 +488,7 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        limits = Limits(app, engine=engine, metrics=Metrics(engine), timeout=0.05)
+        limits = Limits(app, engine=engine, timeout=0.05)
         await limits({"type": "http", "method": "POST", "path": "/x", "headers": []}, receive, send)
         assert limits.num_running == 0
 
