@@ -1,8 +1,7 @@
 """A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
 
-`app.py` has the routes and `limits.py` what is in front of them. `answers.py` checks and encodes a body
-(`request_body.py`, `chat.py`), gives it to the batch (`engine.py`) and writes the response or the stream
-(`logprobs.py`). `decisions.py` is `/v1/systemone`.
+`app.py` has the routes, `limits.py` what is in front of them, `answers.py` the way from a body (`request_body.py`,
+`chat.py`) over the batch (`engine.py`) to a response (`logprobs.py`); `decisions.py` is `/v1/systemone`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import importlib.util
 import socket
 from typing import Any
 
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")  # of the extra `serve`
-LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}
-
 
 def check_installed() -> None:
     """Raise ImportError unless the extra `serve` is installed; the message names the missing packages."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    needed = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ImportError(
             f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
         )
@@ -34,7 +31,7 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
 
 
 def __getattr__(name: str) -> Any:
-    if name in LATER:
-        check_installed()
-        return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in ("Engine", "build_app", "serve"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_installed()
+    return getattr(importlib.import_module(f"{__name__}.app"), name)

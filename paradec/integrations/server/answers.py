@@ -69,14 +69,10 @@ class Service:
             raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
-        tools, required = chat.choose_tools(body)
-        template = chat.response_template_of(tokenizer)
-        if required and template is not chat.HERMES:
-            reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
-            raise ApiError(f"tool_choice={shown(body.tool_choice)} {reason}", 422, "tool_choice")
+        tools, required = chat.choose_tools(body, tokenizer)
         ids, text = chat.encode_chat(self.model, body, tools)
         self._finish_changes(changes, body, (body.top_logprobs or 0) if body.logprobs else None, required, [ids])
-        template = template if tools else None
+        template = chat.response_template_of(tokenizer) if tools else None
         end = None if changes["constraint"] else chat.reasoning_end(tokenizer, text)
         markers = chat.marker_tokens(tokenizer, template, end)
         return changes, [ids], partial(AnswerParser, end, template, tools), markers, [Piece()]

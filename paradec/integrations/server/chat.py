@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from openai.types.chat.chat_completion_message_function_tool_call import Function
@@ -26,8 +27,9 @@ def _call_format(function: Any, **field: Any) -> dict[str, Any]:
 
 
 FUNCTION = {"name": "{name}", "arguments": "{content}"}
+# <tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3
 HERMES = _call_format("{content}", open="<tool_call>", close="</tool_call>", content="json")
-"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3."""
+# <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>: Qwen3-Coder, Qwen 3.5
 QWEN_XML = _call_format(
     FUNCTION,
     open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -35,7 +37,7 @@ QWEN_XML = _call_format(
     content="xml-inline",
     content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
 )
-"""<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>: Qwen3-Coder, Qwen 3.5."""
+# <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>}<tool_call|>: Gemma 4, whose markers are special tokens
 GEMMA = _call_format(
     FUNCTION,
     open_pattern=r"<\|tool_call>\s*call:(?P<name>[^\s{]+)",
@@ -43,16 +45,12 @@ GEMMA = _call_format(
     content="json",
     content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
 )
-"""<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>}<tool_call|>: Gemma 4, whose markers are special tokens."""
+# names that `chat_template_kwargs` may not have; a template is a program
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-"""Names that `chat_template_kwargs` may not have; a template is a program."""
 
 
 class Piece(NamedTuple):
-    """A part of an answer.
-
-    Fields: finish_reason: of the last piece. draft: JSON of the tokens to the right.
-    """
+    """A part of an answer. finish_reason: of the last piece. draft: JSON of the tokens to the right."""
 
     content: str = ""
     reasoning: str = ""
@@ -71,19 +69,19 @@ class AnswerParser:
     """
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
-        self._reasoning_end, self._tools, self._held, self._follows_call = reasoning_end, tools, "", False
+        self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])
+        self._tools, self._held, self._follows_call = tools, "", False
         self._template = None if template is None else load_response_template(template)
 
     def feed(self, text: str, is_last: bool = False) -> Piece:
         """Split the next piece. Text that may belong to a marker, and space before a call, waits for the next one."""
-        held, reasoning, content, calls = self._held + text, "", "", list[Function]()
-        if (end := self._reasoning_end) is not None:
-            reasoning, marker, held = held.partition(end)
-            if not marker:
-                size = len(reasoning) - (0 if is_last else overlap(reasoning, end))
-                self._held = reasoning[size:]
-                return Piece(reasoning=reasoning[:size])
-            self._reasoning_end = None
+        reasoning, content, calls = "", "", list[Function]()
+        if self._reasoning is not None:
+            reasoning = self._reasoning.feed(text, is_last)
+            if not self._reasoning.is_over:
+                return Piece(reasoning=reasoning)
+            text, self._reasoning = self._reasoning.rest, None
+        held = self._held + text
         size = len(held)
         while self._template is not None and held:
             held = held.lstrip() if self._follows_call else held
@@ -93,22 +91,18 @@ class AnswerParser:
             if close is None:  # no call, or one that is not whole yet
                 size = len(held) if is_last else len(held[: begin.start()].rstrip())
                 break
-            call = self._read_call(held[begin.start() : close.end()])
-            content += held[: close.end()] if call is None else held[: begin.start()].rstrip()
-            calls += [] if call is None else [call]
-            held, self._follows_call, size = held[close.end() :], call is not None, 0
+            try:
+                source = held[begin.start() : close.end()]
+                (call,) = parse_response(source, self._template, prefix="", tools=self._tools)["tool_calls"]
+                arguments = call["function"]["arguments"]
+                arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append(Function(name=call["function"]["name"] or None, arguments=arguments))
+                content, self._follows_call = content + held[: begin.start()].rstrip(), True
+            except (ValueError, RuntimeError, KeyError, TypeError):  # content, as it is no call
+                content += held[: close.end()]
+            held, size = held[close.end() :], 0
         self._held = held[size:]
         return Piece(content + held[:size], reasoning, tuple(calls))
-
-    def _read_call(self, text: str) -> Function | None:
-        """Parse a call; None for a text that is none, which is content."""
-        try:
-            (call,) = parse_response(text, self._template, prefix="", tools=self._tools)["tool_calls"]
-            name, arguments = call["function"]["name"] or None, call["function"]["arguments"]
-            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            return Function(name=name, arguments=arguments)
-        except (ValueError, RuntimeError, KeyError, TypeError):
-            return None
 
 
 class StopCutter:
@@ -120,24 +114,21 @@ class StopCutter:
     """
 
     def __init__(self, stops: Sequence[str]):
-        self.stops, self.is_over, self._held = tuple(stops), False, ""
+        self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Take the next piece; return the new text that cannot belong to a stop sequence."""
+        """Take the next piece; return the new text that cannot belong to a stop sequence. `rest` is what follows."""
         if self.is_over:
             return ""
-        text = self._held + text
+        text = self.rest + text
         ends = [(begin + len(stop), begin) for stop in self.stops if (begin := text.find(stop)) >= 0]
         self.is_over = bool(ends)
-        held = 0 if is_last or ends else max((overlap(text, stop) for stop in self.stops), default=0)
-        size = min(ends)[1] if ends else len(text) - held
-        self._held = text[size:]
+        end, size = min(ends) if ends else (len(text), len(text))
+        if not ends and not is_last:
+            starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
+            end = size = len(text) - max((len(start) for start in starts if text.endswith(start)), default=0)
+        self.rest = text[end:]
         return text[:size]
-
-
-def overlap(text: str, marker: str) -> int:
-    """Count the characters at the end of a text with which a marker may begin."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
@@ -166,10 +157,9 @@ def marker_tokens(tokenizer: Any, template: Any, end: str | None) -> dict[int, s
     return {token: entry.content for token, entry in added if entry.special and entry.content in marks}
 
 
-def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
+def choose_tools(body: ChatBody, tokenizer: Any) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
     """The tools of the prompt, and those of which one must be called; None for none. Raises ApiError."""
-    tools, choice = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice
-    name: Any = None
+    tools, choice, name = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice, ""
     match choice:
         case None | "auto":
             return tools or None, None
@@ -185,6 +175,9 @@ def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict
     if not required:
         reason = f"tool_choice: {shown(name)} is none of the tools" if tools else "tool_choice needs tools"
         raise ApiError(reason, 422, "tool_choice")
+    if response_template_of(tokenizer) is not HERMES:
+        reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
+        raise ApiError(f"tool_choice={shown(choice)} {reason}", 422, "tool_choice")
     return tools, required
 
 
@@ -194,9 +187,9 @@ def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) 
     if name := next((name for name in variables if name in RESERVED), None):
         raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    render = model.tokenizer.apply_chat_template
+    render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
-        text = render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+        text = render(messages, tools=tools, **variables)
     except Exception as error:  # the template's own code, on data of a client
         reason = f"the chat template does not take this: {error}"
         raise ApiError(reason, 400, "tools" if tools else "messages") from error

@@ -25,14 +25,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Engine:
-    """Decode prompts of many threads with one model.
-
-    Args:
-        model: from `paradec.load` or `paradec.wrap`, with a tokenizer. arguments: as for `paradec.batching.Batch`.
-
-    Raises:
-        ValueError, TypeError: as `Batch`.
-    """
+    """Decode prompts of many threads with one model. Arguments and errors: as of `paradec.batching.Batch`."""
 
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
@@ -47,25 +40,10 @@ class Engine:
         """Whether prompts are decoded."""
         return not self.batch.closed
 
-    @property
-    def occupied(self) -> int:
-        """Number of rows that are decoded."""
-        return self.batch.occupied
-
-    @property
-    def waiting(self) -> int:
-        """Number of prompts that wait for a row."""
-        return self.batch.waiting
-
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
-        """Give a prompt to the batch, from any thread. The answer is that of `paradec.generate` on this prompt alone.
+        """Give a prompt to the batch, as `Batch.add`; `on_done` is called in the engine's thread.
 
-        Args:
-            on_done: called in the engine's thread when the answer has ended. arguments: as for `Batch.add`; without a
-                seed one is drawn.
-
-        Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: decoding has stopped.
+        The answer is that of `paradec.generate` on this prompt alone; without a seed one is drawn.
         """
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
@@ -82,7 +60,7 @@ class Engine:
 
     def retry_after(self) -> int:
         """Estimate the seconds, 1 to 60, until a row is free for one more prompt."""
-        rounds = (self.waiting + self.batch.batch_size) / self.batch.batch_size
+        rounds = 1 + self.batch.waiting / self.batch.batch_size
         return min(60, max(1, math.ceil(self.seconds_per_answer * rounds)))
 
     def close(self) -> None:
@@ -122,31 +100,29 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.registry = CollectorRegistry()
-        count, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        count = partial(Counter, registry=self.registry)
         times = partial(Histogram, registry=self.registry, buckets=SECONDS)
         self.requests = count("paradec_requests", "HTTP requests.", ("path", "status"))
         self.seconds = times("paradec_request_seconds", "Seconds per HTTP request.", ("path",))
         self.first = times("paradec_first_text_seconds", "Seconds to the first text of a stream.")
         self.waiting = times("paradec_waiting_seconds", "Seconds that a prompt waits for a row.")
-        text = "Seconds to a prompt's first committed step, waiting included."
-        self.committed = times("paradec_first_token_seconds", text)
-        text = "Seconds of decoding per token of an answer."
-        self.per_token = times("paradec_token_seconds", text, buckets=TOKEN_SECONDS)
+        self.committed = times("paradec_first_token_seconds", "Seconds to the first committed step, waiting included.")
+        self.per_token = times("paradec_token_seconds", "Seconds of decoding per token.", buckets=TOKEN_SECONDS)
         self.answers = count("paradec_answers", "Answers by how they ended.", ("end",))
         self.tokens = count("paradec_tokens", "Tokens of prompts and answers.", ("of",))
         self.row_calls = count("paradec_row_calls", "Forwards that each answer took, added.")
         self.positions = count("paradec_positions", "Positions that these evaluated.")
         prefixes = engine.batch.prefixes  # None where no keys and values are kept
         for name, text, owner, attribute in (
-            ("rows_occupied", "Rows that are decoded.", engine, "occupied"),
-            ("prompts_waiting", "Prompts that wait for a row.", engine, "waiting"),
+            ("rows_occupied", "Rows that are decoded.", engine.batch, "occupied"),
+            ("prompts_waiting", "Prompts that wait for a row.", engine.batch, "waiting"),
             ("steps", "Steps of the batch since the start.", engine, "steps"),
             ("prefix_rows", "Rows that began with stored keys and values.", prefixes, "hits"),
             ("prefix_tokens", "Positions that these did not evaluate.", prefixes, "saved"),
             ("prefix_bytes", "Bytes of stored beginnings.", prefixes, "nbytes"),
             ("alive", "1 until decoding stops.", engine, "alive"),
         ):
-            gauge(f"paradec_{name}", text).set_function(partial(getattr, owner, attribute, 0))
+            Gauge(f"paradec_{name}", text, registry=self.registry).set_function(partial(getattr, owner, attribute, 0))
 
     def record_answer(self, ticket: Ticket) -> None:
         """Record a prompt that has ended now: its tokens, its work, and the times of its row."""

@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -83,11 +83,17 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 class Call:
-    """One HTTP request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
+    """One POST request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
 
     def __init__(self, limits: Limits):
-        self.limits, self.has_ended = limits, False
-        self._tickets, self._reserved = list[Ticket](), 0
+        self.limits, self.num_reserved, self._tickets = limits, 0, list[Ticket]()
+        with limits.lock:
+            limits.calls.add(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody waits for its answers."""
+        return self not in self.limits.calls
 
     def reserve(self, tokens: int) -> None:
         """Reserve tokens until the end, from any thread. Raises ApiError: 400 if they never fit, 429 if not now."""
@@ -95,11 +101,10 @@ class Call:
         if tokens > limit:
             raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {limit}")
         with limits.lock:
-            if limits.num_reserved + tokens > limit:
-                used = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {limit}"
-                raise ApiError(f"{used}; try again", 429, retry_after=limits.engine.retry_after())
-            limits.num_reserved += tokens
-            self._reserved += tokens
+            if (used := sum(call.num_reserved for call in limits.calls)) + tokens > limit:
+                message = f"{used} tokens are being answered or wait, and {tokens} more are beyond {limit}; try again"
+                raise ApiError(message, 429, retry_after=limits.engine.retry_after())
+            self.num_reserved += tokens
 
     def submit(self, prompt: Any, **arguments: Any) -> None:
         """Give a prompt to the engine; see `Engine.submit`."""
@@ -109,17 +114,15 @@ class Call:
 
     def end(self) -> None:
         """Cancel unfinished prompts and give the tokens back."""
-        self.has_ended = True
         with self.limits.lock:
-            self.limits.num_reserved -= self._reserved
-            self._reserved = 0
+            self.limits.calls.discard(self)
         for ticket in self._tickets:
             self.limits.engine.batch.cancel(ticket)
 
 
 @dataclass
 class Limits:
-    """An ASGI middleware: gives each request a `Call`, turns errors into responses, and counts both.
+    """An ASGI middleware: gives each POST request a `Call`, makes responses of errors, and counts requests.
 
     Args:
         api_key: the key in "Authorization: Bearer ..."; None admits everybody.
@@ -136,10 +139,8 @@ class Limits:
     max_requests: int = 512
     max_work: int = 2**20
     timeout: float = 60.0
-
-    def __post_init__(self) -> None:
-        self.num_running = self.num_reserved = 0
-        self.lock = threading.Lock()
+    calls: set[Call] = field(default_factory=set)
+    lock: Any = field(default_factory=threading.Lock)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -155,50 +156,48 @@ class Limits:
         try:
             await self._handle(scope, receive, send_in_time)
         except Exception as error:
-            api_error = to_api_error(error)
-            if status != 499 or api_error.status == 500:
+            answer = to_api_error(error)
+            if status != 499 or answer.status == 500:
                 log.warning("%s %s broke off", scope["method"], scope["path"], exc_info=error)
             if status == 499:
-                response = JSONResponse(api_error.body, api_error.status, api_error.headers)
-                await response(scope, receive, send_in_time)
+                await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, send_in_time)
         finally:
             path = scope["path"] if f"{scope['method']} {scope['path']}" in (*PATHS, "GET /") else "other"
             metrics.requests.labels(path, str(status)).inc()
             metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
     async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run the application on a body that was read, and watch whether the client leaves."""
+        """Check a request and run the application on its body, which is read; watch whether the client leaves."""
         is_post = scope["method"] == "POST"
         try:
             self._check(scope, is_post)
         except (ApiError, BatchClosed):
             await self._read_body(receive, 0)
             raise
-        self.num_running += is_post
+        if not is_post:
+            await self.app(scope, receive, send)
+            return
         call = Call(self)
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            call.end()
+
+        async def replay() -> Any:
+            if not messages:
+                await asyncio.Event().wait()  # until it is cancelled
+            return messages.pop()
+
         try:
-            if (body := await self._read_body(receive, self.max_body)) is None:
-                return
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def watch() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                call.end()
-
-            async def replay() -> Any:
-                if messages:
-                    return messages.pop()
-                await asyncio.wait([watcher])
-                return {"type": "http.disconnect"}
-
-            watcher = asyncio.create_task(watch())
-            try:
-                await self.app({**scope, CALL: call}, replay, send)
-            finally:
-                watcher.cancel()
+            if (body := await self._read_body(receive, self.max_body)) is not None:
+                messages = [{"type": "http.request", "body": body, "more_body": False}]
+                watcher = asyncio.create_task(watch())
+                try:
+                    await self.app({**scope, CALL: call}, replay, send)
+                finally:
+                    watcher.cancel()
         finally:
-            self.num_running -= is_post
             call.end()
 
     def _check(self, scope: Any, is_post: bool) -> None:
@@ -209,9 +208,9 @@ class Limits:
                 raise ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
         if is_post:
             self.engine.batch.check_open()
-        if is_post and self.num_running >= self.max_requests:
-            wait = self.engine.retry_after()
-            raise ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
+            if len(self.calls) >= self.max_requests:
+                wait = self.engine.retry_after()
+                raise ApiError(f"{len(self.calls)} requests are being answered; try again", 429, retry_after=wait)
 
     async def _read_body(self, receive: Any, limit: int) -> bytes | None:
         """Read a body of at most `limit` bytes, where 0 drops all; None if the client leaves. Raises ApiError."""

@@ -19,32 +19,27 @@ from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 
-OWN = "paradec"
-"""The body's field with fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""
-FIELDS = (
+OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts`; `extra_body` of OpenAI's clients
+FIELDS = (  # of `paradec.Request` that a body may set in `OWN`
     *("sampler", "cache", "suffix", "blocks", "block_length", "steps", "max_new_tokens", "temperature", "top_p"),
     *("top_k", "guidance_scale", "seed", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
     *("confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "constraint", "chat"),
 )
-"""Fields of `paradec.Request` that a body may set in `OWN`."""
-SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed")}
-SAMPLING |= {"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-"""Fields of the body, by their names in `paradec.Request`, which checks them."""
+SAMPLING = {  # fields of the body, by their names in `paradec.Request`, which checks them
+    **{name: name for name in ("temperature", "top_p", "top_k", "seed")},
+    **{"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"},
+}
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Fields that say the form of an answer (OpenAI's, vLLM's and its older ones)."""
 CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""Keys of `structured_outputs`, as `paradec.Request` names them."""
-IGNORED = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
-)
-"""Fields of OpenAI's that do not change an answer."""
-ONLY: dict[str, Any] = {
+INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing
     **{"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0},
     **{"min_tokens": 0, "ignore_eos": False, "logit_bias": {}, "modalities": ["text"], "skip_special_tokens": True},
     **{"verbosity": "medium", "suffix": "", "echo": False},
 }
-"""Fields that are not supported, and the value besides null that changes nothing."""
+IGNORED = (  # fields that change no answer
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "parallel_tool_calls",
+)
 MAX_STOPS, MAX_STOP_LENGTH, MAX_DEPTH = 16, 256, 64
 
 
@@ -113,7 +108,7 @@ Count = Annotated[StrictInt, Field(ge=0, le=20)]
 
 
 class Body(BaseModel, extra="allow"):
-    """The fields of both endpoints; `SAMPLING`, `FORMATS`, `ONLY` and `IGNORED` are others."""
+    """The fields of both endpoints; `SAMPLING`, `FORMATS`, `INERT` and `IGNORED` are others."""
 
     model: Any = None
     stream: StrictBool | None = None
@@ -153,12 +148,12 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     Raises:
         ApiError, ValueError, TypeError: a field, a value or a preset that is not supported, or two fields for the same.
     """
-    known = (*type(body).model_fields, *SAMPLING, *FORMATS, *ONLY, *IGNORED)
+    known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT, *IGNORED)
     for name, value in (body.model_extra or {}).items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
-        if name in ONLY and value not in (None, ONLY[name]):
-            allowed = json.dumps(ONLY[name])
+        if name in INERT and value not in (None, INERT[name]):
+            allowed = json.dumps(INERT[name])
             raise ApiError(f"{name}={shown(value)} is not supported; leave it out, or give {allowed}", 422, name)
     if body.preset is not None and (not isinstance(body.preset, str) or body.preset not in presets):
         allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"

@@ -200,14 +200,14 @@ def test_what_is_refused(server: Running, extra: dict[str, Any], status: int, pa
     found, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
     assert found == status, text
     assert re.search(part, json.loads(text)["error"]["message"]), text
-    assert server.engine.alive and server.engine.occupied == 0
+    assert server.engine.alive and server.engine.batch.occupied == 0
 
 
 def test_tables_that_are_too_large_are_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**10)
     status, _, text = server.post(chat("x", max_tokens=40, guided_regex="a{30}"))
     assert status == 422 and "states times" in json.loads(text)["error"]["message"], text
-    assert server.engine.alive and server.engine.occupied == 0
+    assert server.engine.alive and server.engine.batch.occupied == 0
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
@@ -235,7 +235,7 @@ def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> Non
                 check(text)
             else:
                 assert re.fullmatch("[a-d]{1,20}", text) if number % 4 < 3 else "more than 8192 states" in text
-    assert (server.engine.occupied, server.engine.waiting) == (0, 0)
+    assert (server.engine.batch.occupied, server.engine.batch.waiting) == (0, 0)
 
 
 def test_a_schema_that_takes_long_is_refused_and_delays_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_answers_are_those_of_generate_many_at_once(server: Running, client: ope
         plain = pool.map(lambda text: said(client, text), PROMPTS * 2)
         streamed = pool.map(lambda text: "".join(pieces(client, text)), PROMPTS * 2)
         assert list(plain) == expected * 2 and list(streamed) == expected * 2
-    assert (server.engine.occupied, server.engine.waiting) == (0, 0)
+    assert (server.engine.batch.occupied, server.engine.batch.waiting) == (0, 0)
 
 
 def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai.OpenAI) -> None:
@@ -264,10 +264,10 @@ def test_what_is_not_ours_is_not_there(server: Running, path: str) -> None:
 def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) -> None:
     before = len(server.engine.batch._waits.copies)
     wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
-    wait(lambda: server.engine.occupied == 1)
+    wait(lambda: server.engine.batch.occupied == 1)
     steps = server.engine.steps
     wire.close()
-    wait(lambda: server.engine.occupied == 0)
+    wait(lambda: server.engine.batch.occupied == 0)
     assert server.engine.steps - steps < 300  # it would have taken 400
     assert len(server.engine.batch._waits.copies) == before == 0  # nothing is kept of a prompt
 
@@ -278,7 +278,7 @@ def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
     for number in range(8):
         server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
     server.post(chat())  # after them
-    wait(lambda: server.engine.occupied == server.engine.waiting == 0)
+    wait(lambda: server.engine.batch.occupied == server.engine.batch.waiting == 0)
     assert server.engine.steps - steps < 300
 
 
@@ -289,7 +289,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
     with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
         pieces(client, SORT)
-    wait(lambda: server.engine.occupied == 0)
+    wait(lambda: server.engine.batch.occupied == 0)
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -349,7 +349,7 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
         key = {"Authorization": "Bearer secret"}
         assert server.post(chat(), **key)[0] == 200
         wire = server.send(json.dumps(chat(**LONG)).encode(), **key)
-        wait(lambda: server.engine.occupied == 1)
+        wait(lambda: server.engine.batch.occupied == 1)
         server.engine.seconds_per_answer = 7.5
         status, headers, text = server.post(chat(), **key)
         assert status == 429 and headers["retry-after"] == "8" and "rate_limit_error" in text
@@ -362,7 +362,7 @@ def test_the_tokens_asked_for_are_limited(model: Any) -> None:
         status, _, text = server.post(chat(max_tokens=450))
         assert status == 400 and "458 tokens of prompt and answer are more than this server takes, 450" in text
         wire = server.send(json.dumps(chat(**LONG)).encode())
-        wait(lambda: server.engine.occupied == 1)
+        wait(lambda: server.engine.batch.occupied == 1)
         status, headers, text = server.post(chat(max_tokens=40, stream=True))
         assert status == 429 and int(headers["retry-after"]) >= 1 and "408 tokens are being answered" in text
         assert server.post(chat(max_tokens=20, n=2))[0] == 429  # the second answer does not fit
@@ -377,7 +377,7 @@ def test_an_engine_that_stops_says_so(model: Any) -> None:
 
     with running(model) as server:
         wire = server.send(json.dumps(chat(**LONG)).encode())
-        wait(lambda: server.engine.occupied == 1)
+        wait(lambda: server.engine.batch.occupied == 1)
         assert urllib.request.urlopen(f"{server.address}/health").status == 200
         server.engine.close()
         assert b"503" in wire.recv(64)
@@ -433,7 +433,7 @@ def test_what_a_row_raises_fails_that_row_alone(model: Any, stream: bool) -> Non
         for text, (status, _, answer) in zip(texts, answers):
             assert ("a row's own" in answer) == ("kiwi" in text)
             assert status == (500 if "kiwi" in text and not stream else 200)
-        assert server.engine.alive and server.engine.occupied == 0
+        assert server.engine.alive and server.engine.batch.occupied == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -441,7 +441,7 @@ def test_clients_in_flight_read_why_the_engine_stopped(model: Any, stream: bool)
     broken = Broken(model, -1)
     with running(broken, batch_size=4) as server, ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(server.post, chat(**LONG, stream=stream)) for _ in range(6)]  # two of them wait
-        wait(lambda: server.engine.occupied == 4 and server.engine.waiting == 2)
+        wait(lambda: server.engine.batch.occupied == 4 and server.engine.batch.waiting == 2)
         broken.lost = True
         for answer in answers:
             status, _, text = answer.result()
@@ -490,11 +490,11 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
 
         limits = Limits(app, engine=engine, timeout=0.05)
         await limits({"type": "http", "method": "POST", "path": "/x", "headers": []}, receive, send)
-        assert limits.num_running == 0
+        assert not limits.calls
 
     asyncio.run(asyncio.wait_for(drive(), 30))
     wait(lambda: len(ended) == 1)
-    assert isinstance(ended[0].output.error, Cancelled) and engine.occupied == 0
+    assert isinstance(ended[0].output.error, Cancelled) and engine.batch.occupied == 0
     engine.close()
 
 
