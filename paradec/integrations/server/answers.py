@@ -14,6 +14,7 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
@@ -29,8 +30,10 @@ from paradec.integrations.server.chat import AnswerParser, Piece, StopCutter
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import ApiError, Call, to_api_error
 from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
-from paradec.integrations.server.request_body import OWN, ChatBody, TextBody
+from paradec.integrations.server.request_body import ChatBody, TextBody
 
+OBJECTS: Any = {Completion: "text_completion", ChatCompletion: "chat.completion"}
+OBJECTS |= {ChatCompletionChunk: "chat.completion.chunk"}
 MAX_CHOICES = 1024  # answers to one body
 MAX_DRAFTS = 4  # waiting events beyond which no draft is added
 
@@ -58,29 +61,45 @@ class Service:
     async def respond(self, call: Call, body: ChatBody | TextBody) -> Response:
         """Answer a body. Raises what `to_api_error` converts."""
         self.check_name(body.model)
-        prepare = self._prepare_chat if isinstance(body, ChatBody) else self._prepare_text
-        reply = Reply(self, call, body, *await asyncio.to_thread(prepare, body))
-        return await reply.respond()
+        return await Reply(self, call, body, **await asyncio.to_thread(self._prepare, body)).respond()
 
-    def _prepare_chat(self, body: ChatBody) -> tuple[Any, ...]:
-        """The fields of a `Reply` after the body. Raises ApiError."""
-        changes, tokenizer = request_body.read_changes(body, self.presets), self.model.tokenizer
-        if "chat" in body.paradec:
-            raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
-        tools, required = chat.choose_tools(body, tokenizer)
-        ids, text = chat.encode_chat(self.model, body, tools)
-        self._finish_changes(changes, body, (body.top_logprobs or 0) if body.logprobs else None, required, [ids])
-        template = chat.response_template_of(tokenizer) if tools else None
-        end = None if changes["constraint"] else chat.reasoning_end(tokenizer, text)
+    def _prepare(self, body: ChatBody | TextBody) -> dict[str, Any]:
+        """Check and encode a body: the fields of its `Reply`. Raises ApiError, ValueError, TypeError."""
+        tokenizer, facts = self.model.tokenizer, self.model.facts
+        changes = request_body.read_changes(body, self.presets) | {"constraint": None, "logprobs": None}
+        tools = required = template = end = text = None
+        if isinstance(body, ChatBody):
+            tools, required = chat.choose_tools(body, tokenizer)
+            template = chat.response_template_of(tokenizer) if tools else None
+            ids, text = chat.encode_chat(self.model, body, tools)
+            rows, count = [ids], (body.top_logprobs or 0) if body.logprobs else None
+        else:
+            rows, count = self._encode_prompts(body), body.logprobs
+        if any(facts.hole_id in row for row in rows):
+            raise ApiError("the prompt holds the mask token, and a server fills no masks")
+        if len(rows) * (n := body.n or 1) > MAX_CHOICES:
+            raise ApiError(f"{len(rows)} prompts with n={n} ask for more than {MAX_CHOICES} answers", 400, "n")
+        if (form := request_body.find_format(body, required)) is not None:
+            if changes.get("stop_strings"):
+                raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
+            changes["constraint"] = request_body.read_constraint(*form, self.model, self.compiler)
+        elif text is not None:
+            end = chat.reasoning_end(tokenizer, text)
+        if count is not None:
+            changes["logprobs"] = count = min(count, facts.vocab_size)
+            spelling_of(tokenizer)  # it reads the whole vocabulary once
+        echoes = [Piece() for _ in rows]
+        if isinstance(body, TextBody) and body.echo:
+            echoes = [self._echo(*pair, count) for pair in zip(body.prompt, rows, strict=True)]
         markers = chat.marker_tokens(tokenizer, template, end)
-        return changes, [ids], partial(AnswerParser, end, template, tools), markers, [Piece()]
+        parser = partial(AnswerParser, end, template, tools)
+        return {"changes": changes, "rows": rows, "make_parser": parser, "markers": markers, "echoes": echoes}
 
-    def _prepare_text(self, body: TextBody) -> tuple[Any, ...]:
-        """As `_prepare_chat`."""
-        changes, rows = request_body.read_changes(body, self.presets), list[list[int]]()
-        is_chat = body.paradec.get("chat", False)
+    def _encode_prompts(self, body: TextBody) -> list[list[int]]:
+        """The ids of each prompt. Raises ApiError."""
+        rows, is_chat = list[list[int]](), body.paradec.get("chat", False)
+        if body.echo and is_chat:
+            raise ApiError("echo is for prompts that are no chat", 400, "echo")
         for prompt in body.prompt:
             if not (prompt.strip() if isinstance(prompt, str) else is_rows_of_ids([prompt])):
                 reason = "must be a text with a word in it, a list of ids, or a list of these"
@@ -89,36 +108,9 @@ class Service:
                 rows += encode(self.model, prompt, chat=is_chat if isinstance(prompt, str) else None).rows
             except (ValueError, TypeError) as error:
                 raise to_api_error(error, "prompt") from error
-        self._finish_changes(changes, body, body.logprobs, None, rows)
-        if body.echo and is_chat:
-            raise ApiError("echo is for prompts that are no chat", 400, "echo")
-        echo = partial(self._echo, changes["logprobs"]) if body.echo else lambda *_: Piece()
-        return changes, rows, partial(AnswerParser, None, None, None), {}, [*map(echo, body.prompt, rows)]
+        return rows
 
-    def _finish_changes(
-        self,
-        changes: dict[str, Any],
-        body: ChatBody | TextBody,
-        count: int | None,
-        required: Any,
-        rows: list[list[int]],
-    ) -> None:
-        """Set the number of log-probabilities and the constraint, whose automaton is made. Raises ApiError."""
-        facts = self.model.facts
-        if count is not None:
-            spelling_of(self.model.tokenizer)  # it reads the whole vocabulary once
-        changes |= {"logprobs": None if count is None else min(count, facts.vocab_size), "constraint": None}
-        if (form := request_body.find_format(body, required)) is not None:
-            if changes.get("stop_strings"):
-                raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
-            changes["constraint"] = request_body.read_constraint(*form, self.model, self.compiler)
-        if any(facts.hole_id in row for row in rows):
-            raise ApiError("the prompt holds the mask token, and a server fills no masks")
-        if len(rows) * (body.n or 1) > MAX_CHOICES:
-            reason = f"{len(rows)} prompts with n={body.n or 1} ask for more than {MAX_CHOICES} answers"
-            raise ApiError(reason, 400, "n")
-
-    def _echo(self, count: int | None, prompt: str | list[int], ids: list[int]) -> Piece:
+    def _echo(self, prompt: str | list[int], ids: list[int], count: int | None) -> Piece:
         """The text of a prompt, with the scores of its tokens. Raises ApiError."""
         model = self.model
         text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids, skip_special_tokens=True)
@@ -136,15 +128,15 @@ class Answer:
     """One choice of a response. It is the streamer of its row too: `put` and its like run in the engine's thread."""
 
     def __init__(self, reply: Reply, index: int):
-        self.reply, self.index, prompt = reply, index, index // reply.n
-        self.prompt, self.echo, tokenizer = reply.rows[prompt], reply.echoes[prompt], reply.service.model.tokenizer
+        self.reply, self.index, self._model, prompt = reply, index, reply.service.model, index // reply.n
+        self.prompt, self.echo = reply.rows[prompt], reply.echoes[prompt]
         self.num_tokens = self.num_calls = self.num_reused = 0  # reused: tokens of the prompt that were not evaluated
         stops = reply.changes.get("stop_strings") or ()
         self._cutter, self._parser = StopCutter((stops,) if isinstance(stops, str) else stops), reply.make_parser()
         self._decoder, self._text = DecodeStream([], skip_special_tokens=False), ""
         self._scores: TokenScores | None = None
         if reply.changes["logprobs"] is not None:
-            self._scores = TokenScores(tokenizer, len(self.echo.content), reply.markers)
+            self._scores = TokenScores(self._model.tokenizer, len(self.echo.content), reply.markers)
         self._has_begun, self._put_scores = False, None
 
     def put(self, ids: Tensor) -> None:
@@ -159,9 +151,9 @@ class Answer:
 
     def put_draft(self, ids: Tensor) -> None:
         """Take ids [1, n] to the right of the final ones."""
-        model, reply = self.reply.service.model, self.reply
+        reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
         if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_DRAFTS and not self._cutter.is_over:
-            texts = [None if t == model.facts.mask_token_id else model.tokenizer.decode([t]) for t in ids[0].tolist()]
+            texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]
             reply.send(self, lambda: Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
 
     def end(self) -> None:
@@ -171,8 +163,8 @@ class Answer:
         self.num_tokens += len(ids)
         if self._scores is not None and scores is not None:
             self._scores.add(ids, scores)
-        step = partial(self._decoder.step, self.reply.service.model.tokenizer._tokenizer)
-        return self._cut("".join(step(token) or "" for token in self._in_text(ids)), False)
+        step = partial(self._decoder.step, self._model.tokenizer._tokenizer)
+        return self._cut("".join(step(token) or "" for token in ids if token not in self.reply.dropped), False)
 
     def finish(self, output: Output) -> Piece:
         """Add the tokens that were not streamed, and characters that the decoder holds back. Raises ApiError."""
@@ -185,14 +177,12 @@ class Answer:
                 ids[new], output.logprobs.map_columns(lambda tensor, _: tensor[:, output.filled[0]][:, new])
             )
         self.num_tokens, self.num_reused = len(ids), sum(output.reused)
-        text, model = self.reply.service.model.tokenizer.decode(self._in_text(ids)), self.reply.service.model
+        text = self._model.tokenizer.decode([token for token in ids if token not in self.reply.dropped])
         piece = self._cut(text.removeprefix(self._text) if text.startswith(self._text) else "", True)
         is_whole = output.finished[0] or self._cutter.is_over
-        is_whole = is_whole or request_body.is_complete(self.reply.changes["constraint"], model, ids)
-        return piece._replace(finish_reason=("tool_calls" if self.num_calls else "stop") if is_whole else "length")
-
-    def _in_text(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token not in self.reply.dropped]
+        if is_whole or request_body.is_complete(self.reply.changes["constraint"], self._model, ids):
+            return piece._replace(finish_reason="tool_calls" if self.num_calls else "stop")
+        return piece._replace(finish_reason="length")
 
     def _cut(self, text: str, is_last: bool) -> Piece:
         self._text += text
@@ -243,7 +233,7 @@ class Reply:
             self._submit(answer)
         if self.body.stream:
             return StreamingResponse(self._stream(), media_type="text/event-stream")
-        pieces: list[list[Piece]] = [[answer.echo] for answer in self.answers]
+        pieces: list[list[Piece]] = [[] for _ in self.answers]
         async for answer, piece in self._pieces():
             pieces[answer.index].append(piece)
         choices = [self._choice(*pair) for pair in zip(self.answers, pieces)]
@@ -255,9 +245,9 @@ class Reply:
         if new is None:  # as many as there is room for
             room = min(service.model.default_max_new_tokens, service.max_answer)
             new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
-        has_echo = isinstance(self.body, TextBody) and self.body.echo
-        check_int("max_tokens", new, low=0 if has_echo else 1, high=service.max_answer)
+        check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1, high=service.max_answer)
         facts.check_length(size + new, new)
+        self.send(answer, lambda: answer.echo)
         if new == 0:
             self.send(answer, lambda: Piece(finish_reason="length"))
             return
@@ -288,11 +278,8 @@ class Reply:
         began, started, events = time.perf_counter(), set[int](), ""
         try:
             role: Any = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            for answer in self.answers:
-                if self.is_chat:
-                    yield f"data: {self._to_json([{'index': answer.index, **role}])}\n\n"
-                elif any(answer.echo):
-                    yield f"data: {self._to_json([self._choice(answer, [answer.echo])])}\n\n"
+            for answer in self.answers if self.is_chat else []:
+                yield f"data: {self._to_json([{'index': answer.index, **role}])}\n\n"
             async for answer, piece in self._pieces():
                 if answer.num_tokens and answer.index not in started:
                     started.add(answer.index)
@@ -313,11 +300,8 @@ class Reply:
     def _to_json(self, choices: list[Any], **more: Any) -> str:
         """Write a response, or a chunk of a stream."""
         kind: Any = (ChatCompletionChunk if self.body.stream else ChatCompletion) if self.is_chat else Completion
-        name = "chat.completion" if self.is_chat else "text_completion"
-        name += ".chunk" if kind is ChatCompletionChunk else ""
-        return str(
-            kind(object=name, **self._head, choices=choices, **more).model_dump_json(exclude_unset=True, warnings=False)
-        )
+        response = kind(object=OBJECTS[kind], **self._head, choices=choices, **more)
+        return str(response.model_dump_json(exclude_unset=True, warnings=False))
 
     def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> Any:
         """A choice, or a part of it in a stream."""
@@ -327,14 +311,17 @@ class Reply:
         if not self.is_chat:
             logprobs = text_logprobs(scores) if scores else None
             return CompletionChoice.model_construct(text=content, logprobs=logprobs, **fields)
-        functions = [call.model_dump(exclude_unset=True) for piece in pieces for call in piece.calls]
-        calls = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in functions]
+        functions = [call.model_dump() for piece in pieces for call in piece.calls]
+        calls: list[dict[str, Any]] = [
+            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in functions
+        ]
         if stream:  # the calls of this piece are the last ones so far
             first = answer.num_calls - len(calls)
             calls = [{"index": index, **call} for index, call in enumerate(calls, first)]
+        reasoning = "".join(piece.reasoning for piece in pieces)
         message: Any = {} if stream else {"role": "assistant", "content": None if calls else ""}
-        texts = {"content": content, "reasoning_content": "".join(piece.reasoning for piece in pieces)}
-        message |= {name: value for name, value in {**texts, "tool_calls": calls}.items() if value}
+        parts: dict[str, Any] = {"content": content, "reasoning_content": reasoning, "tool_calls": calls}
+        message |= {name: value for name, value in parts.items() if value}
         if self.changes["logprobs"] is not None and (scores or not stream):
             fields["logprobs"] = chat_logprobs(scores)
         return {"delta" if stream else "message": message, **fields}
@@ -345,4 +332,4 @@ class Reply:
         reused = [answer.num_reused for answer in self.answers]
         cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
         counts: Any = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return CompletionUsage(**counts, prompt_tokens_details={"cached_tokens": cached})
+        return CompletionUsage(**counts, prompt_tokens_details=PromptTokensDetails(cached_tokens=cached))

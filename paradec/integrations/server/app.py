@@ -53,15 +53,13 @@ def build_app(
     """Build an ASGI application with the paths `limits.PATHS`. When it shuts down it closes the engine.
 
     Args:
-        engine: its model has a tokenizer of the fast kind.
         name: the model's name for clients.
         presets: fields of a request by name (`request_body.read_presets`), for the body's field "preset".
         max_answer: tokens that a client may ask for.
         api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
         cors: let pages of any origin read the answers.
 
-    Raises:
-        ValueError: an argument out of its range, or a model without such a tokenizer.
+    Raises ValueError for an argument out of its range, or a model without a tokenizer of the fast kind.
     """
     counts: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
     for argument, value in {"max_answer": max_answer, **counts}.items():

@@ -96,7 +96,9 @@ class AnswerParser:
                 (call,) = parse_response(source, self._template, prefix="", tools=self._tools)["tool_calls"]
                 arguments = call["function"]["arguments"]
                 arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                calls.append(Function(name=call["function"]["name"] or None, arguments=arguments))
+                calls.append(
+                    Function.model_validate({"name": call["function"]["name"] or None, "arguments": arguments})
+                )
                 content, self._follows_call = content + held[: begin.start()].rstrip(), True
             except (ValueError, RuntimeError, KeyError, TypeError):  # content, as it is no call
                 content += held[: close.end()]

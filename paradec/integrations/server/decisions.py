@@ -57,11 +57,12 @@ class Decisions:
     """Answers bodies with questions, one at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.config, self._turn = engine, None, asyncio.Lock()
+        self.engine, self._turn = engine, asyncio.Lock()
+        self.config: Any = None
         folder = getattr(engine.model.module, "name_or_path", None)
         has_folder = isinstance(folder, str) and os.path.isdir(folder)
         try:
-            self.config: Any = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
+            self.config = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
         except ImportError:  # `answer` says so
             pass
         except Exception as error:  # of any kind: the file can hold anything

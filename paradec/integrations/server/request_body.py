@@ -118,10 +118,6 @@ class Body(BaseModel, extra="allow"):
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     paradec: Object = {}
 
-    def field(self, name: str) -> Any:
-        """Get one of the other fields; None if it is not there."""
-        return (self.model_extra or {}).get(name)
-
 
 class ChatBody(Body):
     """A body for /v1/chat/completions."""
@@ -149,7 +145,8 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         ApiError, ValueError, TypeError: a field, a value or a preset that is not supported, or two fields for the same.
     """
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT, *IGNORED)
-    for name, value in (body.model_extra or {}).items():
+    extra = body.model_extra or {}
+    for name, value in extra.items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
         if name in INERT and value not in (None, INERT[name]):
@@ -158,10 +155,13 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     if body.preset is not None and (not isinstance(body.preset, str) or body.preset not in presets):
         allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"
         raise ApiError(f"preset={shown(body.preset)} must be {allowed}", 400, "preset")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     own, sampling = _read_own(body), dict[str, Any]()
     for outer, inner in SAMPLING.items():
-        value = body.field(outer)
-        if value is None or (outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)):
+        if (value := extra.get(outer)) is None or (
+            outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)
+        ):
             continue
         if inner in own or sampling.get(inner, value) != value:
             other = f"{OWN}.{inner}" if inner in own else "max_tokens"
@@ -175,7 +175,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         raise ApiError(f"stop must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters", 400, "stop")
     sampling = Request.from_dict(sampling)
     if isinstance(sampling.get("seed"), tuple):
-        raise ApiError(f"seed={shown(body.field('seed'))} must be an integer", 400, "seed")
+        raise ApiError(f"seed={shown(extra['seed'])} must be an integer", 400, "seed")
     return {**(presets[body.preset] if body.preset else {}), **own, **sampling}
 
 
@@ -188,6 +188,8 @@ def _read_own(body: Body) -> dict[str, Any]:
             raise ApiError(f"{name}={shown(value)} must be true or false", 422, OWN)
         if name in ("sampler", "cache", "blocks"):
             _check_component(name, value)
+    if "chat" in body.paradec and isinstance(body, ChatBody):
+        raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
     others = ("drafts", "chat", "constraint")
@@ -213,27 +215,19 @@ def _check_component(name: str, value: Any) -> None:
 
 
 def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Read the presets of a folder by name: every file NAME.json, which `Request.save` wrote.
-
-    Raises:
-        ValueError, OSError: no folder, no such file in it, or a file of another kind.
-    """
-    if folder is None:
-        return {}
-    if not folder.is_dir():
-        raise ValueError(f"presets={str(folder)!r} is no folder")
-    if not (files := sorted(folder.glob("*.json"))):
-        raise ValueError(f"presets={str(folder)!r} holds no .json file; Request.save writes one")
+    """Read the files NAME.json of a folder, which `Request.save` wrote, by name. Raises ValueError, OSError."""
+    files = [] if folder is None else sorted(folder.glob("*.json"))
+    if folder is not None and not files:
+        raise ValueError(f"presets={str(folder)!r} is no folder, or holds no .json file; Request.save writes one")
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
 def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
-    """Find the field that says the form of an answer, and its value; `calls` are tools of which one must be called.
+    """Find the field that says the form of an answer, and its value. Raises ApiError for several.
 
-    Raises:
-        ApiError: there are several.
+    calls: tools of which one must be called.
     """
-    formats = {name: body.field(name) for name in FORMATS}
+    formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": calls}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
     if len(formats) > 1:
