@@ -25,7 +25,7 @@ from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
 from paradec.caches.store import store_bytes
 from paradec.caches.stored import ChangeLog
-from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
+from paradec.caches.table import EXACT, REFUSED, table, verdict
 from paradec.caches.table import MODELS as TABLE_MODELS
 from paradec.core.memory import check_memory
 from paradec.core.query import Query, StoreCall
@@ -287,12 +287,6 @@ def walked(undecided: np.ndarray, window: int, picks: list[int], fresh: list[int
     return set(np.flatnonzero(needed[0]))
 
 
-@pytest.mark.parametrize("window", range(6))
-def test_greedy_window_takes_the_left_mask_first(window: int) -> None:
-    left, right = -(-window // 2), window // 2
-    assert walked(np.ones(11, bool), window, [5], []) == set(range(5 - left, 5 + right + 1))
-
-
 class Counting:
     """A model that counts the positions it is called with, padding included."""
 
@@ -375,22 +369,6 @@ def test_table(entry: Any, models: dict) -> None:
     assert not (together.new_tokens == MASK).any()
     assert together.new_tokens[0].tolist() == alone.new_tokens[0].tolist()
     assert together.row_nfe[0] == alone.nfe
-
-
-def test_table_says_what_it_must() -> None:
-    found = {entry[:4]: entry[4].status for entry in ENTRIES}
-    assert found["threshold", "none", "bidirectional", "same"] == EXACT
-    assert found["threshold", "dual", "bidirectional", "same"] == APPROXIMATE
-    assert found["threshold", "dual", "block_causal", "same"] == EXACT
-    assert found["threshold", "block", "bidirectional", "same"] == REFUSED
-    assert found["threshold", "dkv_greedy", "bidirectional", "same"] == REFUSED
-    assert found["random", "dkv_greedy", "bidirectional", "same"] == APPROXIMATE
-    assert found["random", "dkv_greedy", "bidirectional", "shifted"] == REFUSED
-    lines = summary(samplers.registry, caches.registry)
-    assert {line["cache"] for line in lines} == set(caches.names())
-    greedy = {line["samplers"]: line["bidirectional"] for line in lines if line["cache"] == "dkv_greedy"}
-    (random,) = (names for names in greedy if "random" in names.split(", ") and "all but" not in names)
-    assert greedy[random] == "approximate (same), refused (shifted)" and "refused" in greedy.values()
 
 
 def test_table_follows_from_declarations() -> None:
@@ -514,19 +492,6 @@ def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
         warnings.simplefilter("error")
         paradec.generate(model, [[1] * 40], cache="dual", max_new_tokens=16, block_length=4)
         paradec.generate(model, [[1] * 8], cache="none", max_new_tokens=16, block_length=4)
-
-
-def test_an_end_token_in_a_cached_row_ends_it() -> None:
-    ends = tuple(range(20, 40))  # random weights rarely end otherwise
-    model = tiny(2, ends=ends)
-    rows = [[index] * (index % 3 + 1) for index in range(8)]
-    request = {"sampler": "low_confidence", "max_new_tokens": 24, "block_length": 4, "temperature": 1.5, "seed": 0}
-    for name in ("dual", "dkv_decode"):
-        together = paradec.generate(model, rows, cache=name, **request)
-        assert sum(together.finished) >= 2 and len(set(together.row_nfe)) > 2
-        for index, row in enumerate(rows):
-            alone = paradec.generate(model, [row], cache=name, **request)
-            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

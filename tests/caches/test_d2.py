@@ -121,20 +121,6 @@ def test_with_everything_in_its_set_it_is_no_cache(prediction: str, suffix: Suff
     assert cached.cost.forwarded_tokens == plain.cost.forwarded_tokens
 
 
-@pytest.mark.parametrize("suffix", [None, Suffix(6), Suffix(9, "gaussian")], ids=str)
-def test_rows_are_independent(suffix: Suffix | None) -> None:
-    model, cache = tiny(2), caches.create("d2", current_k=4)
-    asked = ASKED | {"sampler": "threshold", "cache": cache, "suffix": suffix, "guidance_scale": 1.5}
-    out = paradec.generate(model, ROWS, **asked)
-    many = list(paradec.generate_many(model, ROWS, batch_size=2, **asked))
-    for row, prompt in enumerate(ROWS):
-        alone = paradec.generate(model, [prompt], **asked)
-        assert alone.sequences[0, -NEW:].tolist() == out.sequences[row, -NEW:].tolist()
-        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
-        (other,) = (each for each in many if each.index == row)
-        assert other.sequences[0, -NEW:].tolist() == out.sequences[row, -NEW:].tolist()
-
-
 def test_what_comes_into_the_window_gets_its_keys_at_once() -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     for suffix in (Suffix(6), Suffix(9, "gaussian")):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import END, MASK, everything, tiny, wrap_kind
+from small_models import MASK, everything, tiny, wrap_kind
 
 import paradec
 from paradec import PipelinedBlocks, Suffix, caches, samplers
@@ -87,19 +87,6 @@ def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, predicti
         out = paradec.generate(model, ROWS, suffix=suffix, **asked)
         assert answers(out) == answers(plain)
         assert out.cost == plain.cost
-
-
-@pytest.mark.parametrize("cache", ["prefix", *(pytest.param(name, marks=FULL) for name in WITH if name != "prefix")])
-@pytest.mark.parametrize("suffix", SOME[1:], ids=str)
-def test_rows_are_independent(cache: str, suffix: Suffix) -> None:
-    model = tiny(2)
-    asked = ASKED | {"sampler": samplers.create("threshold", threshold=0.5), "cache": cache, "suffix": suffix}
-    asked |= {"temperature": 0.1, "guidance_scale": 1.5}
-    out = paradec.generate(model, ROWS, **asked)
-    for row, prompt in enumerate(ROWS):
-        alone = paradec.generate(model, [prompt], **asked)
-        assert answers(alone) == [answers(out)[row]]
-        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
 
 
 @pytest.mark.parametrize("cache", WITH)
@@ -223,15 +210,6 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
     refused(opaque, "takes no position ids", suffix="gaussian:4", block_length=4, rows=[[1, 2]])
     out = paradec.generate(opaque, [[1, 2]], suffix=4, block_length=4, max_new_tokens=12, sampler="low_confidence")
     assert out.cost.forwarded_tokens == [4 * (10 + 14 + 14)]
-
-
-def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
-    model = tiny(1)
-    asked = ASKED | {"sampler": "low_confidence", "suffix": 4, "eos_early_stop": True, "logits_eos_inf": False}
-    out = paradec.generate(model, ROWS, **asked)
-    stopped = [END in row for row in answers(out)]
-    for row, ended in enumerate(stopped):
-        assert (out.row_nfe[row] < NEW) == ended
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])

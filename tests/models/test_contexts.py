@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from decoding import supported, topology_of
-from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared
+from every_model import EVERY, decoded, expected, make, shared
+from images import IMAGE_MODELS
 from small_models import ROWS, tiny
 from torch import Tensor, nn
 

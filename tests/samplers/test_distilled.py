@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core import rng
-from paradec.core.protocol import NotFinite, decode
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.distilled import Stages
 from paradec.models.images.distilled_llamagen import (
@@ -201,19 +201,8 @@ def test_kept_tokens_become_codes_up_to_the_split_alone() -> None:
     assert (distance[:5] < 1e-6).all() and (distance[5:] > 1e-3).all()
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
-    student, teacher = tiny_student(), tiny_llamagen()
-    for given in ({}, {"teacher": teacher, "teacher_start": 2}):
-        sampler = paradec.samplers.create("distilled", **given)
-        together = paradec.generate_images(
-            student, class_labels=[1, 2, 1], seed=[4, 5, 6], sampler=sampler, output_type="latent"
-        )
-        for row, label in enumerate([1, 2, 1]):
-            alone = paradec.generate_images(
-                student, class_labels=label, seed=4 + row, sampler=sampler, output_type="latent"
-            )
-            torch.testing.assert_close(alone.tokens[0], together.tokens[row], atol=1e-12, rtol=0)
-    noise = paradec.samplers.create("distilled").start(student, [1] * 400, seed=0).noise.flatten()
+def test_rows_begin_with_noise_of_their_own() -> None:
+    noise = Distilled().start(tiny_student(), [1] * 400, seed=0).noise.flatten()
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
     assert len(noise.unique()) == len(noise)  # copies of a row have their own
 
@@ -275,7 +264,7 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     assert states[0][0].teaching.store.nbytes == 0  # it is given back
 
 
-def test_pictures_traces_and_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_and_their_traces() -> None:
     student = tiny_student()
     out = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="pt", trace=True)
     assert out.images.shape == (2, 3, 8, 8) and out.row_nfe == [2, 2] and out.codes is None
@@ -284,13 +273,6 @@ def test_pictures_traces_and_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(torch.tensor(out.trace.replay(), dtype=torch.float64), out.tokens)
     once = paradec.generate_images(student, class_labels=[1, 2], seed=0, steps=1, output_type="pt")
     assert once.row_nfe == [1, 1] and not torch.equal(once.images, out.images)
-
-    def stop(state: Any, commit: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(paradec.Interrupted) as caught:
-        paradec.generate_images(student, class_labels=1, seed=0, output_type="pt", callback=stop)
-    assert torch.equal(caught.value.output.tokens[0, :5], out.tokens[0, :5])
 
 
 @pytest.mark.parametrize(
@@ -382,22 +364,12 @@ def test_checkpoints_load(tmp_path: Path) -> None:
             paradec.load(tmp_path / "llamagen-B.pt", **given)
 
 
-def test_narrow_types_and_broken_numbers() -> None:
+def test_codes_are_not_rounded_with_the_network() -> None:
     student = tiny_student()
     student.module.bfloat16()
     out = paradec.generate_images(student, class_labels=[1], seed=0, output_type="pt")
-    assert out.tokens.dtype == torch.float32 and torch.isfinite(out.images).all()
-    # codes are not rounded with the network
+    assert out.tokens.dtype == torch.float32
     assert torch.cdist(out.tokens[0, :5].double(), student.codes()).amin(-1).max() < 1e-6
-    student = tiny_student()
-    student.module.output.weight.data[0] = torch.nan
-    teacher = tiny_llamagen()
-    teacher.module.output.weight.data[0] = torch.nan
-    for who, sampler in (("student", Distilled()), ("teacher", Distilled(teacher=teacher))):
-        state = sampler.start(student, [1], seed=0)
-        with pytest.raises(NotFinite, match=f"the {who} returned NaN.* for row 0"):
-            sampler.commit(state, sampler.step(student, state))
-        assert state.index == 0
 
 
 SYSTEM_VAR = "dd-var"
@@ -560,25 +532,6 @@ def test_a_token_sees_coarser_scales_and_itself() -> None:
     expected = torch.arange(ends[-1]) >= ends[scale + 1]
     expected[at] = True
     assert torch.equal(changed, expected)
-
-
-def test_rows_traces_and_types() -> None:
-    teacher = tiny_var()
-    student = tiny_var_student(teacher)
-    sampler = Distilled(teacher=teacher, teacher_start=1)
-    given: dict[str, Any] = {"sampler": sampler, "guidance_scale": 2.0, "output_type": "latent"}
-    together = paradec.generate_images(student, class_labels=[1, 2, 4], seed=[4, 5, 6], **given, trace=True)
-    for row, label in enumerate([1, 2, 4]):
-        alone = paradec.generate_images(student, class_labels=label, seed=4 + row, **given)
-        torch.testing.assert_close(alone.tokens[0], together.tokens[row], atol=1e-12, rtol=0)
-    first, last = student.facts.stages.kept[1], student.facts.stages.kept[2]
-    assert last - first == 4 and together.steps.shape == (3, 4, 4) and (together.steps == 2).all()
-    assert together.images.shape == (3, 4, 4, 4) and together.trace is not None
-    replay = torch.tensor(together.trace.replay(), dtype=torch.float64)
-    torch.testing.assert_close(replay, together.tokens)
-    student.module.bfloat16()
-    out = paradec.generate_images(student, class_labels=[1], steps=1, seed=0, output_type="pt")
-    assert torch.isfinite(out.images).all() and out.row_nfe == [1]
 
 
 def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:

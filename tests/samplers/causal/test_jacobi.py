@@ -19,9 +19,8 @@ import paradec
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.samplers.causal import loop
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, relaxed_probability
+from paradec.samplers.causal.lantern import NodeRule, relaxed_probability
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
@@ -131,23 +130,6 @@ def test_reference_tree_verification(path: Path) -> None:
     distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
     torch.testing.assert_close(normalized(found.weights)[0], distribution, rtol=0, atol=1e-7)
     assert int(found.tokens[0, accepted]) == expected["final_token"]
-
-
-def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
-    weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64).expand(4, 5)
-    noise = torch.tensor([2.0**-54, 0.2999, 0.3001, 1.0], dtype=torch.float64)
-    assert draw(weights, noise).tolist() == [1, 1, 3, 3]
-    generator = torch.Generator().manual_seed(0)
-    for size in (600, 1280, 5000, 5120):  # large vocabularies are searched in two stages
-        weights = torch.rand(64, size, generator=generator, dtype=torch.float64)
-        weights[torch.rand(64, size, generator=generator) < 0.9] = 0
-        noise = torch.rand(64, generator=generator, dtype=torch.float64)
-        noise[0] = 1 - 2.0**-54
-        total = weights.cumsum(-1)
-        expected = torch.searchsorted(total, noise.clamp(max=1 - 2.0**-53).unsqueeze(-1) * total[:, -1:], right=True)
-        assert torch.equal(draw(weights, noise), expected.squeeze(-1))
-        narrow = draw(weights.float(), noise)
-        assert (weights.gather(1, narrow.unsqueeze(1)) > 0).all() and (narrow != expected.squeeze(-1)).sum() <= 1
 
 
 ROWS = 4000
@@ -449,16 +431,3 @@ def test_images_are_greedy_at_temperature_0() -> None:
         state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
         decode(sampler, model, state)
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
-
-
-def test_presets_have_the_published_settings() -> None:
-    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().guess_distribution) == (
-        7,
-        0.15,
-        0.5,
-        "one_hot",
-    )
-    assert (Lantern().k, Lantern().delta) == (1000, 0.1)
-    assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
-    assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
-    assert loop.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"

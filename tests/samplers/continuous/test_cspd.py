@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +15,7 @@ from recorded import checksum, image_cases, replays
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import NotFinite, Sampler, decode
+from paradec.core.protocol import Sampler, decode
 from paradec.models.images.continuous import ContinuousQuery, TokenDistribution, solver
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import KLDecoder, VQConfig
@@ -405,33 +403,12 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
     assert state.nfe.tolist() == [5, 5] and state.draft_nfe.tolist() == [6, 6]
 
 
-def test_a_step_changes_nothing_and_proposals_go_stale(model: MARModel, near: MARModel) -> None:
-    sampler = CSpD(near, num_draft=3, head_steps="3,1")
-    state = sampler.start(model, [2, 4], steps=8, guidance_scale=1.5, seed=3)
-    while not state.done:
-        before, stream = state.tokens.clone(), torch.get_rng_state()
-        first, again = sampler.step(model, state), sampler.step(model, state)
-        assert torch.equal(first.values, again.values) and torch.equal(first.positions, again.positions)
-        assert torch.equal(state.tokens, before) and torch.equal(torch.get_rng_state(), stream)
-        assert state.index == state.commits == state.nfe[0]
-        commit = sampler.commit(state, again)
-        changed = (state.tokens != before).any(-1)
-        assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
-        with pytest.raises(ValueError, match="made from an earlier state"):
-            sampler.commit(state, first)
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_row_alone_is_the_same(model: MARModel, near: MARModel, scale: float) -> None:
-    labels, seeds, sampler = [2, 4, 2], [5, 6, 7], CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5)
-    state = run(sampler, model, labels, seed=seeds, guidance_scale=scale)
-    for row, (label, seed) in enumerate(zip(labels, seeds, strict=True)):
-        alone = run(sampler, model, [label], seed=[seed], guidance_scale=scale)
-        torch.testing.assert_close(state.tokens[row], alone.tokens[0], atol=1e-9, rtol=1e-9)
-    published = replace(sampler, mended=False)
-    both = run(published, model, labels, seed=seeds, guidance_scale=scale)
-    alone = [run(published, model, [label], seed=[seed], guidance_scale=scale) for label, seed in zip(labels, seeds)]
-    assert (torch.cat([single.tokens for single in alone]) - both.tokens).abs().max() > 1e-3
+def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARModel) -> None:
+    labels, seeds = [2, 4, 2], [5, 6, 7]
+    published = CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5, mended=False)
+    both = run(published, model, labels, seed=seeds)
+    alone = [run(published, model, [label], seed=[seed]).tokens for label, seed in zip(labels, seeds)]
+    assert (torch.cat(alone) - both.tokens).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
@@ -442,30 +419,6 @@ def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()
     own = run(replace(sampler, inner_temperature=1e-9, max_rounds=0), model)
     assert torch.equal(state.tokens, own.tokens) == (temperature == 0)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
-def test_narrow_types(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    model, draft = make(0, dtypes[0]), make(1, dtypes[1], width=8, head_width=8)
-    state = run(CSpD(draft, num_draft=3, head_steps="4,1"), model)
-    assert state.tokens.dtype == torch.float32 and state.tokens.isfinite().all()
-
-
-def test_threads_copies_and_pickles(model: MARModel, near: MARModel) -> None:
-    sampler = CSpD(near, num_draft=3, head_steps="3,1")
-    expected = [run(sampler, model, seed=seed).tokens for seed in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(lambda seed: run(sampler, model, seed=seed % 2).tokens, range(4)))
-    assert all(torch.equal(tokens, expected[seed % 2]) for seed, tokens in enumerate(made))
-    state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=0)
-    for _ in range(3):
-        sampler.commit(state, sampler.step(model, state))
-    for twin_of in (copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))):
-        method, other, begun = twin_of(sampler), twin_of(model), twin_of(state)
-        assert method.draft is not near and method.draft.module is not near.module
-        decode(method, other, begun)
-        assert torch.equal(begun.tokens, expected[0]) and begun.draft_nfe.tolist() == [6, 6]
-    assert state.index == 3
 
 
 def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
@@ -530,20 +483,6 @@ def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> Non
         CSpD(paradec.load("digits-maskgit"))
     with pytest.raises(ValueError, match="draft='mar_base' must be a smaller MAR"):
         CSpD("mar_base")
-
-
-@pytest.mark.parametrize("which", ["model", "draft model"])
-def test_numbers_that_are_not_finite_are_named(which: str, near: MARModel) -> None:
-    model = make(0)
-    broken = copy.deepcopy(near) if which == "draft model" else model
-    sampler = CSpD(broken if which == "draft model" else near, head_steps="2,1", ratio=0)
-    state = sampler.start(model, [1], steps=4, seed=0)
-    sampler.commit(state, sampler.step(model, state))
-    before = state.tokens.clone()
-    broken.module.diffloss.net.final_layer.linear.weight.data.fill_(torch.nan)
-    with pytest.raises(NotFinite, match=f"the {which} returned NaN or infinite tokens at steps 1 to 3 for row 0"):
-        sampler.commit(state, sampler.step(model, state))
-    assert state.index == 1 and torch.equal(state.tokens, before) and state.draft_nfe.tolist() == [0]
 
 
 @pytest.mark.parametrize("sections", [(4,), (1,), (3, 1), (10, 1), (2, 2, 3), (1000,)])

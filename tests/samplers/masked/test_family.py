@@ -15,7 +15,7 @@ from small_models import END, MASK, everything, tiny
 from torch import Tensor
 
 import paradec
-from paradec import FixedBlocks, caches, samplers
+from paradec import FixedBlocks, samplers
 from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.models.adapter import Model
@@ -108,15 +108,6 @@ def test_needs_follow_from_what_a_class_overrides() -> None:
         type("Wrong", (Fusing,), {"needs": {"score": "margin"}})
     with pytest.raises(TypeError, match="scores"):
         Needs(scores="margin")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("registry", [samplers, caches])
-def test_the_device_step_takes_what_says_so_for_itself(registry: Any) -> None:
-    for name in registry.names():
-        found = registry.get(name)
-        if getattr(found, "device_step", False):
-            assert vars(found)["device_step"] is True
-            assert not type("Mine", (found,), {}).device_step
 
 
 def test_a_shadow_that_is_not_finite_is_seen() -> None:

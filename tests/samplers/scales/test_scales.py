@@ -17,19 +17,12 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.core.protocol import NotFinite, decode
-from paradec.kernels.token_stats import draw
+from paradec.core.protocol import decode
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig, load_multi_scale_vq
 from paradec.models.images.var import VARModel, load_var
 from paradec.samplers.pictures.scales import VAR, CoDe
 
 LABELS = [1, 3, 1]
-NAMES = [name for name in samplers.names() if samplers.get(name).family == "scales"]
-
-
-def sampler_of(name: str, model: VARModel, **settings: Any) -> Any:
-    drafter = {"drafter": tiny_var(seed=5, width=12, depth=3, vq=model.vq)} if name == "code" else {}
-    return samplers.create(name, **drafter, **settings)
 
 
 def tokens_of(sampler: Any, model: VARModel, labels: Any = LABELS, **request: Any) -> Tensor:
@@ -120,41 +113,6 @@ def test_any_split_by_hand(split: int) -> None:
     assert state.forwarded_tokens[0] == ends[-1] and state.draft_counts[2, 0] == ends[split - 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_repeated_changes_nothing(name: str) -> None:
-    model = tiny_var()
-    sampler = sampler_of(name, model, smooth=True)
-    state = sampler.start(model, LABELS, seed=3, guidance_scale=2.0, top_k=20, top_p=0.9)
-    while not state.done:
-        before = copy.deepcopy(state)
-        first, second = sampler.step(model, state), sampler.step(model, state)
-        assert torch.equal(first.values, second.values) and torch.equal(first.features, second.features)
-        for name in ("tokens", "feature_map", "inputs", "codes", "index", "stored"):
-            ours, theirs = getattr(state, name), getattr(before, name)
-            assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
-        commit = sampler.commit(state, first)
-        assert (before.tokens.gather(1, commit.positions) == -1).all()  # undecided positions alone
-        assert (state.tokens[:, : state.begin(state.index)] >= 0).all()
-        with pytest.raises(ValueError, match="earlier state"):
-            sampler.commit(state, second)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("smooth", [False, True])
-def test_rows_are_alone(name: str, smooth: bool) -> None:
-    model = tiny_var()
-    sampler = sampler_of(name, model, smooth=smooth)
-    request = {"seed": [7, 8, 7], "guidance_scale": 3.0, "temperature": 0.7}
-    together = decode(sampler, model, sampler.start(model, LABELS, **request))
-    for row in (0, 1):
-        alone = decode(
-            sampler, model, sampler.start(model, [LABELS[row]], **(request | {"seed": request["seed"][row]}))
-        )
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        torch.testing.assert_close(alone.feature_map[0], together.feature_map[row], atol=1e-10, rtol=0)
-    assert not torch.equal(together.tokens[0], together.tokens[2])
-
-
 def test_guidance_of_one_is_off() -> None:
     model = tiny_var()
     sampler = samplers.create("var")
@@ -165,22 +123,6 @@ def test_guidance_of_one_is_off() -> None:
     assert state.row_forwards[0] == len(SCALES)
     constant = samplers.create("var", guidance_schedule="constant")
     assert not torch.equal(tokens_of(sampler, model, temperature=0), tokens_of(constant, model, temperature=0))
-
-
-def test_draws_have_their_distribution() -> None:
-    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20_000, -1)
-    u = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tokens = draw(logits.softmax(-1), u)
-    distribution = logits[0].softmax(-1)
-    found = torch.bincount(tokens, minlength=5) / len(tokens)
-    kept = distribution > 0
-    assert found[~kept].sum() == 0
-    chi = len(tokens) * ((found - distribution)[kept].square() / distribution[kept]).sum()
-    assert chi < 18.4  # two degrees of freedom, one in ten thousand
-    ends = draw(logits[:2].softmax(-1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
-    assert ends.flatten().tolist() == [0, 3]
-    first = draw(logits[:1].roll(1, -1).softmax(-1), torch.zeros(1, dtype=torch.float64))
-    assert first.item() == 1  # the first token has no share
 
 
 def test_filters_and_temperatures() -> None:
@@ -222,37 +164,6 @@ def test_bad_input() -> None:
             samplers.create("code", drafter=drafter, split=2).start(model, [1])
     with pytest.raises(ValueError, match="label=9 must be an integer from 0 to 5"):
         samplers.create("var").start(model, [9])
-
-
-def test_broken_weights_are_named_before_anything_is_written() -> None:
-    model = copy.deepcopy(tiny_var())
-    sampler = samplers.create("var")
-    state = sampler.start(model, LABELS, seed=0)
-    sampler.commit(state, sampler.step(model, state))
-    before = state.tokens.clone()
-    with torch.no_grad():
-        model.module.head.bias[3] = torch.nan
-    with state.release_stores_on_exit(), pytest.raises(NotFinite, match="row 0 at scale 1") as caught:
-        decode(sampler, model, state)
-    assert torch.equal(state.tokens, before) and state.index == 1
-    assert caught.value.rows.tolist() == [0, 1, 2] and state.store is not None
-    assert state.store.data is None  # its memory is given back
-
-
-def test_an_interrupt_loses_nothing() -> None:
-    model = tiny_var()
-
-    def stop(state: Any, commit: Any) -> bool:
-        if state.index == 2:
-            raise KeyboardInterrupt
-        return False
-
-    with pytest.raises(paradec.Interrupted) as raised:
-        paradec.generate_images(model, class_labels=LABELS, seed=0, callback=stop)
-    output = raised.value.output
-    assert output.images is None and (output.tokens[:, :5] >= 0).all() and (output.tokens[:, 5:] == -1).all()
-    whole = paradec.generate_images(model, class_labels=LABELS, seed=0, output_type="pt")
-    assert torch.equal(output.tokens[:, :5], whole.tokens[:, :5])
 
 
 def test_files(tmp_path: Any) -> None:

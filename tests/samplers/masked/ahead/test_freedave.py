@@ -172,20 +172,6 @@ def test_guidance(mode: str, cache: str) -> None:
     assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
 
 
-@pytest.mark.parametrize(("mode", "cache"), [("batch", "none"), ("tree", "none"), ("batch", "dual"), ("tree", "dual")])
-def test_neighbours(mode: str, cache: str) -> None:
-    model, sampler = tiny(2), FreeDave(draft_mode=mode)
-    arguments = {"sampler": sampler, "max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True}
-    together = paradec.generate(model, ROWS, **arguments)
-    for row, prompt in enumerate(ROWS):
-        alone = paradec.generate(model, [prompt], **arguments)
-        steps = together.trace.steps[: len(alone.trace.steps)]
-        assert [[c[1:3] for c in s.commits if c[0] == row] for s in steps] == [
-            [c[1:3] for c in s.commits] for s in alone.trace.steps
-        ]
-        assert [s.forwarded[row] for s in steps] == [s.forwarded[0] for s in alone.trace.steps]
-
-
 def test_text_ends_where_it_would_have() -> None:
     class Streamer:
         def __init__(self) -> None:

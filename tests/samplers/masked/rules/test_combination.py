@@ -108,20 +108,6 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
                 assert len(ours - agreed) == len(without)
 
 
-def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
-    request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
-    alone = {eot: decode(llada64, f"learn2pd(eot={eot!r})", **request) for eot in ("greedy", "committed", "none")}
-    forwarded = [out.forwarded_tokens for out in alone.values()]
-    assert forwarded[0] < forwarded[1] < forwarded[2]
-    for text in (
-        "learn2pd(eot='none')+learn2pd(eot='greedy')",
-        "learn2pd(eot='greedy')+low_confidence",
-        "learn2pd(eot='committed')+learn2pd(eot='greedy')",
-    ):
-        joined = decode(llada64, text, **request)
-        assert same(joined, alone["greedy"]) and joined.forwarded_tokens == alone["greedy"].forwarded_tokens, text
-
-
 @pytest.mark.parametrize("joined", [Union, Intersection])
 def test_the_first_cut_by_hand(joined: type) -> None:
     """Of rules that cut at different positions, or not at all, in every order."""
@@ -332,11 +318,6 @@ def test_a_block_policy_of_a_rule_is_kept(llada64: Model) -> None:
     assert sampler.blocks(None) == samplers.create("adablock", init_block_length=16).blocks()
     with pytest.raises(ValueError, match="cut the text into different blocks; give blocks="):
         samplers.create("adablock+adablock(init_block_length=16)").start(llada64, PROMPTS)
-
-
-def test_one_host_transfer_and_honest_counts(llada64: Model) -> None:
-    out = decode(llada64, "credit+localleap+hierarchy")
-    assert out.nfe == len(out.trace.steps) and out.row_forwards == sum(out.row_nfe)
 
 
 BAD = [

@@ -157,12 +157,6 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
     assert seen > 12
 
 
-def test_any_block_length_with_features(llada64: Model) -> None:
-    for length in (3, 5, 16):
-        out = paradec.generate(llada64, PROMPTS, sampler="learn2pd", max_new_tokens=16, block_length=length)
-        assert not (out.new_tokens == llada64.facts.mask_token_id).any()
-
-
 def test_round_trip(llada64: Model, block_filter: str) -> None:
     sampler = samplers.create("learn2pd", filter=Path(block_filter), filter_threshold=0.7)
     again = samplers.create("threshold").from_dict(sampler.to_dict())

@@ -339,11 +339,3 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
 def test_published_scripts_evaluate_so_often(steps: int, full_groups: int, full: int, local: int) -> None:
     place = Recap(full_groups=full_groups).place(np.arange(steps))
     assert ((place == 0).sum(), (place > 0).sum()) == (full, local)
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    model = random_model(2)
-    request = {"sampler": "recap", "cache": "recap", "steps": 6, "temperature": 1.0, "guidance_scale": 1.5, "seed": 8}
-    together = paradec.generate(model, prompts(model, 0, 1, 2), **request)
-    for index, row in enumerate(prompts(model, 0, 1, 2)):
-        assert torch.equal(together.new_tokens[index], paradec.generate(model, [row], **request).new_tokens[0])

@@ -261,12 +261,6 @@ def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
     assert steps > 5
 
 
-def test_which_caches_wino_works_with() -> None:
-    assert {"prefix", "dual"} <= set(STORED) and not {"dkv_decode", "dkv_greedy", "dkv_pd"} & set(STORED)
-    with pytest.raises(ValueError, match="cache='dkv_decode' does not work with sampler 'wino'"):
-        paradec.generate(tiny(1), [[1]], sampler="wino", cache="dkv_decode", max_new_tokens=4)
-
-
 def test_shadows_are_exact_on_block_causal_models_with_their_cache() -> None:
     model = tiny(2, "block_causal")
     arguments = {"sampler": "wino", "max_new_tokens": NEW, "block_length": 4, "trace": True}
@@ -331,26 +325,6 @@ def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) ->
 
 
 @pytest.mark.parametrize("name", REVISING)
-def test_what_was_given_is_never_changed(name: str) -> None:
-    rows = [[1, HOLE, HOLE, 2, HOLE, 3, HOLE, HOLE, HOLE, 4], [HOLE, 5, HOLE, 6, HOLE, HOLE]]
-    for seed in range(4):
-        for length in (None, 3):
-            out = paradec.generate(
-                Additive(seed), rows, sampler=name, max_new_tokens=3, block_length=length, trace=True
-            )
-            for index, row in enumerate(rows):
-                final = out.trace.replay()[index]
-                assert [a for a, b in zip(final, row, strict=False) if b != HOLE] == [b for b in row if b != HOLE]
-                assert HOLE not in final
-                assert all(
-                    row[position] == HOLE
-                    for step in out.trace.steps
-                    for at, position, *_ in step.commits
-                    if at == index and position < len(row)
-                )
-
-
-@pytest.mark.parametrize("name", REVISING)
 def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
     """A row ends inside a block once a step has left everything up to its end token as it was."""
     inside = 0
@@ -373,39 +347,3 @@ def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
                     assert stood
                     inside += 1
     assert inside
-
-
-class Recorder:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.sent: list[Tensor] = []
-        self.drafts: list[Tensor] = []
-
-    def put(self, value: Tensor) -> None:
-        self.sent.append(value.clone())
-
-    def put_draft(self, value: Tensor) -> None:
-        self.drafts.append(value.clone())
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("name", REVISING)
-@pytest.mark.parametrize("ends", [(), (7,)])
-def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
-    changed = 0
-    for seed in range(4):
-        streamer = Recorder()
-        out = paradec.generate(
-            Additive(seed, ends=ends), PROMPTS, sampler=name, max_new_tokens=NEW, block_length=6, streamer=streamer
-        )
-        sent = torch.cat(streamer.sent, 1)
-        assert torch.equal(sent, out.sequences[:, : sent.shape[1]])
-        assert (out.sequences[:, sent.shape[1] :] == out.sequences[:, -1:]).all()  # padding after the last end
-        width = max(draft.shape[1] for draft in streamer.drafts)
-        drafts = [nn.functional.pad(draft, (width - draft.shape[1], 0), value=-1) for draft in streamer.drafts]
-        for before, after in zip(drafts, drafts[1:], strict=False):
-            changed += int(((before != after) & (before != HOLE) & (before >= 0) & (after >= 0)).sum())
-    assert changed  # drafts did change

@@ -28,9 +28,7 @@ from traces import (
 
 import paradec
 from paradec import AdaptiveBlocks, samplers
-from paradec.kernels.token_stats import token_statistics
 from paradec.models.adapter import Model
-from paradec.samplers.distributions import filter_logits
 from paradec.samplers.features.adaptive_blocks import Opening
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.masked.loop import LAST, Stage, View
@@ -115,22 +113,6 @@ def test_equal_maxima_of_a_run_are_all_taken() -> None:
     assert selected.tolist() == [[True, True, False, False, True, True]]
 
 
-def test_minus_entropy_is_exact() -> None:
-    logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    logits *= torch.tensor([0.0, 0.1, 1.0, 5.0, 40.0, 200.0], dtype=torch.float64).unsqueeze(1)
-    logits[:, 3] = -INF
-    _, found = token_statistics(logits, ("minus_entropy",))
-    for row, value in zip(logits.tolist(), found["minus_entropy"].tolist(), strict=True):
-        weights = [math.exp(z - max(row)) for z in row]
-        p = [w / math.fsum(weights) for w in weights]
-        # ln p from the logits: where the best token's p rounds to 1, its share in the entropy is not 0
-        log_total = math.log1p(math.fsum(sorted(weights)[:-1]))
-        logs = [z - max(row) - log_total for z in row]
-        expected = math.fsum(q * log for q, log in zip(p, logs, strict=True) if q > 0)
-        assert value == pytest.approx(expected, rel=1e-12, abs=1e-300)
-    assert (found["minus_entropy"] < 0).all()
-
-
 def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
     sampler = samplers.create("entropy_bound")
     arguments = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False, "seed": 0}
@@ -178,20 +160,6 @@ def test_margin_takes_the_largest_margin(llada64: Model, dream64: Model) -> None
                     assert score == pytest.approx(margins.max().item(), rel=1e-9)
                     other_position += position != p[:, 0].argmax().item()
     assert other_position  # somewhere the likeliest token stands elsewhere
-
-
-def test_margin_follows_the_linear_schedule(llada64: Model) -> None:
-    out = paradec.generate(
-        llada64,
-        PROMPTS[0],
-        sampler="margin",
-        max_new_tokens=16,
-        steps=3,
-        block_length=16,
-        eos_early_stop=False,
-        trace=True,
-    )
-    assert [len(step.commits) for step in out.trace.steps] == [6, 5, 5]
 
 
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
@@ -281,18 +249,6 @@ def test_the_bound_is_strict() -> None:
     assert samplers.create("factor", profile=True, margin=0.625).select(at).tolist() == [[True, False]]
     below = view_of(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(below).tolist() == [[True, True]]
-
-
-def test_without_a_margin_it_commits_no_less_than_the_factor_rule() -> None:
-    more = 0
-    for seed in range(40):
-        view = view_of(random_scores(seed))
-        plain = samplers.create("factor").select(view)
-        found = samplers.create("factor", profile=True, margin=0.0).select(view)
-        tied = (2 * (1 - view.scores) == 1).any(-1, keepdim=True)  # strict here, not there
-        assert (found | ~plain | tied).all()
-        more += int((found & ~plain).sum())
-    assert more > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -603,19 +559,3 @@ def test_equal_scores_go_to_the_lower_position() -> None:
         ("ccd", {"buffered": [False] * 5}),
     ):
         assert chosen(name, [-INF, 0.0, 0.125, 0.125, 0.125], 2, updates=updates) == [2, 3], name
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_filters_at_their_limits(dtype: torch.dtype) -> None:
-    """The token before which the mass is exactly `top_p` crosses it and stays."""
-
-    def kept(logits: list[float], top_p: float | None, top_k: int | None = None) -> int:
-        return int((filter_logits(torch.tensor([logits], dtype=dtype), top_p, top_k) > -INF).sum())
-
-    assert [kept([1.0] * 4, share / 4) for share in (0.5, 1, 1.5, 2, 3)] == [1, 2, 2, 3, 4]
-    assert [kept([3.0, 2.0, 2.0, 1.0], None, count) for count in (1, 2, 3, 4)] == [1, 3, 3, 4]
-    # tokens that differ: the limit is the mass before a token, as it comes out in this precision
-    logits = [2.0, 1.5, 0.5, 0.25, -1.0]
-    distribution = torch.tensor(logits, dtype=dtype).softmax(-1)
-    for rank, before in enumerate((distribution.cumsum(-1) - distribution).tolist()):
-        assert not rank or kept(logits, before) == rank + 1

@@ -1,0 +1,222 @@
+"""What holds for every sampler of pictures that is not a language model's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+from images import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
+from pipelines import noise, tiny_dit
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.core.protocol import decode
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.models.images.mar import MAR, MARModel
+
+LABELS, SEEDS = [2, 4, 2], [7, 8, 7]
+
+
+@cache
+def tiny_mar(noise: float = 0.0) -> MARModel:
+    """A random MAR whose head stays near the noise that it is given; `noise` is added to its weights."""
+    torch.manual_seed(0)
+    sizes = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
+    module = MAR(**sizes, head_depth=1, head_width=16).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
+    for parameter in module.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return MARModel(module)
+
+
+def code() -> Any:
+    return samplers.create("code", drafter=tiny_var(seed=5, width=12, depth=3, vq=tiny_var().vq))
+
+
+def cspd() -> Any:
+    return samplers.create("cspd", draft=tiny_mar(1e-4), num_draft=3, head_steps="3,1", inner_temperature=0.5)
+
+
+def distilled(teacher: Any, start: int) -> Any:
+    return samplers.create("distilled", teacher=teacher, teacher_start=start)
+
+
+METHODS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
+    "var": (lambda: samplers.create("var"), tiny_var, {}),
+    "var, smooth": (lambda: samplers.create("var", smooth=True), tiny_var, {"top_k": 20}),
+    "code": (code, tiny_var, {"temperature": 0.7}),
+    "mar": (lambda: samplers.create("mar", head_steps=3), tiny_mar, {"steps": 5}),
+    "cspd": (cspd, tiny_mar, {"steps": 8}),
+    "distilled": (lambda: samplers.create("distilled"), tiny_student, {"guidance_scale": 1.0}),
+    "distilled, taught": (lambda: distilled(tiny_llamagen(), 2), tiny_student, {}),
+    "distilled var": (lambda: samplers.create("distilled"), tiny_var_student, {"guidance_scale": 1.0}),
+    "distilled var, taught": (lambda: distilled(tiny_var(), 1), lambda: tiny_var_student(tiny_var()), {}),
+    **{
+        f"taylorseer, {type(scheduler).__name__}": (
+            lambda: samplers.create("taylorseer", interval=3, order=2),
+            lambda: DiffusionModel(tiny_dit(torch.float64)),
+            {"num_inference_steps": 9, "scheduler": scheduler},
+        )
+        for scheduler in (DDIMScheduler(), DDPMScheduler(), DPMSolverMultistepScheduler())
+    },
+}
+"""Sampler, model and request."""
+PICTURES = [name for name in METHODS if not name.startswith("taylorseer")]
+"""Those that `generate_images` decodes with."""
+
+
+def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
+    """Sampler, model, and a state of some of the rows."""
+    make, load, given = METHODS[name]
+    sampler, model, rows = make(), load(), [0, 1, 2] if rows is None else rows
+    labels, request = [LABELS[row] for row in rows], {"guidance_scale": 2.0} | given
+    if name.startswith("taylorseer"):
+        latent = noise(3, torch.float64)[rows]
+        state = sampler.start(model, latent, class_labels=labels, seed=5, **request)
+    else:
+        state = sampler.start(model, labels, seed=[SEEDS[row] for row in rows], **request)
+    return sampler, model, state
+
+
+def decided(state: Any) -> Tensor:
+    return state.latent if hasattr(state, "latent") else state.tokens
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if hasattr(a, "__dict__") and not isinstance(a, type):
+        return type(a) is type(b) and same(snapshot(a), snapshot(b))
+    return a == b
+
+
+def snapshot(state: Any) -> dict[str, Any]:
+    """All that may change in a state but the stores, whose entries calls write."""
+    return {name: value for name, value in vars(state).items() if name not in ("request", "facts", "store", "after")}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
+    sampler, model, state = started(name)
+    together = decided(decode(sampler, model, state))
+    for row in (0, 1):
+        sampler, model, state = started(name, [row])
+        torch.testing.assert_close(decided(decode(sampler, model, state))[0], together[row], atol=1e-9, rtol=1e-9)
+    assert not torch.equal(together[0], together[2]), "a row of the same label and seed draws for itself"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_repeated_is_the_step_and_a_commit_writes_its_positions(name: str) -> None:
+    sampler, model, state = started(name)
+    stream = torch.get_rng_state()
+    with torch.inference_mode():
+        while not state.done:
+            before = copy.deepcopy(snapshot(state))
+            first, again = sampler.step(model, state), sampler.step(model, state)
+            assert torch.equal(first.values, again.values) and first.kind == again.kind
+            assert same(before, snapshot(state)) and torch.equal(torch.get_rng_state(), stream)
+            was = decided(state).clone()
+            commit = sampler.commit(state, again)
+            if not name.startswith(("taylorseer", "distilled")):  # these write everything again
+                changed = (decided(state) != was).flatten(2).any(-1) if was.ndim > 2 else decided(state) != was
+                assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
+            with pytest.raises(ValueError, match="earlier state"):
+                sampler.commit(state, first)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_copies_go_on_by_themselves(name: str, copied: Callable[[Any], Any]) -> None:
+    sampler, model, state = started(name)
+    sampler.commit(state, sampler.step(model, state))
+    twins = copied(sampler), copied(model), copied(state)
+    before = decided(state).clone()
+    found = decided(decode(*twins))
+    assert torch.equal(decided(state), before)
+    assert torch.equal(found, decided(decode(sampler, model, state)))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "message"),
+    [
+        ("var", "model", "at scale 1"),
+        ("code", "model", "row 0"),
+        ("mar", "model", "row 0"),
+        ("cspd", "model", "the model returned NaN.* for row 0"),
+        ("cspd", "draft", "the draft model returned NaN.* for row 0"),
+        ("distilled", "model", "the student returned NaN.* for row 0"),
+        ("distilled, taught", "teacher", "the teacher returned NaN.* for row 0"),
+        ("distilled var, taught", "teacher", "the teacher returned NaN.* for row 0"),
+        ("taylorseer, DDIMScheduler", "model", "row 0 at step"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str, broken: str, message: str) -> None:
+    sampler, model, state = copy.deepcopy(started(name))
+    if broken == "model":
+        sampler.commit(state, sampler.step(model, state))
+    part = model if broken == "model" else getattr(sampler, broken)
+    for parameter in part.module.parameters():
+        parameter.data.fill_(torch.nan)
+    for _ in range(4):
+        before, index = decided(state).clone(), state.index
+        try:
+            sampler.commit(state, sampler.step(model, state))
+        except FloatingPointError as error:
+            assert pytest.raises(type(error), match=message).matches(error)
+            break
+    else:
+        pytest.fail("nothing was said")
+    assert torch.equal(decided(state), before) and state.index == index
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # whose pictures are features
+def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> None:
+    make, load, given = METHODS[name]
+    sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)
+    request = {"class_labels": LABELS, "seed": SEEDS, "sampler": sampler, "output_type": "latent"}
+    request |= {"guidance_scale": 2.0} | given
+    whole = paradec.generate_images(model, **request, trace=True)
+    replayed = torch.tensor(whole.trace.replay(), dtype=torch.float64)
+    torch.testing.assert_close(replayed, whole.tokens.double(), atol=1e-12, rtol=0)
+
+    def stop(state: Any, commit: Any) -> None:
+        nonlocal written
+        written = torch.cat((written, commit.positions), 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        paradec.generate_images(model, **request, callback=stop)
+    rows = torch.arange(3).unsqueeze(1)
+    assert written.shape[1] > 0 and torch.equal(caught.value.output.tokens[rows, written], whole.tokens[rows, written])
+
+
+@pytest.mark.parametrize("name", ["mar", "cspd", *(name for name in PICTURES if name.startswith("distilled"))])
+def test_networks_of_narrow_types_decode(name: str) -> None:
+    sampler, model, _ = copy.deepcopy(started(name))
+    model.module.bfloat16()
+    for part in ("teacher", "drafter", "draft"):
+        if getattr(sampler, part, None) is not None:
+            getattr(sampler, part).module.bfloat16()
+    state = sampler.start(model, LABELS, seed=SEEDS, **({"guidance_scale": 2.0} | METHODS[name][2]))
+    found = decode(sampler, model, state).tokens
+    assert found.dtype in (torch.int64, torch.float32, torch.float64) and found.isfinite().all()
