@@ -219,24 +219,6 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("rule", ["ratio", "match"])
-def test_rows_do_not_depend_on_their_neighbours(kind: str, rule: str) -> None:
-    model, sampler = kinds()[kind](), SelfSpeculative(rule=rule)
-    request: dict[str, Any] = {"sampler": sampler, "temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 9}
-    together = paradec.generate(model, PROMPTS, logprobs=2, trace=True, **request)
-    for row, found in enumerate(paradec.generate_many(model, PROMPTS, batch_size=2, **request)):
-        alone = paradec.generate(model, [PROMPTS[row]], logprobs=2, **request)
-        assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
-        assert found.row_nfe == alone.row_nfe == [together.row_nfe[row]]
-        assert found.draft_nfe == alone.draft_nfe == [together.draft_nfe[row]]
-    kept = ~together.logprobs.chosen.isnan()
-    assert kept.sum() == sum(together.tokens) and (together.logprobs.chosen[kept] <= 0).all()
-    # a mask beside a token would be one more draft at its place
-    rejected = [(step, *draft) for step, entry in enumerate(together.trace.steps) for draft in entry.rejected or ()]
-    assert rejected and len({draft[:3] for draft in rejected}) == len(rejected)
-
-
-@pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize(
     "settings", [{}, {"rule": "match"}, {"rule": "match", "threshold": 0.2}, {"window": 2}], ids=str
 )

@@ -1,4 +1,4 @@
-"""The Jacobi family on causal language models: greedy at temperature 0, the contracts of the protocol, bad input."""
+"""The Jacobi family on causal language models: drafts, stores, models without either, ZipAR."""
 
 from __future__ import annotations
 
@@ -7,36 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafters import answers
+from oracles.causal import greedy, zipar_by_hand
 from small_models import LLAMA_VOCAB, PROMPTS, close_model, tiny_llama, wrap_causal
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import paradec
-from paradec.core.protocol import decode
 from paradec.core.query import Query, StoreCall
 from paradec.models.images.grid import Grid
-from paradec.samplers.causal.loop import CausalSampler, CausalState
+from paradec.samplers.causal.loop import CausalSampler
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "sjd": {"window": 5},
-    "sjd, wide": {"window": 16},
     "sjd, token by token": {"window": 1},
-    "sjd, repeat": {"window": 5, "init": "repeat_horizontal"},
-    "sjd, sample": {"window": 5, "init": "sample_horizontal"},
-    "sjd, keep": {"window": 4, "refresh": "keep"},
-    "sjd, one-hot": {"window": 4, "guess_distribution": "one_hot"},
     "scd": {"window": 5},
-    "scd, maximal": {"window": 5, "refresh": "maximal"},
-    "jacobi": {"window": 5},
     "speculative": {},
-    "speculative, wide": {"window": 9},
     "speculative, tree": {"tree": (2, 2, 1)},
-    "speculative, naive tree": {"tree": ((0,), (1,), (0, 0), (0, 0, 0)), "rule": "naive"},
     "speculative, greedy tree": {"tree": (3, 2), "rule": "greedy"},
-    "speculative, k_seq tree": {"tree": (3, 2), "rule": "k_seq"},
 }
-
-VARIED = ["sjd", "sjd, sample", "sjd, keep", "scd", "scd, maximal", "jacobi", "speculative", "speculative, tree"]
 
 
 def made(name: str) -> CausalSampler:
@@ -45,54 +34,6 @@ def made(name: str) -> CausalSampler:
     if kind == "speculative":
         settings["drafter"] = close_model()
     return paradec.samplers.create(kind, **settings)
-
-
-def answers(sampler: CausalSampler, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
-    """The new tokens of every row, and the final state."""
-    state = sampler.start(model, prompt, **request)
-    decode(sampler, model, state)
-    spans = zip(state.canvas.tolist(), state.prompt_length, state.end, strict=True)
-    return [row[start:stop] for row, start, stop in spans], state
-
-
-def greedy(module: LlamaForCausalLM, prompt: list[int], new: int) -> list[int]:
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(new):
-            ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_greedy_equals_token_by_token(name: str) -> None:
-    model, sampler = wrap_causal(), made(name)
-    expected = [greedy(model.module, prompt, 11) for prompt in PROMPTS]
-    together, state = answers(sampler, model, PROMPTS, max_new_tokens=11, temperature=0, seed=0)
-    assert together == expected
-    assert (state.nfe <= 11).all() and (sampler.window > 1 or (state.nfe == 11).all())
-    assert np.sum(state.accepted, 0).tolist() == [11] * 4
-    if name.startswith("speculative"):
-        assert (state.nfe < 11).all() and (state.draft_nfe > 0).all()
-
-
-def test_greedy_with_guidance_and_prompts_of_other_lengths() -> None:
-    # shorter than the prompt, and longer than all of them
-    model, negative = wrap_causal(), [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
-    expected = []
-    for prompt, other in zip(PROMPTS, negative, strict=True):
-        new: list[int] = []
-        for _ in range(8):
-            with torch.inference_mode():
-                cond, uncond = (model.module(torch.tensor([start + new])).logits[0, -1] for start in (prompt, other))
-            new.append(int((uncond + 3 * (cond - uncond)).argmax()))
-        expected.append(new)
-    for name in ("sjd", "speculative", "speculative, tree"):
-        found, state = answers(
-            made(name), model, PROMPTS, max_new_tokens=8, temperature=0, guidance_scale=3.0, negative_prompt=negative
-        )
-        assert found == expected
-        assert (state.row_forwards == 2 * state.nfe).all()
 
 
 @pytest.mark.parametrize("name", ["speculative", "speculative, tree", "speculative, greedy tree"])
@@ -113,7 +54,7 @@ def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
     """At temperature 0 a distribution has one token: groups and neighbours of another draft add nothing but it."""
     model = wrap_causal()
     model.codebook = model.token_embeddings
-    expected = [greedy(model.module, prompt, 9) for prompt in PROMPTS]
+    expected = greedy(model.module, PROMPTS, 9)
     lossy = [("gsd", {"d_threshold": 1e-9}), ("gsd", {"p_threshold": 1, "d_threshold": None})]
     lossy += [("lantern", {"delta": delta}) for delta in (0, 0.5, 1)] + [("lantern++", {"lam": lam}) for lam in (1, 9)]
     for name, settings in lossy:
@@ -134,7 +75,7 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
         model = wrap_causal(module)
         assert not model.supports_store and not model.pads
         found, _ = answers(made("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
-        assert found == [greedy(module, prompt, 7) for prompt in PROMPTS]
+        assert found == greedy(module, PROMPTS, 7)
 
 
 @pytest.mark.parametrize("name", ["sjd", "scd", "speculative", "speculative, tree"])
@@ -181,28 +122,6 @@ def test_steps_over_the_store_evaluate_the_window_alone() -> None:
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
 
 
-@pytest.mark.parametrize("name", VARIED)
-def test_a_step_repeated_equals_the_step(name: str) -> None:
-    model, sampler = wrap_causal(), made(name)
-    state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4)
-    with torch.inference_mode():
-        while not state.done:
-            kept = [state.canvas.clone(), *(tensor.clone() for tensor in state.memory.tensors.values())]
-            first, again = sampler.step(model, state), sampler.step(model, state)
-            assert torch.equal(first.values, again.values) and torch.equal(first.scores, again.scores)
-            for quantity, value in first.quantities.items():
-                assert torch.equal(value, again.quantities[quantity])
-            now = [state.canvas, *state.memory.tensors.values()]
-            assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
-            before = state.committed.copy()
-            sampler.commit(state, again)
-            moved = state.committed - before
-            assert (moved[first.rows] >= 1).all() and (moved == state.accepted[-1]).all()
-            with pytest.raises(ValueError, match="earlier state"):
-                sampler.commit(state, first)
-    assert state.progress == (40, 40)
-
-
 def test_modules_that_take_no_padding_are_called_by_length() -> None:
     class Plain(torch.nn.Module):
         def __init__(self, module: LlamaForCausalLM):
@@ -223,89 +142,10 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
         made("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
 
 
-@pytest.mark.parametrize("name", ["sjd", "speculative, tree"])
-def test_the_trace_replays(name: str) -> None:
-    model, sampler = wrap_causal(), made(name)
-    state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True)
-    decode(sampler, model, state)
-    finals = [row[:stop] for row, stop in zip(state.canvas.tolist(), state.length, strict=True)]
-    assert state.trace.replay() == finals
-    written = [entry[:2] for step in state.trace.steps for entry in step.commits]
-    assert len(written) == len(set(written)) == 36
-    assert len(state.trace.steps) == state.nfe.max()
-
-
-@pytest.mark.parametrize("name", ["sjd", "speculative, tree"])
-def test_nan_logits_are_refused(name: str) -> None:
-    model, sampler = wrap_causal(), made(name)
-    state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
-    before = state.canvas.clone()
-    model.module.lm_head.weight.data[3] = torch.nan
-    with pytest.raises(FloatingPointError, match="row 0 at its step 0"):
-        decode(sampler, model, state)
-    assert torch.equal(state.canvas, before) and not state.nfe.any()
-
-
-@pytest.mark.parametrize("name", ["sjd", "scd", "jacobi", "speculative", "speculative, tree"])
-def test_generate_stops_at_the_end_of_text(name: str) -> None:
-    model = wrap_causal(eos_token_id=7)
-    out = paradec.generate(model, input_ids=PROMPTS, sampler=made(name), max_new_tokens=11)
-    assert out.finished[0] and not all(out.finished)
-    for row, prompt in enumerate(PROMPTS):
-        expected = greedy(model.module, prompt, 11)
-        if 7 in expected:
-            expected = expected[: expected.index(7) + 1]
-        assert out.new_tokens[row, : len(expected)].tolist() == expected
-        assert (out.new_tokens[row, len(expected) :] == 7).all()
-        assert out.tokens[row] == len(expected) and out.finished[row] == (expected[-1] == 7)
-    longer = paradec.generate(model, input_ids=PROMPTS, sampler=made(name), max_new_tokens=11, eos_early_stop=False)
-    assert longer.new_tokens[0].tolist() == greedy(model.module, PROMPTS[0], 11)
-    assert paradec.generate(
-        model, input_ids=[6], sampler=made(name), max_new_tokens=9, logits_eos_inf=True, seed=1
-    ).finished == [False]
-
-
 def test_generate_that_is_cut_short_says_what_is_missing() -> None:
     model = wrap_causal()
     out = paradec.generate(model, input_ids=PROMPTS, sampler="sjd", max_new_tokens=9, callback=lambda *_: True, seed=0)
     assert all(1 <= count < 9 for count in out.tokens) and out.row_nfe == [1] * 4
-
-
-def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, window: int) -> tuple[list[int], int]:
-    """Greedy ZipAR with a forward for every token, over what is known at its step; and the number of steps. For one
-    layer, whose keys and values follow from the token alone."""
-    layout, first = grid.layout.tolist(), len(grid.head)
-    known = dict(enumerate(layout[:first]))  # what is evaluated, by offset
-    stand_in: dict[int, int] = {}
-    done, steps = [0] * grid.height, 0
-    while done[-1] < grid.width:
-        steps, before, found = steps + 1, list(done), {}
-        for row in range(grid.height):
-            if row and before[row - 1] < min(window, grid.width):
-                break
-            if before[row] == grid.width:
-                continue
-            at = first + row * grid.stride + before[row]
-            if row and not before[row]:
-                if grid.row_end is not None:
-                    known[at - 1] = grid.row_end
-                elif before[row - 1] < grid.width:
-                    stand_in[at - 1] = known[at - grid.width - 1 + before[row - 1]]
-            done[row] += 1
-            found[at] = None
-        for at in found:
-            seen = {offset: token_id for offset, token_id in (stand_in | known).items() if offset < at}
-            order = sorted(seen)
-            ids = torch.tensor([[*prompt, *(seen[offset] for offset in order)]])
-            positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
-            with torch.inference_mode():
-                logits = module(ids, position_ids=positions).logits[0, -1]
-            found[at] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
-        known |= found
-        for row in range(grid.height):
-            if done[row] == grid.width and grid.row_end is not None:
-                known[first + (row + 1) * grid.stride - 1] = grid.row_end
-    return [known.get(offset, token_id) for offset, token_id in enumerate(layout)], steps
 
 
 @pytest.mark.thinned
@@ -331,12 +171,6 @@ def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token()
     assert answers(sampler, model, PROMPTS, **request)[0] == expected
     with pytest.raises(ValueError, match="needs a grid"):
         sampler.start(model, PROMPTS, max_new_tokens=4)
-
-
-def test_settings_travel() -> None:
-    for name in SAMPLERS:
-        if not name.startswith("speculative"):
-            assert type(made(name)).from_dict(made(name).to_dict()) == made(name)
 
 
 def test_requests_are_checked() -> None:

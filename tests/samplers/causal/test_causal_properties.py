@@ -1,0 +1,191 @@
+"""What holds for every way of drafting and verifying on causal language models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import answers
+from oracles.causal import greedy
+from small_models import END, MASK, close_model, tiny, tiny_llama
+from small_models import wrap_causal as causal
+
+import paradec
+from paradec import samplers
+from paradec.core.protocol import decode
+from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers.causal.drafts.stopping import Unsure
+from paradec.samplers.causal.drafts.text import PromptLookup
+from paradec.samplers.causal.loop import CausalSampler
+from paradec.samplers.causal.speculative import Speculative
+
+PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
+"""Unequal, and some repeat themselves, so that there is something to look up."""
+NEGATIVE = [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
+"""Shorter than the prompt, and longer than all of them."""
+
+
+def named(name: str, **settings: Any) -> Callable[[], CausalSampler]:
+    return lambda: samplers.create(name, **settings)
+
+
+def drafting(**settings: Any) -> Callable[[], CausalSampler]:
+    return lambda: Speculative(drafter=close_model(), **settings)
+
+
+METHODS: dict[str, Callable[[], CausalSampler]] = {
+    "sjd": named("sjd", window=5),
+    "sjd, wide": named("sjd", window=16),
+    "sjd, token by token": named("sjd", window=1),
+    "sjd, repeat": named("sjd", window=5, init="repeat_horizontal"),
+    "sjd, sample": named("sjd", window=5, init="sample_horizontal"),
+    "sjd, keep": named("sjd", window=4, refresh="keep"),
+    "sjd, one-hot": named("sjd", window=4, guess_distribution="one_hot"),
+    "sjd_pac": named("sjd_pac", window=4, siblings=3, branching=2),
+    "scd": named("scd", window=5),
+    "scd, maximal": named("scd", window=5, refresh="maximal"),
+    "scd, siblings": named("scd", window=6, refresh="maximal", siblings=3, branching=2),
+    "scd, siblings of noise": named("scd", window=6, refresh="gumbel", siblings=3, branching=2),
+    "jacobi": named("jacobi", window=5),
+    "jacobi, pool": named("jacobi", window=6, pool=3),
+    "jacobi, blocks": named("jacobi", group=5),
+    "jacobi, blocks as published": named("jacobi", group=5, early_exit="published"),
+    "speculative": drafting(),
+    "speculative, wide": drafting(window=9),
+    "speculative, tree": drafting(tree=(2, 2, 1)),
+    "speculative, naive tree": drafting(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
+    "speculative, greedy tree": drafting(tree=(3, 2), rule="greedy"),
+    "speculative, k_seq tree": drafting(tree=(3, 2), rule="k_seq"),
+    "speculative, stopped": drafting(window=6, stop=Unsure(0.2)),
+    "speculative, lookup": lambda: Speculative(drafter=PromptLookup(5, 2)),
+    "speculative, recycling": lambda: Speculative(drafter="token_recycling", rule="naive"),
+}
+OWN = {
+    "self_speculative, causal": ("causal", "shifted"),
+    "self_speculative": ("block_causal", "same"),
+    "self_speculative, shifted": ("block_causal", "shifted"),
+}
+"""The model's own drafts: topology and prediction of their models."""
+EVERY = [*METHODS, *OWN]
+
+
+@cache
+def started(name: str) -> tuple[CausalSampler, Any]:
+    """A sampler and its model."""
+    if name not in OWN:
+        return METHODS[name](), causal()
+    topology, prediction = OWN[name]
+    if topology == "block_causal":
+        return samplers.create("self_speculative", rule="match"), tiny(2, topology, prediction)
+    facts = {"topology": topology, "prediction": prediction, "eos_token_id": END, "mask_token_id": MASK}
+    model = paradec.wrap(tiny(2).unwrap(), **facts)
+    model.own_drafts = OwnDrafts(4)
+    return samplers.create("self_speculative"), model
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("name", METHODS)
+def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
+    sampler, model = started(name)
+    request = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
+    expected = greedy(model.module, PROMPTS, 11, scale, NEGATIVE)
+    for new in (1, 2, 11):
+        found, state = answers(sampler, model, PROMPTS, max_new_tokens=new, temperature=0, seed=0, **request)
+        assert found == [answer[:new] for answer in expected]
+    assert (state.nfe <= (23 if sampler.name == "jacobi" else 11)).all()
+    assert (state.row_forwards == state.nfe * (1 if scale == 1 else 2)).all()
+    assert np.sum(state.accepted, 0).tolist() == [11] * 4
+    if name == "sjd, token by token":
+        assert (state.nfe == 11).all()
+    if name.startswith("speculative") and state.draft_nfe.any() and scale == 1 and sampler.stop is None:
+        assert (state.nfe < 11).all() and (state.draft_nfe > 0).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_is_what_it_is_alone(name: str) -> None:
+    sampler, model = started(name)
+    request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "logprobs": 2}
+    together = paradec.generate(model, PROMPTS, sampler=sampler, seed=[5, 6, 7, 8], **request)
+    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
+    for found in paradec.generate_many(model, prompts, batch_size=2, sampler=sampler, **request):
+        row = found.index
+        alone = paradec.generate(model, [PROMPTS[row]], sampler=sampler, seed=5 + row, **request)
+        assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
+        assert found.row_nfe == alone.row_nfe == [together.row_nfe[row]]
+        if "tree" not in name and "recycling" not in name:  # a tree is drafted to the depth that any row needs
+            assert found.draft_nfe == alone.draft_nfe == (together.draft_nfe and [together.draft_nfe[row]])
+    written = ~together.logprobs.chosen.isnan()
+    assert written.sum() == sum(together.tokens) and (together.logprobs.chosen[written] <= 0).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_repeated_is_the_step_and_copies_go_on(name: str) -> None:
+    sampler, model = started(name)
+    state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4, temperature=0.8, eos_early_stop=False)
+    with torch.inference_mode():
+        while not state.done:
+            before = [state.canvas.clone(), *(tensor.clone() for tensor in state.memory.tensors.values())]
+            first, again = sampler.step(model, state), sampler.step(model, state)
+            assert torch.equal(first.values, again.values) and torch.equal(first.scores, again.scores)
+            for quantity, value in first.quantities.items():
+                assert torch.equal(value, again.quantities[quantity]), quantity
+            assert all(map(torch.equal, before, [state.canvas, *state.memory.tensors.values()]))
+            other, committed = pickle.loads(pickle.dumps(copy.deepcopy(state))), state.committed.copy()
+            sampler.commit(state, again)
+            sampler.commit(other, sampler.step(model, other))
+            assert torch.equal(state.canvas, other.canvas)
+            assert all(torch.equal(tensor, other.memory[key]) for key, tensor in state.memory.tensors.items())
+            moved = state.committed - committed
+            assert (moved == state.accepted[-1]).all() and (moved[first.rows] >= (sampler.name != "jacobi")).all()
+            with pytest.raises(ValueError, match="earlier state"):
+                sampler.commit(state, first)
+    assert state.progress == (40, 40)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_trace_replays(name: str) -> None:
+    sampler, model = started(name)
+    state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True, eos_early_stop=False)
+    decode(sampler, model, state)
+    final = [row[:stop] for row, stop in zip(state.canvas.tolist(), state.length, strict=True)]
+    assert state.trace.replay() == final and len(state.trace.steps) == state.nfe.max()
+    written = [entry[:2] for step in state.trace.steps for entry in step.commits]
+    assert len(written) == len(set(written)) == 36
+    rejected = [(step, *entry[:3]) for step, found in enumerate(state.trace.steps) for entry in found.rejected or ()]
+    assert len(rejected) == len(set(rejected))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_that_are_not_finite_are_refused(name: str) -> None:
+    sampler, model = copy.deepcopy(started(name))
+    state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
+    before = state.canvas.clone()
+    model.module.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="row 0 at its step 0"):
+        decode(sampler, model, state)
+    assert torch.equal(state.canvas, before) and not state.nfe.any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_generate_stops_at_the_end_of_text(name: str) -> None:
+    sampler, _ = started(name)
+    module = tiny_llama()
+    expected = greedy(module, PROMPTS, 11)
+    end = expected[0][3]
+    model = causal(module, eos_token_id=end)
+    out = paradec.generate(model, input_ids=PROMPTS, sampler=sampler, max_new_tokens=11)
+    assert out.finished[0] and not all(out.finished)
+    for row, answer in enumerate(expected):
+        answer = answer[: answer.index(end) + 1] if end in answer else answer
+        assert out.new_tokens[row, : len(answer)].tolist() == answer
+        assert (out.new_tokens[row, len(answer) :] == end).all()
+        assert out.tokens[row] == len(answer) and out.finished[row] == (answer[-1] == end)
+    longer = paradec.generate(model, input_ids=PROMPTS, sampler=sampler, max_new_tokens=11, eos_early_stop=False)
+    assert longer.new_tokens.tolist() == expected
