@@ -58,7 +58,7 @@ class Question:
         """Values as texts."""
         return [str(value).lower() if isinstance(value, bool) else str(value) for value in self.values]
 
-    def rotated(self, by: int) -> Question:
+    def rotate(self, by: int) -> Question:
         """Copy with the options rotated to the left under the same labels."""
         descriptions, values = self.descriptions[by:] + self.descriptions[:by], self.values[by:] + self.values[:by]
         return Question(self.type, self.instructions, self.labels, descriptions, values)
@@ -190,7 +190,6 @@ def decide(
     state: Any,
     questions: Mapping[str, Question],
     *,
-    together: bool = False,
     temperature: float | Mapping[str, float] | None = None,
     prior: str | None = None,
     rotate: bool = False,
@@ -213,7 +212,6 @@ def decide(
         model: a causal, bidirectional, block-causal or canvas model with a tokenizer.
         state: one text or JSON object.
         questions: `YesNo`, `Pick`, `Score` or `Span` by name.
-        together: ask all questions in one chat (bidirectional models, canvases): faster, but each changes the others.
         temperature: divisor of the log scores, or one for each type, as from `fit_temperature`.
         prior: "empty" subtracts the log scores under an empty state (Zhao et al., arXiv 2102.09690).
         rotate: ask each `Pick` with every rotation of its options and average their log scores.
@@ -227,7 +225,7 @@ def decide(
         ImportError: transformers is older than 5.23, and its prompt or special tokens as text are needed.
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
-    _check(model, state, questions, together, rotate, template)
+    _check(model, state, questions, rotate, template)
     if prior is not None:
         check_choice("prior", prior, ("empty",))
     check_int("seeds", seeds, low=1, high=1024)
@@ -238,19 +236,14 @@ def decide(
         check_choice("type of question in temperature", kind, TYPES)
         check_number("temperature", number, low=1e-6, high=1e6)
     turns = {name: len(q.values) if rotate and q.type == "choice" else 1 for name, q in questions.items()}
-    groups = (
-        [questions]
-        if together
-        else [{name: questions[name].rotated(by)} for name in turns for by in range(turns[name])]
-    )
-    input_tokens, answers = 0, dict[str, Decision]()
     # each question's phrasings: about the state (1) or about nothing (-1), with the steps of the labels
     phrasings: dict[str, list[tuple[int, Question, list[list[Step]]]]] = {name: [] for name in questions}
-    for (about, sign), group in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], groups):
-        steps = lay_out(model, about, [*group.values()], template)
-        input_tokens += len(steps[0][0][0].row)
-        for (name, question), labels in zip(group.items(), steps, strict=True):
-            phrasings[name].append((sign, question, labels))
+    input_tokens, answers = 0, dict[str, Decision]()
+    for (about, sign), name in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], questions):
+        for phrasing in map(questions[name].rotate, range(turns[name])):
+            steps = lay_out(model, about, phrasing, template)
+            input_tokens += len(steps[0][0].row)
+            phrasings[name].append((sign, phrasing, steps))
     all_steps = [step for same in phrasings.values() for *_, labels in same for label in labels for step in label]
     with weights_lock(model):
         log_probs, forwards = read(model, all_steps, batch_size, seeds, before_call or (lambda tokens: None))
@@ -283,7 +276,7 @@ def decide(
     return Decisions(answers, forwards, input_tokens)
 
 
-def _check(model: Any, state: Any, questions: Any, together: bool, rotate: bool, template: Any) -> None:
+def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) -> None:
     """Raise TypeError or ValueError unless the model can be asked the questions."""
     check_model("decide", model, ("text", "canvas"))
     name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
@@ -302,15 +295,8 @@ def _check(model: Any, state: Any, questions: Any, together: bool, rotate: bool,
         raise TypeError(f"state={shown(state)} must be one text or JSON object; ask about several one by one")
     check_json("state", state)
     check_bool("rotate", rotate)
-    check_bool("together", together)
     if template is not None and not callable(template):
         raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
-    if together and rotate:
-        raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
-    if together and topology not in ("bidirectional", "canvas"):
-        raise ValueError(f"together=True needs a model that sees the whole row: {name} is {topology!r}")
-    if together and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"together=True asks in turns of a chat, and {name} has no chat template")
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
@@ -332,10 +318,9 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
     if len(decided) != len(right):
         raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
     cases: dict[str, list[tuple[np.ndarray, int]]] = {}
-    for answers, known in zip(decided, right, strict=True):
-        for name, value in known.items():
-            if name not in answers:
-                raise ValueError(f"right answer to {name!r}, which was not asked; asked: {shown([*answers])}")
+    for answers, right_answers in zip(decided, right, strict=True):
+        for name, value in right_answers.items():
+            check_choice("name of a right answer", name, tuple(answers))
             options = [*answers[name].probabilities]
             if not any(type(value) is type(option) and value == option for option in options):
                 raise ValueError(f"right answer {shown(value)} to {name!r} is none of {shown(options)}")
@@ -366,49 +351,40 @@ class Step(NamedTuple):
     ids: Ids
 
 
-def lay_out(model: Any, state: Any, questions: Sequence[Question], template: Any) -> list[list[list[Step]]]:
-    """Lay out questions in one row, as turns of one chat. An answer takes as many holes (none on causal models) as its
-    longest label has tokens. Returns the steps of each label of each question. Raises ValueError for a row too long."""
+def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
+    """Lay out a question in one row. The answer takes as many holes (none on causal models) as its longest label has
+    tokens. Returns the steps of each label. Raises ValueError for a row too long."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
-    labels = [_label_ids(model, question.labels) for question in questions]
-    chat, row, before, starts = list[dict[str, str]](), list[int](), list[int](), list[int]()
-    for question, label_ids in zip(questions, labels, strict=True):
-        text = text_of("", question, template).lstrip("\n") if chat else text_of(state, question, template)
-        chat.append({"role": "user", "content": text})
-        opened, tail = _chat_ids(model, chat)
-        if opened[: len(before)] != before:
-            raise ValueError(f"{facts.name}'s chat template writes a turn otherwise before others: leave together out")
-        row += opened[len(before) :]
-        starts.append(len(row))
-        row += [] if is_causal else [facts.hole_id] * max(map(len, label_ids))
-        chat.append({"role": "assistant", "content": question.labels[0]})
-        before = [*opened, *label_ids[0]]
-    prompt, ends = starts[0], facts.eos_token_ids
-    if not is_causal and not tail and ends:  # the template's end token of an answer, else the model's first
-        closed, _ = _chat_ids(model, chat, open_turn=False)
-        suffix = closed[len(os.path.commonprefix([opened, closed])) :]
-        tail = [next((token for token in suffix if token in ends), ends[0])]
-    row += [] if is_causal else tail
+    labels, ends = _label_ids(model, question.labels), facts.eos_token_ids
+    longest = max(map(len, labels))
+    chat = [{"role": "user", "content": text_of(state, question, template)}]
+    row, tail = _chat_ids(model, chat)
+    prompt = len(row)
+    if not is_causal:
+        if not tail and ends:  # the template's end token of an answer, else the model's first
+            closed, _ = _chat_ids(model, [*chat, {"role": "assistant", "content": question.labels[0]}], open_turn=False)
+            suffix = closed[len(os.path.commonprefix([row, closed])) :]
+            tail = [next((token for token in suffix if token in ends), ends[0])]
+        row = [*row, *[facts.hole_id] * longest, *tail]
     missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit  # block-causal models see whole blocks
     row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
-    new = max(map(len, labels[0])) if is_causal else len(row) - prompt
+    new = longest if is_causal else len(row) - prompt
     width = facts.block_length if facts.topology == "canvas" else new
     if new > width:
         raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {width}")
     check_rows(model, [row])
     facts.check_length(prompt + width, width)
-    steps: list[list[list[Step]]] = [[[] for _ in label_ids] for label_ids in labels]
-    for start, label_ids, of_labels in zip(starts, labels, steps, strict=True):
-        # an end token follows a label that is shorter than another one (on causal models: if one begins another)
-        ended = [len(label) < max(map(len, label_ids)) for label in label_ids]
-        if is_causal:
-            ended = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(label_ids)))] * len(label_ids)
-        if any(ended) and not ends:
-            raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
-        for label, is_ended, of_label in zip(label_ids, ended, of_labels, strict=True):
-            for count, ids in enumerate([(token,) for token in label] + [(*ends,)] * is_ended):
-                tokens = (*row[:start], *label[:count], *row[start + count :])
-                of_label.append(Step(tokens, prompt, start + count, ids))
+    # an end token follows a label that is shorter than another one (on causal models: if one begins another)
+    ended = [len(label) < longest for label in labels]
+    if is_causal:
+        ended = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(labels)))] * len(labels)
+    if any(ended) and not ends:
+        raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
+    steps: list[list[Step]] = []
+    for label, is_ended in zip(labels, ended, strict=True):
+        choices = [(token,) for token in label] + [(*ends,)] * is_ended
+        rows = [(*row[:prompt], *label[:count], *row[prompt + count :]) for count in range(len(choices))]
+        steps.append([Step(rows[count], prompt, prompt + count, ids) for count, ids in enumerate(choices)])
     return steps
 
 
@@ -451,10 +427,8 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     for label in labels:
         ids = (*tokenizer(label, add_special_tokens=False)["input_ids"],)
         if not ids or tokenizer.unk_token_id in ids or ids in rows:
-            reason = (
-                f"the tokenizer of {facts.name} cannot write the label {shown(label)}, or writes another label alike"
-            )
-            raise ValueError(f"{reason}; give other labels")
+            reason = f"cannot write the label {shown(label)}, or writes another label alike"
+            raise ValueError(f"the tokenizer of {facts.name} {reason}; give other labels")
         if {facts.mask_token_id, *facts.eos_token_ids} & {*ids}:
             raise ValueError(f"the label {shown(label)} holds the mask or an end token; give another one")
         rows.append(ids)
@@ -525,18 +499,16 @@ def read(
 
 def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, int]:
     """Evaluate the common prefix of all rows before the `first` position to be read. Returns its store and length; None
-    and 0 where it is too short, or where keys depend on later tokens."""
+    and 0 where it is too short for a call of its own, or where keys depend on later tokens."""
     facts = model.facts
-    if len(rows) == 1 or not model.supports_store or facts.topology not in ("causal", "block_causal"):
-        return None, 0
     length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
     length -= length % facts.block_unit
-    if length < 16 or facts.prompt_aligned:  # too short for a call, or the whole prompt is one block
+    is_causal = facts.topology in ("causal", "block_causal") and not facts.prompt_aligned
+    if len(rows) == 1 or length < 16 or not is_causal or not model.supports_store:
         return None, 0
-    store, row, index = model.make_store(1, length), rows[0][:length], np.zeros(1, np.int64)
-    query = build_rows_query(model, [row], [[length - 1]], [length])
-    slots = torch.arange(length, device=model.device).unsqueeze(0)
-    query.store = StoreCall(torch.as_tensor(index, device=model.device), slots, index, length)
+    store, index = model.make_store(1, length), np.zeros(1, np.int64)
+    query = build_rows_query(model, [rows[0][:length]], [[length - 1]], [length])
+    query.store = StoreCall(torch.as_tensor(index, device=model.device), query.positions, index, length)
     model(query, store)
     return store, length
 

@@ -175,29 +175,6 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
         assert found[name].value == one.values[int(np.argmax(scores))]
 
 
-def test_together_each_reads_the_others() -> None:
-    model = chat_model("bidirectional")
-    questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
-    found = paradec.decide(model, "Answer: level", questions, together=True)
-    first = rows.text_of("Answer: level", questions["first"], None)
-    begin = chat_ids(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
-    between = chat_ids("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
-    two = chat_ids("Yes level")
-    assert len(two) == 2
-    row = [*begin, CHAT_MASK, *between, CHAT_MASK, CHAT_MASK, CHAT_END]
-    at, then = len(begin), len(begin) + 1 + len(between)
-    expected = [plain_log_p(model, row, at, chat_ids(label)) for label in ("Yes", "No")]
-    assert found["first"].log_scores == pytest.approx(expected, rel=1e-9)
-    expected = []
-    for begin, follows in ((chat_ids("No"), [CHAT_END]), (two[:1], two[1:])):
-        begun = [*row[:then], *begin, *row[then + 1 :]]
-        expected.append(plain_log_p(model, row, then, begin) + plain_log_p(model, begun, then + 1, follows))
-    assert found["then"].log_scores == pytest.approx(expected, rel=1e-9)
-    alone = paradec.decide(model, "Answer: level", questions)
-    assert abs(alone["first"].probabilities[True] - found["first"].probabilities[True]) > 1e-3
-    assert found.input_tokens == len(row)
-
-
 def canvas_model(**more: Any) -> Any:
     module = tiny_module(dtype=torch.float64, vocab=CHAT_VOCAB, **more)
     return paradec.wrap(module, eos_token_id=CHAT_END, tokenizer=CHAT_TOKENIZER)
@@ -349,8 +326,7 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_special_tokens_in_a_state_are_text() -> None:
-    asked = [QUESTIONS["spam"]]
-    [[[step], _]] = rows.lay_out(chat_model("bidirectional"), "a<|mask|>b<|end|>c", asked, None)
+    [[step], _] = rows.lay_out(chat_model("bidirectional"), "a<|mask|>b<|end|>c", QUESTIONS["spam"], None)
     assert step.row.count(CHAT_MASK) == 1 and step.row[step.position] == CHAT_MASK and step.row.count(CHAT_END) == 2
     assert CHAT_TOKENIZER.decode([token for token in step.row if token != CHAT_MASK]).count("<|mask|>") == 1
 
@@ -388,8 +364,6 @@ def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
     assert found.log_scores == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match="'<|mask|>', a special token"):
         paradec.decide(model, "a<|mask|>b", FEW)
-    with pytest.raises(ValueError, match="no chat template"):
-        paradec.decide(model, "a", FEW, together=True)
 
 
 def test_values_are_copied_saved_and_compared() -> None:
@@ -420,8 +394,6 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "nan": ({"a": math.nan}, ONE, {}, "state="),
     "two states": (["a", "b"], ONE, {}, r"state=\['a', 'b'\] must be one text or JSON object"),
     "surrogate": ("a\ud800", ONE, {}, "UTF-8"),
-    "together": ("x", ONE, {"together": 1}, "together=1"),
-    "rotated together": ("x", ONE, {"together": True, "rotate": True}, "rotate=True|together=True"),
     "rotate": ("x", ONE, {"rotate": "yes"}, "rotate='yes'"),
     "hot": ("x", ONE, {"temperature": {"noul": math.inf}}, "temperature=inf"),
     "type": ("x", ONE, {"temperature": {"pick": 1}}, "pick"),
@@ -469,13 +441,8 @@ def test_questions_that_are_none(make: Any, said: str) -> None:
 
 
 def test_models_that_cannot_be_asked() -> None:
-    for model, more, said in (
-        (chat_model("causal"), {"together": True}, "together=True needs"),
-        (chat_model("block_causal", block_length=4), {"together": True}, "together=True needs"),
-        (chat_model("causal_context", block_length=4, block_align="prompt"), {}, "topology='causal'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            paradec.decide(model, "x", ONE, **more)
+    with pytest.raises(ValueError, match="topology='causal'"):
+        paradec.decide(chat_model("causal_context", block_length=4, block_align="prompt"), "x", ONE)
     with pytest.raises(TypeError, match="decide takes"):
         paradec.decide("model", "x", ONE)
     model = chat_model("bidirectional")
@@ -496,11 +463,6 @@ def test_answers_that_no_canvas_holds() -> None:
     model = canvas_model()
     with pytest.raises(ValueError, match="17 positions after the prompt, and a canvas has 16"):
         paradec.decide(model, "x", {"q": Span(texts=["x" * 16, "y"])})
-    with pytest.raises(ValueError, match="and a canvas has 16"):
-        paradec.decide(model, "x", ONE | {"p": YesNo("And then?")}, together=True)
-    small = {"q": Span("?", ["Yes", "No"]), "p": Span("!", ["Yes", "No"])}
-    found = paradec.decide(canvas_model(canvas=64), "x", small, together=True, seeds=2)
-    assert found.forwards == 2 and found["q"].log_scores != found["p"].log_scores
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
