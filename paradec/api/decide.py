@@ -242,7 +242,7 @@ def decide(
     for (about, sign), name in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], questions):
         for phrasing in map(questions[name].rotate, range(turns[name])):
             steps = lay_out(model, about, phrasing, template)
-            input_tokens += len(steps[0][0].row)
+            input_tokens += len(steps[0][0][0].row)
             phrasings[name].append((sign, phrasing, steps))
     all_steps = [step for same in phrasings.values() for *_, labels in same for label in labels for step in label]
     with weights_lock(model):
@@ -308,12 +308,8 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Find the temperature of each type of question, between 0.001 and 1000, that makes right answers likeliest.
 
-    Args:
-        decided: results of `decide` with any temperature.
-        right: the right answers of each result by name: True or False, an option, a level (0, 1, ...) or a text.
-
-    Raises:
-        ValueError: no right answers, or one that is not among the question's options.
+    `decided` are results of `decide` with any temperature, `right` the right answers of each by name: True or False, an
+    option, a level (0, 1, ...) or a text. Raises ValueError for no right answers, or one that is not an option.
     """
     if len(decided) != len(right):
         raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
@@ -342,13 +338,16 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
     return temperatures
 
 
-class Step(NamedTuple):
-    """One factor of a label's probability: one of `ids` is at a position of a row that begins with a prompt."""
+class Place(NamedTuple):
+    """The position of a row whose token is read; the row begins with a prompt."""
 
     row: Ids
     prompt_length: int
     position: int
-    ids: Ids
+
+
+Step = tuple[Place, Ids]
+"""One factor of a label's probability: one of some ids is at a place."""
 
 
 def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
@@ -384,7 +383,7 @@ def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[l
     for label, is_ended in zip(labels, ended, strict=True):
         choices = [(token,) for token in label] + [(*ends,)] * is_ended
         rows = [(*row[:prompt], *label[:count], *row[prompt + count :]) for count in range(len(choices))]
-        steps.append([Step(rows[count], prompt, prompt + count, ids) for count, ids in enumerate(choices)])
+        steps.append([(Place(rows[count], prompt, prompt + count), ids) for count, ids in enumerate(choices)])
     return steps
 
 
@@ -462,45 +461,47 @@ def read(
 ) -> tuple[dict[Step, float], int]:
     """Evaluate each row once: log-probabilities of the steps (means over `seeds` noises on canvases), and the number of
     calls. Raises FloatingPointError for NaN or +inf among the logits."""
-    by_row: dict[Ids, dict[int, list[Step]]] = {}
-    for step in dict.fromkeys(steps):
-        by_row.setdefault(step.row, {}).setdefault(step.position, []).append(step)
-    rows, is_canvas, log_probs = sorted(by_row, key=len), model.facts.topology == "canvas", dict[Step, float]()
+    ids_at: dict[Place, list[Ids]] = {}
+    for place, ids in dict.fromkeys(steps):
+        ids_at.setdefault(place, []).append(ids)
+    places, is_canvas, log_probs = sorted(ids_at, key=_length), model.facts.topology == "canvas", dict[Step, float]()
     size = max(1, batch_size // seeds) if is_canvas else batch_size
-    groups = [rows] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(rows, len)]
-    num_tokens = sum(map(len, rows)) * (seeds if is_canvas else 1)
+    groups = [places] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(places, _length)]
+    num_tokens = sum(map(_length, places)) * (seeds if is_canvas else 1)
     with torch.inference_mode():
         before_call(num_tokens)
-        store, shared = _shared_prefix(model, rows, min(map(min, by_row.values())))
+        store, shared = _shared_prefix(model, places)
         forwards = 0 if store is None else 1
         for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
             before_call(num_tokens)
-            prompts = [next(iter(by_row[row].values()))[0].prompt_length for row in batch]
             if is_canvas:
-                logits = _first_step(model, batch, prompts, seeds)
+                logits = _first_step(model, batch, seeds)
             else:
-                query = build_rows_query(model, batch, [[*by_row[row]] for row in batch], prompts, shared)
-                logits = (model(query) if store is None else model(query, store)).unsqueeze(0)
+                rows, prompts, positions = zip(*batch, strict=True)
+                query = build_rows_query(model, rows, [[position] for position in positions], prompts, shared)
+                logits = (model(query) if store is None else model(query, store)).transpose(0, 1)
             forwards += 2 if is_canvas else 1  # prompts, and canvases
-            for number, row in enumerate(batch):
-                for column, (position, same_place) in enumerate(by_row[row].items()):
-                    scores = logits[:, number, position - prompts[number] if is_canvas else column]
-                    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # [S, V]
-                    total = scores.logsumexp(-1, keepdim=True)
-                    if not total.isfinite().all():
-                        raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
-                    ids = [token for step in same_place for token in step.ids]
-                    means = (scores[:, ids] - total).logsumexp(0) - math.log(len(scores))
-                    by_id = dict(zip(ids, means.tolist(), strict=True))
-                    for step in same_place:
-                        log_probs[step] = float(np.logaddexp.reduce([by_id[token] for token in step.ids]))
+            scores = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [S, R, V]
+            total = scores.logsumexp(-1, keepdim=True)
+            if not total.isfinite().all():
+                raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
+            means = (scores - total).logsumexp(0) - math.log(len(scores))  # [R, V]
+            for place, row_means in zip(batch, means, strict=True):
+                for ids in ids_at[place]:
+                    log_probs[place, ids] = float(np.logaddexp.reduce(row_means[[*ids]].tolist()))
     return log_probs, forwards
 
 
-def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, int]:
-    """Evaluate the common prefix of all rows before the `first` position to be read. Returns its store and length; None
+def _length(place: Place) -> int:
+    """Number of tokens of a place's row."""
+    return len(place.row)
+
+
+def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
+    """Evaluate the common prefix of all rows before the first position to be read. Returns its store and length; None
     and 0 where it is too short for a call of its own, or where keys depend on later tokens."""
     facts = model.facts
+    rows, first = [place.row for place in places], min(place.position for place in places)
     length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
     length -= length % facts.block_unit
     is_causal = facts.topology in ("causal", "block_causal") and not facts.prompt_aligned
@@ -513,11 +514,12 @@ def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, in
     return store, length
 
 
-def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) -> Tensor:
-    """Logits [seeds, R, C, V] of canvases that begin at `starts`. Positions with `HOLE` and after a row's end hold the
-    noise of seeds 0, 1, ..., which depends on the prompt alone."""
-    width, device, count = model.facts.block_length, model.device, seeds * len(rows)
-    prompts = [row[:start] for row, start in zip(rows, starts, strict=True)] * seeds
+def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
+    """Logits [seeds, R, V] at places in canvases that begin after the prompts. Positions with `HOLE` and after a row's
+    end hold the noise of seeds 0, 1, ..., which depends on the prompt alone."""
+    width, device, count = model.facts.block_length, model.device, seeds * len(places)
+    starts = [place.prompt_length for place in places]
+    prompts = [place.row[: place.prompt_length] for place in places] * seeds
     unique = [*dict.fromkeys(prompts)]
     sampler = DiffusionGemma()
     state = sampler.start(model, unique, max_new_tokens=width, seed=0)
@@ -525,10 +527,10 @@ def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) 
 
     index = np.array([unique.index(prompt) for prompt in prompts])
     positions = state.positions(index)
-    keys = row_keys([seed for seed in range(seeds) for _ in rows], prompts, before=[0] * count)
+    keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, before=[0] * count)
     step = torch.zeros(count, dtype=torch.int64, device=device)
     fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
-    answers = padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE)
+    answers = padded([[*place.row[place.prompt_length :]] for place in places], width, HOLE)
     canvas_tokens = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(
         rows=np.arange(count),
@@ -538,5 +540,6 @@ def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) 
         forwarded=np.full(count, width),
         kind="canvas",
     )
-    logits: Tensor = model(query, state.store)
-    return logits.unflatten(0, (seeds, len(rows)))
+    columns = torch.tensor([place.position - place.prompt_length for place in places], device=device).repeat(seeds)
+    logits: Tensor = model(query, state.store)[torch.arange(count, device=device), columns]
+    return logits.unflatten(0, (seeds, len(places)))
