@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -664,17 +663,6 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
         assert (name.split(".")[-1], steps) == (("attn", "ff")[name.endswith("ff")], best)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["DiT", "FLUX"])
-def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
-    module, inputs = tiny_transformer(name)
-    settings = Forecast(when=Every(2), how=f"taylor(dtype={dtype})")
-    with accelerate(module, settings) as session:
-        denoise(module, inputs, 4)
-    time = torch.full((len(inputs["hidden_states"]),), 500)
-    assert estimate(module, settings, **inputs, timestep=time) == session.report().bytes > 0
-
-
 def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     module, inputs = tiny_transformer("Wan")
     asked = Forecast(when=Every(3, 3), order=2)
@@ -749,8 +737,9 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
     assert torch.equal(denoise(module, inputs, 5), plain)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", ["module", "block"])
+@pytest.mark.parametrize(
+    "target", ["stack", *(pytest.param(name, marks=pytest.mark.full) for name in ("module", "block"))]
+)
 def test_compiled_blocks(target: str) -> None:
     """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
     sampler = TaylorSeer(interval=3, where=target)
@@ -794,13 +783,16 @@ def test_half_precision_keeps_its_type() -> None:
     module, inputs = tiny_transformer("FLUX")
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    time = torch.full((1,), 500)
     for target in TARGETS:
-        with accelerate(module, Forecast(when=Every(3), how=Taylor(dtype="float32"), where=target)) as session:
-            assert denoise(module, inputs, 6).dtype == torch.bfloat16
-            wide = session.report().bytes
-        with accelerate(module, TaylorSeer(interval=3, where=target)) as session:
-            denoise(module, inputs, 6)
-            assert 2 * session.report().bytes == wide
+        wide = Forecast(when=Every(3), how=Taylor(dtype="float32"), where=target)
+        took = []
+        for sampler in (wide, Forecast(when=Every(3), how="taylor", where=target)):
+            with accelerate(module, sampler) as session:
+                assert denoise(module, inputs, 6).dtype == torch.bfloat16
+            took.append(session.report().bytes)
+            assert estimate(module, sampler, **inputs, timestep=time) == took[-1]
+        assert took[0] == 2 * took[1] > 0
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -810,7 +802,6 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     before = attributes(dit.transformer), attributes(flux.transformer)
     for pipe, target, message in (
         (dit, "blocks.*attn", r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1"),
-        (dit, "proj_out", "matches no module of DiTTransformer2DModel"),
         (dit, Modules("proj_out_2", "layers.*"), "skip: pattern 'layers"),
         # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast
         (dit, Modules(r"transformer_blocks\.0\.attn1", r"transformer_blocks\.1"), "no forecast.*blocks.1"),
@@ -833,8 +824,6 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         with pytest.raises(RuntimeError, match="called none of the hooked modules: spare"):
             run_flux(flux, 4)
     del flux.transformer.spare
-    with pytest.raises(ValueError, match="matches no module"):
-        accelerate(flux, TaylorSeer(where=["transformer_blocks"]))
     # diffusers' lite mode by patterns is where="output"
     lite = {"modules": "proj_out", "skip": r"[^.]*blocks\.\d+"}
     with accelerate(flux, TaylorSeer(where=lite, interval=5)):
@@ -848,17 +837,12 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
     for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
         with pytest.raises(TypeError, match="must be a diffusers pipeline"):
             accelerate(pipe)
-    takes = (
-        r"not for pipelines: accelerate takes 'taylorseer', 'teacache'.* \(TaylorSeerCacheConfig.*\), or cache='block'"
-    )
     for sampler, shown in ((paradec.samplers.create("threshold"), "Threshold"), (3, "3")):
-        with pytest.raises(TypeError, match=f"^sampler={shown}.* {takes}"):
+        with pytest.raises(TypeError, match=f"^sampler={shown}.*'taylorseer'.*TaylorSeerCacheConfig.*cache='block'"):
             accelerate(flux, sampler)
     for name, settings, message in (
         ("threshold", {}, "unknown sampler: 'threshold'.*first_block"),
-        ("fbcache", {}, "sampler='fbcache' is called 'first_block' here"),
         ("taylorseer", {"cache_interval": 3}, "taylorseer has no setting 'cache_interval'; it is called 'interval'"),
-        ("taylorseer", {"max_order": 1}, "it is called 'order' here"),
         ("first_block(residual_diff_threshold=0.1)", {}, "it is called 'threshold' here"),
         ("teacache", {"thresh": 1}, "unknown setting of teacache: 'thresh'.*threshold"),
     ):
@@ -896,6 +880,4 @@ def test_report(flux: Any) -> None:
     assert 0.5 < report.coverage["transformer"] < 1
     assert all(call.seconds > 0 for call in report.calls)
     assert [call.bytes for call in report.calls[:3]] == [report.bytes // 2, report.bytes // 2, report.bytes]
-    text = str(report)
-    assert "where=module, how=taylor, order 1" in text and "5 full, 11 forecast, 0 mixed" in text
-    assert json.dumps([call.kind for call in report.calls]).count("forecast") == 11
+    assert "5 full, 11 forecast, 0 mixed" in str(report)

@@ -357,21 +357,6 @@ def test_magcache_takes_the_last_part_of_its_table() -> None:
             assert "".join("F" if call.kind == "full" else "-" for call in session.report().calls) == kinds
 
 
-def test_runs_of_few_steps() -> None:
-    pipe = flux_pipeline()
-    for sampler, full in ((None, [0, 2]), ("foca", [0, 2]), (TaylorSeer(5), [0])):
-        with accelerate(pipe, sampler) as session:
-            run_flux(pipe, 4)
-            assert session.report().full_steps == full
-            assert "a run of 4 steps: models distilled to a few steps bear few" in str(session.report())
-    with accelerate(pipe, None) as session:
-        run_flux(pipe, 10)
-        assert session.report().full_steps == [0, 5] and not session.report().notes
-    with accelerate(pipe, TaylorSeer(1)) as session:
-        run_flux(pipe, 10)
-        assert "nothing was skipped: the schedule evaluates each of these 10 steps" in str(session.report())
-
-
 def test_compiling_while_accelerated() -> None:
     """The whole transformer: refused as attaching refuses it; where the output is forecast it goes on."""
     for where in ("module", "stack", "output"):

@@ -16,7 +16,6 @@ import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
 from pipelines import (
     TRANSFORMERS,
-    attributes,
     denoise,
     flux_pipeline,
     loop_pipeline,
@@ -27,7 +26,6 @@ from pipelines import (
 )
 from torch import Tensor
 
-import paradec
 from paradec import Every, Forecast, TaylorSeer, accelerate
 
 SAMPLER = Forecast(when=Every(3, 2))
@@ -391,14 +389,3 @@ def test_another_transformer() -> None:
             run_flux(pipe, 3, prompt_embeds=torch.randn(1, 8, 31))
         assert session.report().calls == [] and session.report().runs == 3
     assert not {"_paradec_session", "forward"} & set(vars(other))
-
-
-def test_calibration_leaves_nothing() -> None:
-    from paradec.integrations.diffusers.hooks import bac
-
-    pipe, inputs = loop_pipeline("PixArt")
-    before, names = attributes(pipe.transformer), set(vars(pipe.scheduler))
-    schedule = bac.calibrate(pipe, lambda: pipe(inputs), 3)
-    assert attributes(pipe.transformer) == before
-    assert not {"step", "set_timesteps"} & (set(vars(pipe.scheduler)) - names)
-    assert paradec.Forecast(when=schedule).rule == schedule

@@ -192,26 +192,3 @@ def test_arguments_are_checked(digits: Any) -> None:
     assert found.schedule.guidance is None
     with pytest.raises(ValueError, match="no step of the pipeline's scheduler"):
         tune_steps(digits, lambda seed: None, budget=2, seeds=1, report=2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("budget", [5, 7])
-@pytest.mark.parametrize("name", ["digits", "wan", "dit"])
-def test_found_steps_are_never_worse_where_they_were_chosen(name: str, budget: int, digits: Any) -> None:
-    if name == "digits":
-        pipe, run = digits, lambda seed: run_digits(digits, seed, 20)
-    elif name == "wan":
-        pipe = wan_pipeline()
-        run = lambda seed: run_wan(pipe, 20, generator=torch.Generator().manual_seed(seed))  # noqa: E731
-    else:
-        pipe = dit_pipeline()
-        call = {"num_inference_steps": 20, "output_type": "np"}
-        run = lambda seed: pipe([seed % 9], generator=torch.Generator().manual_seed(seed), **call)  # noqa: E731
-    pipe.set_progress_bar_config(disable=True)
-    tuned = tune_steps(pipe, run, budget=budget, seeds=4, report=4, runs=40)
-    errors = {key: statistics.fmean(half["choose"]) for key, half in tuned.errors.items()}
-    print(name, budget, tuned)
-    assert errors["found"] <= errors["even"] and len(tuned.found.steps) == budget and tuned.looked_at <= 43
-    with accelerate(pipe, tuned.sampler) as session:
-        run(99)
-    assert session.report().full_steps == list(tuned.schedule.steps)

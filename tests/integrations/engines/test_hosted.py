@@ -10,7 +10,6 @@ import pytest
 import torch
 from engines import HostEngine
 from small_models import END, MASK, VOCAB, tiny
-from torch import Tensor
 
 import paradec
 from paradec import samplers
@@ -101,36 +100,6 @@ def test_the_model_s_last_block_may_be_cut_off() -> None:
     done = hosted.step(dict.fromkeys(range(2), 9.0 * torch.nn.functional.one_hot(torch.tensor([7, 7]), VOCAB)))
     assert [done[key].tokens.tolist() for key in range(2)] == [[7, 7]] * 2
     assert [hosted.answer(key) for key in range(2)] == [[7], [7, 7]]
-
-
-def by_hand(logits: list[Tensor], threshold: float) -> list[list[int]]:
-    """A block of masks after each step: all that is sure, and the most confident."""
-    block, seen = [MASK] * len(logits[0]), []
-    for given in logits:
-        distribution = given.clone()
-        distribution[:, MASK] = -torch.inf
-        distribution = distribution.softmax(-1)
-        sure = [float(distribution[at].max()) if token == MASK else -1.0 for at, token in enumerate(block)]
-        for at, token in enumerate(block):
-            if token == MASK and (sure[at] >= threshold or sure[at] == max(sure)):
-                block[at] = int(distribution[at].argmax())
-        seen.append(list(block))
-    return seen
-
-
-def test_a_plain_loop_of_the_threshold_rule() -> None:
-    torch.manual_seed(0)
-    for _ in range(20):
-        hosted = Hosted(samplers.create("threshold", threshold=0.5), FACTS)
-        hosted.open("row", [1, 2, 3, 4], 4, eos_early_stop=False)
-        logits = [5 * torch.randn(4, VOCAB, dtype=torch.float64) for _ in range(4)]
-        for given, expected in zip(logits, by_hand(logits, 0.5)):
-            if hosted.done("row"):
-                break
-            assert hosted.window("row")[0] == 4
-            stepped = hosted.step({"row": given})["row"]
-            assert stepped.tokens.tolist() == expected and stepped.changed
-            assert stepped.done == stepped.closed == (MASK not in expected)
 
 
 def test_an_edit_says_what_is_stored() -> None:
@@ -225,10 +194,7 @@ def test_memory_goes_from_row_to_row() -> None:
         ("wino", {}, "masks that the rest of the row does not see"),
         ("adablock", {}, "cuts the blocks itself"),
         ("halton", {}, "reads the answer as a picture"),
-        ("mar", {}, "family 'continuous'"),
         ("diffusion_gemma", {}, "family 'renoising'"),
-        ("sjd", {}, "family 'draft_verify'"),
-        ("union", {"rules": ("threshold", "adablock")}, "cuts the blocks itself"),
     ],
 )
 def test_samplers_that_cannot_be_hosted(name: str, settings: dict[str, Any], why: str) -> None:

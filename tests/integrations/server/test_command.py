@@ -47,12 +47,9 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--port", "70000"], "'--port'"),
-        (["--batch", "0"], "'--batch'"),
-        (["--max-body", "0"], "'--max-body'"),
         (["--timeout", "0"], "--timeout=0"),
         (["--presets", "nowhere"], "presets='nowhere' is no folder"),
         (["--api-key-file", "nowhere"], "nowhere"),
-        (["--sampler", "nosuch"], "nosuch"),
         # what no prompt could be answered with
         (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' counts on all of a row"),
         (["--port", "0", "--max-new-tokens", "600"], "= 601 is longer than tiny-llada takes (512)"),
@@ -67,14 +64,6 @@ def test_wrong_options_are_one_line(
     done = CliRunner().invoke(app, ["serve", *arguments])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_pair_is_refused_as_generate_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # it is said before
-    pair = ["--suffix", "8", "--cache", "dkv_decode"]
-    commands = ["serve", "--port", "0", *pair], ["generate", "Copy: fig", *pair]
-    one, other = (CliRunner().invoke(app, command) for command in commands)
-    assert one.exit_code == 2 and one.stderr == other.stderr
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,15 +78,6 @@ def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
             )
 
 
-def test_calls_in_the_format_of_qwen_coder() -> None:
-    call = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    with scripted(f"Now {call}") as (server, client, _):
-        server.engine.model.tokenizer.chat_template = SCRIPT_TEMPLATE + "{# <function= #}"
-        assert both(client, tools=[tool]) == [("Now", "", ['{"x": 3}'], "tool_calls")] * 2
-
-
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 

@@ -164,50 +164,26 @@ REFUSED: list[tuple[Any, int, str]] = [
     (b'{"messages": [', 400, "not JSON"),
     (b"[1, 2]", 422, "JSON object"),
     ({}, 422, "messages: Field required"),
-    (chat(messages=[]), 422, "messages=[]: List should have at least 1 item"),
-    ({"messages": [{"content": "x"}]}, 422, "messages.0.role: Field required"),
-    ({"messages": [{"role": "user", "content": 3}]}, 422, "messages.0.content=3: Input should be a valid string"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "must be of type text"),
-    (
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
-        422,
-        "tool_calls.0.function: Field required",
-    ),
     (chat("Hello"), 400, "outside the model's vocabulary: 'Hello'"),
     (chat(colour="red"), 422, "unknown field: 'colour'"),
     (chat(temprature=1), 422, "did you mean 'temperature'?"),
-    (chat(n=0), 422, "n=0: Input should be greater than or equal to 1"),
     (chat(n="2"), 422, "n='2': Input should be a valid integer"),
-    (chat(logprobs=3), 422, "logprobs=3: Input should be a valid boolean"),
     (chat(top_logprobs=3), 422, "top_logprobs=3 needs logprobs=true"),
     (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21: Input should be less than or equal to 20"),
-    (chat(tools=[1]), 422, "tools.0=1: "),
-    (chat(tools="x"), 422, "tools='x': Input should be a valid list"),
     (chat(tools=[TOOL | {"x": json.loads("[" * 70 + "]" * 70)}]), 422, "64 levels deep"),
     (chat(tool_choice="maybe"), 422, "tool_choice='maybe' must be"),
     (chat(tool_choice="required", tools=[TOOL]), 422, "tool_choice='required' is not offered for this model"),
     (chat(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]), 422, "'g' is none of the tools"),
-    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 422, "tool_calls=3: Input should be a valid list"),
     ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "cannot be read as JSON"),
-    (
-        {"messages": [{"role": "tool", "tool_call_id": [], "content": "x"}]},
-        422,
-        "tool_call_id=[]: Input should be a valid string",
-    ),
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
-    (chat(stream="yes"), 422, "stream='yes': Input should be a valid boolean"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
-    (chat(temperature=-1), 400, "temperature=-1"),
-    (chat(top_p=2), 400, "top_p=2"),
-    (chat(max_tokens=0), 400, "max_tokens=0"),
     (chat(max_tokens=5000), 400, "max_tokens=5000"),
     (chat(max_tokens=510), 400, "longer than"),
     (chat(max_tokens=8, max_completion_tokens=9), 400, "say the same"),
-    (chat(seed="x"), 400, "seed='x'"),
     (chat(stop=[3]), 422, "stop="),
     (chat(stop=["x"] * 17), 400, "at most 16"),
     (chat(preset="fast"), 400, "preset='fast' must be one of slowly, warm"),
-    (chat(paradec=3), 422, "paradec=3: Input should be a valid dictionary"),
     (chat(paradec={"sampler": "nosuch"}), 400, "nosuch"),
     (chat(paradec={"rollout": True}), 422, "unknown field of paradec: 'rollout'"),
     (chat(paradec={"temperature": 1}, temperature=1), 400, "say the same"),
@@ -220,7 +196,6 @@ REFUSED: list[tuple[Any, int, str]] = [
         "filter='passwd' must be a number",
     ),
     (chat(paradec={"sampler": "credit(threshold=(((" + "[" * 500}), 400, "cannot be read"),
-    (chat(paradec={"cache": "dual(store_dtype=['float16'])"}), 422, "must be a number here"),
     (chat(paradec={"cache": "d2(max_memory=" + "9" * 30 + ")"}), 400, "max_memory="),
     (chat(paradec={"chat": True}), 422, "chat is for /v1/completions"),
     (chat(model="another"), 404, "is not served here"),
@@ -387,24 +362,6 @@ def test_an_engine_that_stops_says_so(model: Any) -> None:
         assert server.post(chat())[0] == 503
         with pytest.raises(BatchClosed, match="it was closed"):
             server.engine.submit(SORT, on_done=print)
-
-
-def test_steps_that_fail_again_and_again_end_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(model)
-    calls = []
-
-    def fails() -> None:
-        calls.append(1)
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(engine.batch, "step", fails)
-    ended: list[Any] = []
-    engine.submit(SORT, on_done=ended.append)
-    wait(lambda: not engine.alive and len(ended) == 1)
-    assert len(calls) == 3 and "the device is gone" in str(engine.failure)
-    with pytest.raises(BatchClosed, match="the device is gone"):
-        engine.submit(SORT, on_done=print)
-    engine.close()
 
 
 class Broken:

@@ -133,32 +133,23 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "another field": (BODY | {"stream": True}, 422, "stream"),
     "ours": (BODY | {"paradec": {"temperature": 1}}, 422, "paradec"),
     "no state": ({"questions": QUESTIONS}, 422, "state"),
-    "a number": (BODY | {"state": 3}, 422, "state"),
-    "null": (BODY | {"state": None}, 422, "state"),
     "no questions": ({"state": "x"}, 422, "questions"),
     "none": (BODY | {"questions": {}}, 422, "questions"),
-    "65": (BODY | {"questions": {f"{number}": QUESTIONS["spam"] for number in range(65)}}, 422, "64"),
     "a list": (BODY | {"questions": [QUESTIONS["spam"]]}, 422, "questions"),
-    "no object": (BODY | {"questions": {"q": "Is it?"}}, 422, "questions.q"),
     "no type": (with_question(instructions="?"), 422, "type"),
     "another type": (with_question(type="span", instructions="?"), 422, "noul"),
     "27 options": (with_question(type="choice", criteria={f"{n}": None for n in range(27)}), 422, "26 options"),
     "no options": (with_question(type="choice", criteria={}), 422, "criteria"),
-    "criteria": (with_question(type="score", criteria={"a": 1}), 422, "criteria"),
     "a field in it": (with_question(type="noul", instructions="?", weight=1), 422, "weight"),
     "asset": (BODY | {"assets": {"img-1": {"type": "image", "format": "png", "data_base64": ""}}}, 400, "images"),
     "another model": (BODY | {"model": "other"}, 404, "other"),
-    "a model that is none": (BODY | {"model": 3}, 404, "3"),
     "too long": (BODY | {"state": "x" * 9000}, 400, "longer than"),
     "nested state": (BODY | {"state": nested(400)}, 200, ""),
-    "nested question": (with_question(type="noul", instructions=nested(400)), 200, ""),
     "surrogate": (BODY | {"state": "\ud800"}, 400, "UTF-8"),
-    "surrogate in a question": (with_question(type="noul", instructions="\udfff"), 400, "UTF-8"),
     "a long name": (BODY | {"x" * 100_000: 1}, 422, "xxx"),
     "a long type": (with_question(type="x" * 100_000), 422, "xxx"),
     "NaN": (json.dumps(BODY | {"state": [math.nan]}).encode(), 400, "state"),
     "large number": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "9" * 4000).encode(), 400, "longer than"),
-    "larger number": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "9" * 5000).encode(), 400, ""),
     "1e999": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "1e999").encode(), 400, "state"),
     "much nested": (b'{"state": ' + b"[" * 100_000 + b"]" * 100_000 + b', "questions": {}}', 400, ""),
     "no JSON": (b'{"state": ', 400, "JSON"),
@@ -171,14 +162,9 @@ def test_bodies(server: Running, name: str) -> None:
     body, status, said = REFUSED[name]
     found = asked(server, body, status)
     if status != 200:
-        assert said in found["error"]["message"] and found["error"]["type"] in (
-            "invalid_request_error",
-            "not_found_error",
-        )
-
-
-def test_it_goes_on_after_all_of_that(server: Running) -> None:
-    assert asked(server, BODY)["usage"]["output_tokens"] == 0
+        kind = "not_found_error" if status == 404 else "invalid_request_error"
+        assert said in found["error"]["message"] and found["error"]["type"] == kind
+        assert asked(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
 
 
 def test_work_is_counted_and_given_back(model: Any) -> None:
