@@ -232,26 +232,5 @@ def test_a_state_keeps_no_object_of_the_caller(llada: Model) -> None:
 
 @pytest.mark.parametrize("name", sorted({*FIELDS} - {"stop", "streamer", "prefix", "attention", "blocks"}))
 def test_every_field_is_checked_when_a_request_is_made(name: str) -> None:
-    """But those whose check needs the model."""
     with pytest.raises((ValueError, TypeError), match=f"^{name}=<object"):
         Request(**{name: object()})
-
-
-def test_a_request_is_checked_when_it_is_made() -> None:
-    for arguments, message in [
-        ({"sampler": "thresold"}, "did you mean 'threshold'"),
-        ({"sampler": "credit(threshold=2)+localleap"}, "threshold=2"),
-        ({"cache": "daul"}, "did you mean 'dual'"),
-        ({"attention": "sparse"}, "attention"),
-        ({"blocks": "fixd"}, "blocks"),
-        ({"seed": [1, -1]}, "seed=-1"),
-        ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
-        ({"stop_strings": ["a", ""]}, "stop_strings"),
-        ({"suppress_tokens": "ab"}, "suppress_tokens"),
-        ({"chat": 1}, "chat=1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Request(**arguments)  # type: ignore[arg-type]
-    for name, value in {"sampler": 3, "callback": 3}.items():
-        with pytest.raises(TypeError, match=f"{name}=3"):
-            Request(**{name: value})  # type: ignore[arg-type]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import DREAM, DREAM_PARTS, LLADA, LLADA_PARTS, changed, random_weights, write_checkpoint
+from checkpoints import DREAM, LLADA, changed, random_weights, write_checkpoint
+from oracles.lantern import plain_node
+from oracles.llada_dream import Net
 from torch import Tensor
-from torch.nn.functional import silu
 
 import paradec
 from paradec import caches, samplers
@@ -57,78 +58,6 @@ def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, A
     weights = random_weights(config, seed=rng.randrange(10**6))
     write_checkpoint(folder, config, weights)
     return config, weights
-
-
-class Net:
-    """LLaDA and Dream over any subset of positions, keys and values of the others read from a store, in float64."""
-
-    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]):
-        self.weights = weights
-        llada = config["model_type"] == "llada"
-        names = ("n_layers", "n_heads", "n_kv_heads", "weight_tying")
-        names = (
-            names
-            if llada
-            else ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
-        )
-        self.layers, self.heads, self.kv_heads, tied = (config[name] for name in names)
-        self.parts = LLADA_PARTS if llada else DREAM_PARTS
-        self.layer = "model.transformer.blocks.{}." if llada else "model.layers.{}."
-        first, last, head = (
-            ("model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out")
-            if llada
-            else ("model.embed_tokens", "model.norm", "lm_head")
-        )
-        self.embedding, self.last = weights[f"{first}.weight"], weights[f"{last}.weight"]
-        self.head = self.embedding if tied else weights[f"{head}.weight"]
-        self.width, self.eps = self.embedding.shape[1] // self.heads, config.get("rms_norm_eps", 1e-5)
-        frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, self.width, 2).float() / self.width)
-        angles = torch.outer(torch.arange(200).float(), frequencies).repeat(1, 2)
-        self.cos, self.sin = angles.cos().double(), angles.sin().double()
-
-    def __call__(
-        self, ids: Tensor, at: Tensor | None = None, store: dict | None = None, seen: Tensor | None = None
-    ) -> Tensor:
-        """Logits of ids [n] at positions `at`; they see themselves and, of the store, the positions `seen`."""
-        at = torch.arange(len(ids)) if at is None else at
-        x, w = self.embedding[ids], self.weights
-
-        def norm(x: Tensor, weight: Tensor) -> Tensor:
-            x = x.float()
-            return (x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).double() * weight
-
-        def rotate(x: Tensor) -> Tensor:
-            left, right = x.chunk(2, -1)
-            return x * self.cos[at] + torch.cat((-right, left), -1) * self.sin[at]
-
-        for index in range(self.layers):
-            name = self.layer.format(index)
-
-            def linear(x: Tensor, part: str, name: str = name) -> Tensor:
-                found = x @ w[f"{name}{self.parts[part]}.weight"].T
-                return found + w.get(f"{name}{self.parts[part]}.bias", 0)
-
-            h = norm(x, w[f"{name}{self.parts['attn_norm']}.weight"])
-            q, k, v = (
-                linear(h, part).view(len(ids), count, self.width).transpose(0, 1)
-                for part, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
-            )
-            pair = torch.stack((rotate(k), v))
-            if seen is not None:
-                others = [p for p in seen.nonzero()[:, 0].tolist() if p not in at.tolist()]
-                keys, values = torch.cat((pair, store[index][:, :, others]), 2)
-            else:
-                keys, values = pair
-            if store is not None:
-                if index not in store:
-                    store[index] = torch.zeros(2, self.kv_heads, 200, self.width, dtype=torch.float64)
-                store[index][:, :, at] = pair
-            keys, values = (t.repeat_interleave(self.heads // self.kv_heads, 0) for t in (keys, values))
-            attention = (rotate(q) @ keys.transpose(1, 2) / self.width**0.5).softmax(-1) @ values
-            x = x + linear(attention.transpose(0, 1).reshape(len(ids), -1), "o")
-            h = norm(x, w[f"{name}{self.parts['mlp_norm']}.weight"])
-            x = x + linear(silu(linear(h, "gate")) * linear(h, "up"), "down")
-        return norm(x, self.last) @ self.head.T
 
 
 def best(logits: Tensor, mask: int) -> Tensor:
@@ -431,53 +360,6 @@ TREES = [
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)],
     [(i,) for i in range(6)] + [(i, j) for i in range(3) for j in range(4)],
 ]
-
-
-def near_tokens(embed: np.ndarray, x: int) -> np.ndarray:
-    distance = np.sqrt(((embed - embed[x]) ** 2).sum(-1))
-    distance[x] = np.inf
-    return np.argsort(distance, kind="stable")[:-1]
-
-
-def plain_node(
-    p: np.ndarray,
-    q: np.ndarray,
-    token_ids: list[int],
-    numbers: list[float],
-    embed: np.ndarray,
-    k: int,
-    limit: float,
-    drawn: bool,
-) -> tuple[int, np.ndarray]:
-    """LANTERN's public code for one node: which child stands (-1: none), and the distribution that is left. k=0:
-    without it."""
-    tried: list[int] = []
-    for i, (x, number) in enumerate(zip(token_ids, numbers, strict=True)):
-        if x in tried:
-            continue
-        within = 0
-        mass = p[x]
-        if k:
-            cumulative = p[near_tokens(embed, x)[:k]].cumsum()
-            within = int((cumulative <= (limit if limit <= 1 else (limit - 1) * p[x])).sum())
-            mass += cumulative[within - 1] if within else 0
-        left = q.copy()
-        left[tried] = 0
-        tried.append(x)
-        if drawn and left[x] <= 0:
-            continue
-        left = left / left.sum()
-        if number <= (mass / left[x] if drawn else mass):
-            return i, p
-        gone = near_tokens(embed, x)[: k + 1] if within else []
-        p = p.copy()
-        if drawn:
-            left[gone] = 0
-            p = np.maximum(p - left, 0)
-        else:
-            p[x], p[gone] = 0, 0
-        p = p / p.sum() if p.sum() > 0 else np.full_like(p, 1 / len(p))
-    return -1, p
 
 
 def test_trees_of_drafts() -> None:

@@ -66,46 +66,33 @@ class Greedy:
 WRONG = [
     ("sampler", "treshold", "unknown sampler: 'treshold' (did you mean 'threshold'?); the nearest of", ": threshold, "),
     ("sampler", Greedy(), "sampler=<", "made by paradec.samplers.create"),
-    ("sampler", paradec.samplers.get("threshold"), "sampler=<class", "made by paradec.samplers.create"),
     ("sampler", None, "sampler=None"),
     ("sampler", "sjd", "'sjd'", "topology='causal'", "'bidirectional'"),
     ("sampler", "taylorseer", "'taylorseer'", "family 'forecast'", "'masked'"),
     ("cache", "prefx", "unknown cache: 'prefx'", " names: prefix, ", "; paradec.caches.names() lists all"),
     ("cache", 3, "cache=3", "'none'"),
     ("blocks", 32, "blocks=32 must be a block policy, e.g. paradec.FixedBlocks(32)"),
-    ("blocks", paradec.FixedBlocks, "blocks=<class", "must be a block policy"),
     *[("block_length", value, f"block_length={value!r} must be an integer from 1 to") for value in (0, 8.0, True, "8")],
-    ("block_length", 10**30, "block_length=1000000000"),
     ("steps", 0, "steps=0 must be an integer from 1 to 1000000"),
     ("max_new_tokens", 0, "max_new_tokens=0 must be an integer from 1"),
     ("max_new_tokens", 510, "prompt of 3 tokens + max_new_tokens=510 = 513 is longer", "(512)"),
-    ("max_new_tokens", 10**30, "max_new_tokens=1000", "from 0 to 2147483647"),
     ("temperature", -0.1, "temperature=-0.1 must be a number in [0, 1e+06]"),
-    ("temperature", 10**400, "temperature=1000"),
     ("temperature", 1e-7, "temperature=1e-07 must be 0 or a number in [1e-06, 1e+06]"),
     *[("temperature", value, f"temperature={value!r}") for value in (float("nan"), float("inf"), "hot", None, True)],
-    ("temperature", torch.zeros(3, 3), "temperature=tensor"),
     ("top_p", 0, "top_p=0 must be a number in (0, 1]"),
-    ("top_p", 1.01, "top_p=1.01"),
     ("top_k", 0, "top_k=0 must be an integer from 1"),
     ("guidance_scale", -1, "guidance_scale=-1 must be a number in [0, 1e+06]"),
     ("seed", -1, "seed=-1 must be an integer"),
     *[("seed", value, f"seed={value!r}") for value in (2**63, 1.5, "x", True)],
     ("seed", [1, 2], "seed has 2 entries for 1 rows"),
-    ("seed", [], "seed has 0 entries for 1 rows"),
     ("seed", [None], "seed=None"),
-    ("seed", torch.tensor([1.5]), "seed=1.5"),
-    ("seed", torch.tensor([[1]]), "seed=[1]"),
     ("seed", np.array(-3), "seed=-3"),
     ("generator", np.random.default_rng(0), "generator=Generator", "must be a torch.Generator"),
     ("rng", "refrence", "unknown rng: 'refrence' (did you mean 'reference'?); allowed: counter, reference"),
     ("rng", None, "rng=None must be one of 'counter', 'reference'"),
     ("eos_early_stop", 1, "eos_early_stop=1 must be True or False"),
     ("suppress_tokens", [64], "suppress_tokens=64 must be an integer from 0 to 63"),
-    ("suppress_tokens", [1.5], "suppress_tokens=1.5"),
     ("suppress_tokens", 7, "suppress_tokens=7 must be a sequence of token ids"),
-    ("suppress_tokens", "7", "suppress_tokens='7'"),
-    ("suppress_tokens", torch.tensor([99]), "suppress_tokens=99"),
     ("suppress_tokens", range(64), "suppress_tokens excludes all 64 tokens"),
     ("callback", 3, "callback=3 must be callable"),
     ("streamer", SimpleNamespace(put=print), "must have put and end"),
@@ -116,13 +103,11 @@ WRONG = [
     ),
     ("stop_strings", "a", "stop_strings='a' needs a tokenizer; llada-tiny has none"),
     ("stop_strings", "", "stop_strings='' must be a text or a sequence of texts"),
-    ("stop_strings", ["a", 3], "stop_strings=['a', 3] must be a text"),
+    *(("stop_strings", value, f"stop_strings={value!r} must be a text") for value in (["a", 3], [""], 3, [["a"]])),
     ("num_return_sequences", 0, "num_return_sequences=0 must be an integer from 1 to 1000000"),
     ("attention_mask", torch.ones(2, 3), "attention_mask has shape (2, 3); expected (1, 3)"),
     ("attention_mask", torch.tensor([[0, 1, 0]]), "attention_mask has holes"),
     ("attention_mask", torch.tensor([[0.5, 1, 1]]), "attention_mask must hold 0 (padding) and 1 (token) only"),
-    ("attention_mask", torch.tensor([[0, 0, 0]]), "prompt of row 0 is empty"),
-    ("attention_mask", "111", "attention_mask of type str"),
     ("attention_mask", [[1, 1], [1]], "attention_mask of type list"),
 ]
 
@@ -136,7 +121,6 @@ def test_wrong_arguments_of_generate(llada: Counted, name: str, value: Any, frag
 TOGETHER = [
     ({"blocks": paradec.FixedBlocks(8), "block_length": 8}, "blocks=FixedBlocks(length=8", "block_length=8", "one of"),
     ({"steps": 3, "block_length": 4}, "steps=3 must be a multiple of the number of blocks (2)"),
-    ({"steps": 1, "block_length": 4}, "steps=1 must be"),
     (
         {"prompt": [[1, 2], [1]], "steps": 1, "blocks": paradec.FixedBlocks(4, "absolute")},
         "steps=1 must be",
@@ -145,18 +129,15 @@ TOGETHER = [
     ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
     ({"prompt": [[1, 2], [3]], "rng": "reference"}, "rng='reference' needs rows of one length"),
     ({"prompt": [[1, 2], [3, 4]], "rng": "reference", "seed": [1, 2]}, "rng='reference'", "one seed"),
-    ({"prompt": [[1, 2], [3, 4]], "seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
     ({"prompt": [[1, 2], [3, 4]], "seed": [1, None]}, "seed=None"),
     ({"prompt": [[1, 2], [3, 4]], "seed": [1, 2, 3], "num_return_sequences": 2}, "seed has 3 entries for 4 rows"),
     ({"prompt": [[1, 63], [3, 4]], "max_new_tokens": 0}, "the prompt of row 1 has no mask to fill"),
-    ({"prompt": [1, 63], "max_new_tokens": -1}, "max_new_tokens=-1 must be an integer from 0"),
     ({"prompt": [1, 63] * 257, "max_new_tokens": None}, "prompt of 514 tokens + max_new_tokens=0 = 514 is longer"),
     ({"prompt": PROMPT, "input_ids": PROMPT}, "either prompt or input_ids, not both"),
     ({"prompt": None}, "either prompt or input_ids"),
     ({"max_new_tokens": None, "prompt": [1] * 400}, "prompt of 400 tokens + max_new_tokens=128 = 528"),
     ({"suppress_tokens": [*range(61), 62], "logits_eos_inf": True}, "suppress_tokens excludes all 64 tokens"),
     ({"prompt": "text"}, "llada-tiny has no tokenizer; give input ids"),
-    ({"prompt": [{"role": "user", "content": "text"}]}, "llada-tiny has no tokenizer; give input ids"),
     ({"attention_mask": [[1, 1, 1]]}, "attention_mask goes with a 2-D tensor of input ids"),
     ({"prompt": [[1, 2], [1]], "attention_mask": [[1, 1], [1, 0]]}, "attention_mask goes with rows of one length"),
 ]
@@ -173,25 +154,19 @@ PROMPTS = [
     ("", "llada-tiny has no tokenizer"),
     ([[1], []], "prompt of row 1 is empty"),
     ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
-    ([-1], "input id -1 in row 0"),
     ([10**40], "in row 0 is outside the vocabulary"),
     ([1, "a"], "prompt mixes or holds items of type ['int', 'str']"),
     ([True, False], "['bool']"),
-    ([[1, True]], "['list']"),
     ([None], "['NoneType']"),
     (5, "prompt must be text, chat messages or input ids, not int"),
     ({1, 2}, "not set"),
-    (b"text", "not bytes"),
     (iter([1, 2]), "not list_iterator"),
     (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
     (torch.zeros(1, 1, 3, dtype=torch.long), "shape (1, 1, 3)"),
     (torch.tensor(3), "shape ()"),
     (torch.tensor([1.0, 2.0]), "input ids have dtype torch.float32; they must be integers"),
-    (torch.tensor([True]), "input ids have dtype torch.bool"),
-    (np.array([1.5]), "input ids have dtype torch.float64"),
     (np.array(["a"]), "input ids of type ndarray"),
     ([torch.tensor([1.5])], "['Tensor']"),
-    ([np.array([1.5])], "['ndarray']"),
 ]
 
 
@@ -277,25 +252,6 @@ class Words:
         return " ".join("abu?"[i] for i in ids.tolist())
 
 
-SETTINGS = [
-    ("threshold", "threshold", [-0.1, 1.1, float("nan"), True]),
-    ("threshold", "quota_per_step", ["often", None, 3]),
-    ("editing", "least", [0, 1.5, True]),
-    ("factor", "factor", [-1, float("inf"), 10**400]),
-    ("factor", "reference_last_rank", [1, None, "no"]),
-    ("origin", "eps", [0, 1.5, None]),
-    ("entropy", "alg_temp", [-1, float("inf"), True]),
-]
-
-
-@pytest.mark.parametrize(("sampler", "setting", "values"), SETTINGS)
-def test_settings_out_of_range(llada: Counted, sampler: str, setting: str, values: list[Any]) -> None:
-    for value in values:
-        data = {"sampler": sampler, setting: value}
-        refused(llada, lambda: samplers.create(**{"name": sampler, setting: value}), setting, error=ValueError)  # noqa: B023
-        refused(llada, lambda: Sampler.from_dict(data), setting, error=ValueError)  # noqa: B023
-
-
 @pytest.mark.parametrize("name", MASKED)
 def test_every_setting_of_every_masked_sampler_is_checked(name: str) -> None:
     for setting in paradec.samplers.get(name).settings():
@@ -318,7 +274,6 @@ def test_unknown_names(llada: Counted) -> None:
     listed = "; paradec.{}.names() lists all".format
     near = "names: low_confidence, code, persistence" + listed("samplers")
     refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
-    refused(llada, lambda: paradec.samplers.create(""), "unknown sampler: ''", listed("samplers"))
     refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", ": dkv_pd, ", listed("caches"))
     refused(
         llada, lambda: paradec.core.orders.create("rastr"), "unknown order: 'rastr'", ": raster, ", listed("orders")
@@ -326,7 +281,6 @@ def test_unknown_names(llada: Counted) -> None:
     refused(llada, lambda: paradec.attention.create("sparse"), "unknown attention: 'sparse'", "allowed: sparsed")
     refused(llada, lambda: paradec.caches.create("none", size=3), "unknown setting of cache 'none': 'size'")
     refused(llada, lambda: Sampler.from_dict({"threshold": 0.9}), "no key 'sampler'", "threshold")
-    refused(llada, lambda: Sampler.from_dict({"sampler": "tresh"}), "unknown sampler: 'tresh'")
     refused(llada, lambda: Sampler.from_dict({"sampler": "threshold", "x": 1}), "unknown setting", "'x'")
 
 
@@ -340,13 +294,6 @@ def test_wrong_blocks() -> None:
     for length in (0, 1.5, None, True):
         with pytest.raises(ValueError, match=f"length={length} must be an integer"):
             paradec.FixedBlocks(length)  # type: ignore[arg-type]
-
-
-def test_models_without_a_mask_token_are_refused() -> None:
-    causal = paradec.wrap(Bits(), prediction="shifted", topology="causal")
-    with pytest.raises(ValueError, match="sampler 'threshold' needs a model with a mask token; Bits is taken for"):
-        paradec.generate(causal, [1])
-    assert causal.module.calls == 0
 
 
 def own(**declared: Any) -> Any:

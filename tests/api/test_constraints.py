@@ -23,11 +23,6 @@ PATTERN = f"{WORDS} fig{{1}}( {WORDS})?"
 PROMPT = "Sort: pear fig apple"
 
 
-@pytest.fixture(scope="module")
-def packaged() -> Model:
-    return paradec.load()
-
-
 def test_generate_and_presets(packaged: Model, tmp_path: Path) -> None:
     prompts = [PROMPT, "Reverse: pear fig apple kiwi", "Shuffle: fig pear plum"]
     asked: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5}

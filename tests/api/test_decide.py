@@ -305,7 +305,6 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
 @pytest.mark.parametrize("name", named("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
-    """Labels that have the recorded logits, in a vocabulary that has no other tokens."""
     case = CASES[name]
     for key, said in case["questions"].items():
         labels, told = case["expected"]["labels"][key], said.get("instructions") or "?"
@@ -389,18 +388,14 @@ ONE = {"q": YesNo("?")}
 WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no questions": ("x", {}, {}, "questions="),
     "a list": ("x", [YesNo("?")], {}, "questions="),
-    "another value": ("x", {"q": "Is it?"}, {}, "'q'"),
-    "a number": (3, ONE, {}, "state=3"),
     "nan": ({"a": math.nan}, ONE, {}, "state="),
     "two states": (["a", "b"], ONE, {}, r"state=\['a', 'b'\] must be one text or JSON object"),
     "surrogate": ("a\ud800", ONE, {}, "UTF-8"),
     "rotate": ("x", ONE, {"rotate": "yes"}, "rotate='yes'"),
     "hot": ("x", ONE, {"temperature": {"noul": math.inf}}, "temperature=inf"),
     "type": ("x", ONE, {"temperature": {"pick": 1}}, "pick"),
-    "prior": ("x", ONE, {"prior": "full"}, "prior"),
     "prior of nothing": ("x", {"q": Span(texts=["a"])}, {"prior": "empty"}, "nothing is asked"),
     "seeds": ("x", ONE, {"seeds": 0}, "seeds=0"),
-    "batch": ("x", ONE, {"batch_size": 0}, "batch_size=0"),
     "template": ("x", ONE, {"template": "Is it?"}, "template="),
     "template's text": ("x", ONE, {"template": lambda state, question: 3}, "template returned 3"),
     "long": ("x" * 9000, ONE, {}, "longer than"),
@@ -423,14 +418,10 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     [
         (lambda: YesNo(), "instructions"),
         (lambda: YesNo("?", labels=["Yes"]), "labels="),
-        (lambda: YesNo(3 + 4j), "instructions="),
         (lambda: YesNo(functools.reduce(lambda inner, _: [inner], range(100_000), None)), "instructions="),
         (lambda: Pick("?", "ab"), "options="),
         (lambda: Pick("?", ["a", "a"]), "options="),
-        (lambda: Pick("?", ["a", ""]), "options="),
         (lambda: Pick("?", [f"{number}" for number in range(27)]), "27 options"),
-        (lambda: Pick("?", {"a": {1, 2}}), "options="),
-        (lambda: Score("?", "low"), "levels="),
         (lambda: Score("?", ["low", None]), "levels="),
         (lambda: Span("?", ["a\udfff"]), "texts="),
     ],

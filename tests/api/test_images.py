@@ -131,48 +131,21 @@ def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"class_labels": 10}, ValueError, "class_labels=10 must be an integer from 0 to 9"),
         ({"class_labels": []}, ValueError, "class_labels is empty"),
-        ({"class_labels": [1.5]}, ValueError, "class_labels=1.5 must be an integer"),
         ({"prompts": "a cat", "class_labels": None}, ValueError, "LlamaGen does not take prompts; .* on class_labels"),
         ({"class_labels": None}, ValueError, "LlamaGen needs class_labels"),
         ({"sampler": "threshold"}, ValueError, "'threshold' is of family 'masked'; .* takes the 'draft_verify' family"),
-        ({"sampler": "sdj"}, ValueError, "unknown sampler: 'sdj' .*did you mean 'sjd'"),
-        ({"sampler": 3}, TypeError, "sampler=3 must be a name"),
         ({"height": 16}, ValueError, "height=16 is not what LlamaGen makes"),
         ({"height": True}, ValueError, "height=True must be an integer"),
         ({"guidance_scale": -1}, ValueError, r"guidance_scale=-1 must be a number in \[0"),
-        ({"guidance_scale": float("nan")}, ValueError, "guidance_scale=nan"),
-        ({"temperature": -1}, ValueError, "temperature=-1"),
         ({"top_k": -1}, ValueError, "top_k=-1 must be an integer from 0"),
-        ({"top_p": 0}, ValueError, r"top_p=0 must be a number in \(0, 1\]"),
         ({"num_images": 0}, ValueError, "num_images=0 must be an integer from 1 to 100000"),
         ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
         ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen has an unconditional input"),
-        ({"seed": [1, 2]}, ValueError, "seed has 2 entries for 3 rows"),
-        ({"callback": 3}, TypeError, "callback=3 must be callable"),
     ],
 )  # fmt: skip
 def test_bad_requests(tiny: LlamaGenModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make(tiny, **request_)
-
-
-def test_another_model_is_refused(llada: Any) -> None:
-    with pytest.raises(
-        TypeError, match="takes an autoregressive .*; llada-tiny is a language model .*paradec.generate$"
-    ):
-        paradec.generate_images(llada, "a cat")
-
-
-def test_pictures_are_not_text(tiny: LlamaGenModel) -> None:
-    with pytest.raises(TypeError, match="LlamaGen is an autoregressive .*: give it to paradec.generate_images"):
-        paradec.generate(tiny, [[33]], sampler="sjd")
-
-
-def test_nan_logits() -> None:
-    model = tiny_llamagen()
-    model.module.output.weight.data[3, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-        make(model)
 
 
 def test_no_decoder() -> None:
@@ -269,12 +242,9 @@ def test_command(tmp_path: Path) -> None:
     [
         (["--prompt", "a cat"], "digits-ar does not take prompts"),
         (["--class", "three"], "--class 'three' must be numbers and ranges"),
-        (["--class", "7-3"], "--class '7-3': the range 7-3 is empty"),
         (["--class", "12"], "class_labels=12 must be an integer from 0 to 9"),
         ([], "give either --prompt or --class"),
-        (["--class", "1", "--prompt", "x"], "not both"),
         (["--class", "1", "--sampler", "threshold"], "is of family 'masked'"),
-        (["--class", "1", "--set", "window=0"], "window=0 must be an integer from 1"),
         (["--class", "1", "--height", "56"], "height=56 is not what digits-ar makes"),
         (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],

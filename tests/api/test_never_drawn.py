@@ -1,22 +1,13 @@
 """Tokens that are never drawn: what a model excludes, its mask, and ids without a text.
 
-Tokens that a model itself excludes (logits of -inf): nobody proposes them, and they break nothing.
-
-The oracle is the same model with so low a finite logit in their place that their probability is exactly 0.
-
-No sampler writes the mask id, even where a model finds it the best token of every position.
-
-Ids that a tokenizer has no text for, where a model has more rows of embeddings than the tokenizer has tokens.
-
-Models whose mask has id 0 and that name neither an end nor a pad id: what they pad with is no mask.
-
-Everything is compared with the same weights under an explicit `pad_token_id`, which may change the padding alone.
+The oracle of tokens that a model excludes (logits of -inf) is the same model with so low a finite logit in their place
+that their probability is exactly 0. Models whose mask has id 0 are compared with the same weights under an explicit
+`pad_token_id`, which may change the padding alone.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,7 +202,6 @@ def branches(positions: int = 40, vocab: int = 12) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
-    """The distribution is the one that ever lower finite logits lead to."""
     conditional, unconditional = branches()
     found = guided(torch.cat((conditional, unconditional)), scale).softmax(-1)
     low = torch.full((), -1e6, dtype=torch.float64)
@@ -219,23 +209,6 @@ def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
     expected = (u + scale * (c - u)).softmax(-1)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
     assert (found[conditional.isinf() & unconditional.isinf()] == 0).all()
-
-
-def test_scales_of_their_own_for_every_row() -> None:
-    conditional, unconditional = branches()
-    logits = torch.cat((conditional, unconditional))
-    for pair_of in itertools.product(SCALES, repeat=2):
-        found = guided(logits, torch.tensor(pair_of, dtype=torch.float64).view(-1, 1, 1))
-        for row, scale in enumerate(pair_of):
-            assert torch.equal(found[row], guided(logits, scale)[row])
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    draw = torch.Generator().manual_seed(1)
-    conditional, unconditional = torch.randn(2, 3, 5, 9, generator=draw, dtype=torch.float64)
-    alone = guided(torch.cat((conditional[:1], unconditional[:1])), 2.5)
-    conditional[1, :, 3], unconditional[1, :, 3], unconditional[2, 2, 4] = -INF, -INF, -INF
-    assert torch.equal(guided(torch.cat((conditional, unconditional)), 2.5)[:1], alone)
 
 
 @pytest.mark.parametrize("name", ["threshold", "credit", "klass", "maskgit", "sjd", "gsd", "scd"])
@@ -506,62 +479,6 @@ def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> 
     if keep:
         assert all(0 not in tokens for tokens in first.prefix.tokens)
         paradec.generate(model, rows, max_new_tokens=2, cache=cache, prefix=first.prefix)
-
-
-def test_holes_of_unequal_rows(models: tuple[Model, Model]) -> None:
-    rows = [[3, 0, 5, 0, 0, 8, 9], [4, 0, 6]]
-    outs = [paradec.infill(model, rows, block_length=2) for model in models]
-    for out in outs:
-        assert out.tokens == [3, 1]
-        assert out.filled.sum(1).tolist() == [3, 1]
-        assert not (out.sequences == 0).any()
-    width = max(map(len, rows))
-    for at, row in enumerate(rows):
-        ends = [out.sequences[at, width - len(row) :] for out in outs]
-        assert torch.equal(*ends)
-
-
-class Words:
-    """A tokenizer of one's own: word n is "n "."""
-
-    unk_token_id = mask_token_id = eos_token_id = chat_template = None
-
-    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        return "".join(f"{int(i)} " for i in ids)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.puts: list[Tensor] = []
-
-    def put(self, value: Tensor) -> None:
-        self.puts.append(value.clone())
-
-    def end(self) -> None:
-        pass
-
-
-def test_a_row_that_a_stop_string_ends_holds_no_masks() -> None:
-    found = []
-    for ids in ({}, {"pad_token_id": PAD}):
-        model = wrapped(tokenizer=Words(), **ids)
-        free = paradec.generate(model, RAGGED, max_new_tokens=8, sampler="low_confidence", block_length=2)
-        stop = f"{int(free.new_tokens[1, 1])} "  # ends row 1 after two tokens, or a row that says it earlier
-        streamer, seen = Recorder(), []
-        out = paradec.generate(
-            model, RAGGED, max_new_tokens=8, sampler="low_confidence", block_length=2, stop_strings=stop,
-            streamer=streamer, callback=lambda state, commit, seen=seen: seen.append(state.progress),
-        )  # fmt: skip
-        assert min(out.tokens) <= 2 < max(out.tokens)
-        assert not (out.sequences == 0).any()
-        assert seen[-1][0] == seen[-1][1] == 8 * len(RAGGED)
-        streamed = torch.cat(streamer.puts, 1)
-        # columns in which nothing was final any more are not sent
-        assert torch.equal(streamed, out.sequences[:, : streamed.shape[1]])
-        assert streamed.shape[1] == max(map(len, RAGGED)) + max(out.tokens)
-        assert len(streamer.puts) > 2
-        found.append((out.tokens, out.finished, out.text, [put.shape for put in streamer.puts]))
-    assert found[0] == found[1]
 
 
 def test_transformers_own_generate_pads_with_no_mask() -> None:

@@ -5,7 +5,6 @@ Properties over the registry: samplers and caches that are added later are cover
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ import pytest
 import torch
 from decoding import supported
 from drafters import answers, eagle_weights, exactness, tiny_base, write_eagle
-from images import CODES, tiny_llamagen
-from images import greedy as greedy_picture
 from small_models import tiny
 from torch import Tensor
 
@@ -142,8 +139,6 @@ def guided(scale: float, rows: int) -> dict[str, Any]:
 def test_temperature_0_is_greedy_decoding(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]], plain: dict[Any, list[list[int]]]
 ) -> None:
-    """Alone, in a batch of short rows, and beside a longer row; with guidance whose prompts have other lengths. Methods
-    that are not lossless have nothing to give at temperature 0."""
     model, small = models[drafter]
     sampler = made(name, small, shape)
     for new in range(1, MOST + 1) if sampler.lossless and drafter != "none" else (2, 5):
@@ -210,23 +205,6 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
             assert found == expected[: len(rows)], (sampler, grid)
 
 
-@pytest.mark.parametrize("shape", EAGLE)
-def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Path) -> None:
-    model = tiny_llamagen(grid=2)
-    sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
-    drafter = paradec.load_drafter(write_eagle(tmp_path / "drafter", *eagle_weights(**sizes)), base=model)
-    expected = greedy_picture(model.request([3, 7], model.grid()), model.grid(), 2.0)
-    out = paradec.generate_images(
-        model,
-        class_labels=[3, 7],
-        sampler=made("speculative", drafter, shape),
-        guidance_scale=2.0,
-        temperature=0,
-        output_type="latent",
-    )
-    assert torch.equal(out.tokens, expected)
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("new", [1, 2])
@@ -262,8 +240,6 @@ def masked_models() -> dict[tuple[str, str], Model]:
 @pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tuple[str, str], Model]) -> None:
-    """With every other of the caches that it works with, on one kind of model after the other: every position is
-    decided, nothing else is written, and a row is what it is alone."""
     sampler, turn = samplers.create(name), MASKED.index(name)
     rows = [[5], [6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     fitting = {

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import MASKED, fits
+from decoding import MASKED, TensorRecorder, fits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from small_models import tiny
 from structured import lettered
 from tokenized_models import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
@@ -29,7 +26,6 @@ from transformers import (
 )
 
 import paradec
-from paradec.cli.watch import END, UNDECIDED, LiveView
 from paradec.models.adapter import Model
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER
@@ -38,22 +34,7 @@ PROMPT = "Reverse: pear fig apple kiwi"
 STEPWISE = {"sampler": "low_confidence", "max_new_tokens": 8}
 
 
-class Recorder:
-    """A streamer of one's own, that takes batches."""
-
-    def __init__(self) -> None:
-        self.puts: list[Tensor] = []
-        self.ends = 0
-
-    def put(self, value: Tensor) -> None:
-        assert self.ends == 0
-        self.puts.append(value)
-
-    def end(self) -> None:
-        self.ends += 1
-
-
-class Drafts(Recorder):
+class Drafts(TensorRecorder):
     """The same, that shows what is not final yet."""
 
     def __init__(self) -> None:
@@ -65,17 +46,12 @@ class Drafts(Recorder):
         self.drafts.append(torch.cat([*self.puts, value], dim=1))
 
 
-@pytest.fixture(scope="module")
-def packaged() -> Model:
-    return paradec.load()
-
-
 def test_a_row_that_ended_early_holds_nothing_back() -> None:
     model = tiny(1)
     rows, request = [[7], [0]], {"max_new_tokens": 16, "block_length": 4}
     ends = [paradec.generate(model, [row], sampler="editing", **request).tokens[0] for row in rows]
     assert ends[0] <= 4 and ends[1] == 16  # else the test shows nothing
-    streamer, sent = Recorder(), []
+    streamer, sent = TensorRecorder(), []
 
     def callback(state: Any, commit: Any) -> None:
         count = sum(piece.shape[1] for piece in streamer.puts[1:])
@@ -124,7 +100,7 @@ def test_everything_comes_once_and_final(name: str, kind: str, request: pytest.F
 
 def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
     sent = []
-    streamer = Recorder()
+    streamer = TensorRecorder()
 
     def look(state: Any, commit: Any) -> None:
         undecided = state.undecided[0].tolist()
@@ -191,7 +167,7 @@ def test_one_row_streamers_refuse_a_batch(packaged: Model) -> None:
 @pytest.mark.parametrize("rows", [[[1, 2, -1, 3, 4, -1, -1, 5]], [[1, 2, -1, 3, 4, -1, -1, 5], [6, 7, 8, 9, -1, 1]]])
 def test_an_infill_streams_given_text_in_its_place(llada: Model, rows: list[list[int]]) -> None:
     rows = [[llada.facts.mask_token_id if token < 0 else token for token in row] for row in rows]
-    streamer = Recorder()
+    streamer = TensorRecorder()
     out = paradec.infill(llada, rows, sampler="low_confidence", streamer=streamer)
     assert torch.equal(streamer.puts[0], out.sequences[:, :2]) and streamer.puts[0][0].tolist() == [1, 2]
     assert torch.equal(torch.cat(streamer.puts, 1), out.sequences)
@@ -207,12 +183,12 @@ def raises(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
 def test_the_streamer_is_ended_whatever_happens(llada: Model, error: BaseException) -> None:
-    streamer = Recorder()
+    streamer = TensorRecorder()
     with pytest.raises(type(error)):
         paradec.generate(llada, [1, 2], streamer=streamer, callback=raises(error), **STEPWISE)
     assert streamer.ends == 1
 
-    class Full(Recorder):
+    class Full(TensorRecorder):
         def put(self, value: Tensor) -> None:
             super().put(value)
             if len(self.puts) == 2:
@@ -225,7 +201,7 @@ def test_the_streamer_is_ended_whatever_happens(llada: Model, error: BaseExcepti
 
 
 def test_an_early_end_by_callback(llada: Model) -> None:
-    streamer = Recorder()
+    streamer = TensorRecorder()
     out = paradec.generate(llada, [1, 2], streamer=streamer, callback=lambda state, commit: True, **STEPWISE)
     assert out.row_nfe == [1] and streamer.ends == 1
     assert (torch.cat(streamer.puts, 1) != llada.facts.mask_token_id).all()
@@ -237,19 +213,6 @@ def test_what_is_sent_does_not_change_later(llada: Model) -> None:
     streamer.put_draft = lambda value: kept.append((value, value.tolist()))
     paradec.generate(llada, [1, 2], streamer=streamer, **STEPWISE)
     assert all(value.tolist() == at_the_time for value, at_the_time in kept) and kept
-
-
-def test_live_view_shows_tokens_being_filled_in(packaged: Model) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=200, color_system=None)
-    with LiveView(packaged.tokenizer, console, interval=0) as view:
-        out = paradec.generate(packaged, [PROMPT, "Sort: pear fig apple"], callback=view.update, **STEPWISE)
-    frames = re.findall(r"\[1\] (.*)", screen.getvalue())
-    counts = [frame.count(UNDECIDED) for frame in frames]
-    assert counts[0] == 7 and counts == sorted(counts, reverse=True) and counts[-1] == 0
-    assert frames[-1].strip() == f"{out.text[0]} {END}"
-    assert re.findall(r"\[2\] (.*)", screen.getvalue())[-1].strip() == f"{out.text[1]} {END}"
-    assert PROMPT.split()[1] not in frames[0].split()[0]
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
@@ -403,33 +366,3 @@ def test_the_prompt_is_no_part_of_a_match() -> None:
     newline = ids_of("\n")[0]
     out = paradec.generate(model, [newline, newline], max_new_tokens=len(ids), stop_strings="\n\n")
     assert out.text == "\n one two"
-
-
-def test_words_and_batches_of_the_packaged_model() -> None:
-    model = paradec.load()
-    prompts = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: pear grape kiwi"]
-    out = paradec.generate(model, prompts, stop_strings=["fig"])
-    assert out.text == ["apple fig", "kiwi apple fig", "pear grape kiwi"]
-    assert out.tokens == [2, 3, 4] and out.finished == [True] * 3
-
-
-def test_text_that_is_taken_back_is_read_again() -> None:
-    mask, (one, two, stop) = TOKENIZER.mask_token_id, (ids_of(text)[0] for text in ("one", " two", "."))
-    rule = StopStrings(["."], TOKENIZER, np.array([2]), mask)
-    window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None], host_valid=None)
-    state = SimpleNamespace(window=window, end=np.array([6]))
-    assert rule(state, np.array([[one, two, mask, stop]])) is None
-    assert rule(state, np.array([[one, mask, mask, stop]])) is None
-    assert rule(state, np.array([[one, stop, mask, stop]])).tolist() == [4]
-    assert rule(state, np.array([[stop, two, mask, stop]])).tolist() == [3]
-
-
-@pytest.mark.parametrize("value", ["", [""], ["a", ""], [1], 3, [None], [["a"]]])
-def test_wrong_stop_strings(value: Any) -> None:
-    with pytest.raises(ValueError, match="stop_strings=.* must be a text or a sequence of texts, none of them empty"):
-        paradec.generate(paradec.load(), "Sort: pear fig", stop_strings=value)
-
-
-def test_a_tokenizer_is_needed(llada: Model) -> None:
-    with pytest.raises(ValueError, match="stop_strings='a' needs a tokenizer; llada-tiny has none"):
-        paradec.generate(llada, [1, 2], stop_strings="a")

@@ -14,9 +14,8 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, why_unsupported
+from paradec.batching import Batch, BatchClosed, Cancelled, Ticket
 from paradec.models.adapter import Model
-from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 
@@ -125,8 +124,6 @@ def fields_of(output: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
-    """Whole outputs: of rows of unequal lengths, with seeds of their own, beside one that does not begin, one with
-    holes and others with another request."""
     model = tiny(1)
     model.tokenizer = Words()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
@@ -240,23 +237,6 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
             drain(batch)
         for row, kind, ticket in zip(rows, kinds, tickets):
             assert ticket_ids(ticket) == paradec.generate(model, row, **REQUEST, **kind).new_tokens[0].tolist()
-
-
-def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (MemoryError("16 GiB"), RuntimeError("broken"), OverflowError("too big")):
-
-        @dataclass(frozen=True)
-        class Own(LowConfidence):
-            name = "own"
-
-            def memory(self, error: Exception = error) -> Any:
-                raise error
-
-        with Batch(model, batch_size=2, **REQUEST) as batch:
-            bad, good = batch.add([1], sampler=Own()), batch.add([2])
-            drain(batch)
-        assert bad.output is not None and bad.output.error is error
-        assert ticket_ids(good) == paradec.generate(model, [2], **REQUEST).new_tokens[0].tolist()
 
 
 def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
@@ -527,18 +507,6 @@ def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
     assert set(range(24)) - set(answers) <= {5, 11, 17, 23}
 
 
-def test_an_interrupted_step_is_taken_again(model: Model) -> None:
-    whole = paradec.generate(model, ROWS[:4], **REQUEST)
-    failing = Failing(model, calls=3, error=KeyboardInterrupt())
-    with Batch(failing, batch_size=2, **REQUEST) as batch:
-        tickets = [batch.add(row) for row in ROWS[:4]]
-        with pytest.raises(KeyboardInterrupt):
-            drain(batch)
-        assert batch.occupied == 2
-        drain(batch)
-    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
-
-
 NOT_HERE: dict[str, Any] = {
     "num_return_sequences": 2,
     "generator": torch.Generator(),
@@ -574,8 +542,3 @@ def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model
         tickets = [batch.add(row) for row in ROWS[:5]]
         drain(batch)
     assert [ticket_ids(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
-
-
-def test_a_request_that_can_be_refilled_is_supported(model: Model) -> None:
-    assert why_unsupported(model, Request(cache="dual", temperature=0.5)) is None
-    assert "family" in str(why_unsupported(model, Request(sampler="taylorseer")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from decoding import REQUEST, ROWS, Failing, Recorder, drain, ticket_ids
@@ -18,7 +17,6 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs
 from paradec.samplers.masked.device.graphs import NotCapturable
-from paradec.samplers.masked.device.rows import DeviceRows
 
 SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
@@ -262,32 +260,5 @@ def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> Non
         Batch(model, **REQUEST, compile=True)
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
         Batch(model, **REQUEST).add(ROWS[0], compile=True)
-
-
-def test_generate_many_takes_it(model: Model) -> None:
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
         next(iter(paradec.generate_many(model, [{"input_ids": ROWS[0]}], **REQUEST, compile=True)))
-
-
-def test_rows_in_slots_are_those_of_the_numpy_loop() -> None:
-    model = tiny(1)
-    method = samplers.create("low_confidence")
-
-    def begun(row: list[int]) -> Any:
-        return method.start(model, [row], **{**REQUEST, "cache": "dual"})
-
-    used = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
-    used.replace_row(0, begun(ROWS[1]))
-    used.replace_row(1, begun(ROWS[2]))
-    for _ in range(3):
-        used.step()
-    used.replace_row(1, begun(ROWS[3]))
-    model.engines.clear()
-    fresh = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
-    fresh.replace_row(1, begun(ROWS[3]))
-    for name in ("canvas", "blocks", "keys", "failed", "stopped", "running", "stuck"):
-        mine, new = getattr(used.engine, name)[1], getattr(fresh.engine, name)[1]
-        np.testing.assert_array_equal(mine[: len(new)] if mine.ndim else mine, new, err_msg=name)
-    for name in ("_given", "counts", "_progress"):
-        np.testing.assert_array_equal(getattr(used.engine, name)[:, 1], getattr(fresh.engine, name)[:, 1], err_msg=name)
-    assert (used.engine.store.token_at_write[1] == -1).all()

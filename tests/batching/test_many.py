@@ -236,10 +236,8 @@ def test_a_source_that_fails_says_so_and_what_was_read_is_still_answered(model: 
     ("changes", "words"),
     [
         ({"order": "best"}, "unknown order: 'best'"),
-        ({"errors": "ignore"}, "unknown errors: 'ignore'"),
         ({"look_ahead": -1}, "look_ahead=-1"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"max_memory": 0}, "max_memory=0"),
         ({"seed": [1, 2]}, "give each prompt its own"),
         ({"gen_length": 3}, "max_new_tokens"),
         ({"prompts": "one text"}, "one alone goes to paradec.generate"),
@@ -392,18 +390,6 @@ def test_negative_prompts_are_a_prompts_own() -> None:
     assert [out.tokens[0].tolist() for out in outs] == whole.tokens.tolist()
 
 
-def test_no_more_is_read_than_fits(masked: MaskedImageModel) -> None:
-    read = itertools.count()
-
-    def endless() -> Iterator[int]:
-        while True:
-            yield next(read) % 4
-
-    with generate_many(masked, endless(), batch_size=2, look_ahead=1, steps=2, output_type="latent") as many:
-        assert [out.index for out in itertools.islice(many, 5)] == [0, 1, 2, 3, 4]
-    assert next(read) <= 5 + 3
-
-
 def test_what_fails_fails_alone(llamagen: LlamaGenModel) -> None:
     model = hurt(llamagen, poison=8)
     request = {"seed": 4, "output_type": "pt"}
@@ -417,28 +403,6 @@ def test_what_fails_fails_alone(llamagen: LlamaGenModel) -> None:
     assert [out.tokens[0].tolist() for out in good] == whole.tokens.tolist()
     with pytest.raises(ValueError, match="class_labels=10"):
         next(generate_many(llamagen, [10], errors="raise"))
-
-
-def test_pictures_are_taken_back(llamagen: LlamaGenModel) -> None:
-    many = generate_many(llamagen, LABELS, batch_size=2, seed=4, output_type="latent")
-    assert many.cancel(1) and many.cancel(5)
-    outs = list(many)
-    assert [isinstance(out.error, Cancelled) for out in outs] == [index in (1, 5) for index in range(7)]
-    whole = generate_images(llamagen, class_labels=LABELS, seed=4, output_type="latent")
-    assert outs[6].tokens.tolist() == whole.tokens[6:].tolist()
-    many.batch.close()
-
-
-def test_nothing_is_lost_by_an_interrupt_images(llamagen: LlamaGenModel) -> None:
-    model = hurt(llamagen, last=20, error=KeyboardInterrupt())
-    request = {"batch_size": 3, "seed": 4, "order": "completed", "output_type": "pt"}
-    many, outs = generate_many(model, LABELS, **request), []
-    with pytest.raises(Interrupted):
-        for out in many:
-            outs.append(out)
-    outs += many
-    outs.sort(key=lambda out: out.index)
-    same(outs, generate_images(llamagen, class_labels=LABELS, seed=4, output_type="pt"))
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
@@ -473,10 +437,8 @@ def test_rows_in_lock_step_are_refused_by_name(kind: str) -> None:
     "arguments",
     [
         ({"sampler": "zipar"}, "'zipar' .* end together; use paradec.generate_images"),
-        ({"sampler": "maskgit"}, "maskgit"),
         ({"max_new_tokens": 4}, "max_new_tokens=4 has no meaning for pictures"),
         ({"trace": True}, "trace=True does not work"),
-        ({"generator": torch.Generator()}, "generator=.* does not work"),
         ({"seed": (1, 2)}, "must be one int here"),
         ({"height": 32}, "height=32"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -230,22 +231,18 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
         peft.inject_adapter_in_model(config, module)  # transformers 5.24's load_adapter needs peft 0.22
         layers = [part for part in module.modules() if isinstance(part, BaseTunerLayer)]
         assert [reused(), reused()] == [0, 32]
-        for enabled in (False, True):
+        changes: list[Callable[[Any], Any]] = [
+            lambda layer: layer.enable_adapters(False),
+            lambda layer: layer.enable_adapters(True),
+            lambda layer: layer.scale_layer(4.0),
+            lambda layer: layer.set_scale("default", 6.0),
+            lambda layer: layer.scaling.update(default=torch.tensor(2.0, dtype=torch.float64)),
+            lambda layer: layer.scaling["default"].fill_(3.0),
+        ]
+        for change in changes:
             for layer in layers:
-                layer.enable_adapters(enabled)
+                change(layer)
             assert [reused(), reused()] == [0, 32]
-        for layer in layers:
-            layer.scale_layer(4.0)
-        assert [reused(), reused()] == [0, 32]
-        for layer in layers:
-            layer.set_scale("default", 6.0)
-        assert [reused(), reused()] == [0, 32]
-        layers[0].scaling["default"] = 9.0
-        assert [reused(), reused()] == [0, 32]
-        layers[0].scaling["default"] = torch.tensor(2.0, dtype=torch.float64)
-        assert [reused(), reused()] == [0, 32]
-        layers[0].scaling["default"].fill_(3.0)
-        assert [reused(), reused()] == [0, 32]
         with rescale_adapter_scale(module, 0.5):
             assert [reused(), reused()] == [0, 32]
         assert [reused(), reused()] == [0, 32]

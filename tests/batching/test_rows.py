@@ -263,22 +263,6 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         Batch(model)
 
 
-def test_masked_pictures_are_decoded_as_ids() -> None:
-    model = shared("digits-maskgit")
-    grid = model.grid()
-    prompts = [model.request(label, grid).prompts[0] for label in (1, 7, 3)]
-    request = {"sampler": "maskgit", "steps": 4, "temperature": 1.0, "seed": 5, "max_new_tokens": grid.length}
-    request |= {"suppress_tokens": model.suppressed, "eos_early_stop": False}
-    whole = paradec.generate(model, prompts, **request)
-    with Batch(model, batch_size=2, **request) as batch:
-        tickets = [batch.add(prompt) for prompt in prompts]
-        while not all(ticket.done for ticket in tickets):
-            batch.step()
-    outs = [ticket.output for ticket in tickets]
-    assert [out.error for out in outs] == [None] * 3
-    assert [out.new_tokens[0].tolist() for out in outs] == whole.new_tokens.tolist()
-
-
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "speculative": {"drafter": tiny(1, topology="causal", prediction="shifted", seed=1)}
 }

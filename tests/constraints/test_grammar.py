@@ -79,7 +79,6 @@ def sampler_of(way: str) -> Any:
     "way", [pytest.param(way, marks=() if way in ("sjd", "tree") else pytest.mark.full) for way in WAYS]
 )
 def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model) -> None:
-    """Four tokens of it: at each, the model's distribution over those with which the text begins a text."""
     reads = {token: causal.tokenizer.decode([token], skip_special_tokens=True) for token in range(38)}
     expected: dict[tuple[int, ...], float] = {}
 

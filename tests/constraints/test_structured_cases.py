@@ -101,7 +101,6 @@ def test_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("name", named("marginals"))
 def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
-    """The scattered sums run anywhere; on the host they take ten times as long."""
     ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
     logits[0, ours.runs.tokens[0]] = -torch.inf
     found = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
@@ -109,7 +108,6 @@ def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
 
 
 def test_vocabularies_of_several_stretches() -> None:
-    """Best texts and draws, where ids are looked at stretch by stretch, beside sums over all tokens."""
     size, draw = 3 * STRETCH + 100, np.random.default_rng(0)
     owner = draw.integers(0, 4, size)  # class 3: tokens that no text has
     members = [np.flatnonzero(owner == index) for index in range(3)]

@@ -326,7 +326,6 @@ def lifted(value: Constraint) -> TokenAutomaton:
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -> None:
-    """Sequences in any spelling, of bytes too: what is no text is in no language."""
     pattern = data.draw(st.sampled_from([r"(one|two|three)( (one|two))*\.?", r"\w+ ?\w*", "é*.?x?", r"[^\d]{0,4}"]))
     automaton = lifted(paradec.Regex(pattern))
     ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
@@ -384,7 +383,6 @@ def many_texts(count: int, length: int) -> list[str]:
 @pytest.mark.parametrize("pattern", ["a(ba)*", "(one|two)( three)?", "[a-d]{3}(x{4})*", "(aa|bbb){1,3}"])
 @pytest.mark.parametrize("ends", [(), (TOKENIZER.eos_token_id,)])
 def test_what_reaches_an_end(pattern: str, ends: tuple[int, ...]) -> None:
-    """Against all numbers of tokens, one after the other, from the end."""
     automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, len(TOKENIZER), ends, ())
     expected, reached = automaton.accept, []
     for count in range(20):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from paradec import samplers
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
-from paradec.samplers.masked.device import step as device_step
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 MASKED = [
@@ -273,17 +270,7 @@ def test_wrong_values_are_refused_before_work(masked: Model, causal: Model, valu
             paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=4, logprobs=value)
 
 
-def test_the_device_step_leaves_them_to_the_plain_loop(masked: Model) -> None:
-    sampler = samplers.create("threshold")
-    state = sampler.start(masked, [1, 2], max_new_tokens=4, logprobs=1)
-    assert device_step.refusal(sampler, masked, state) == "logprobs are kept step by step"
-
-
-def test_copies_and_ends(masked: Model) -> None:
-    output = paradec.generate(masked, ROWS, max_new_tokens=NEW, logprobs=2)
-    for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
-        assert torch.equal(copied.logprobs.best_tokens, output.logprobs.best_tokens)
-    # padding after an end has none
+def test_padding_after_an_end_has_none() -> None:
     ended = paradec.wrap(
         tiny(2).unwrap(), mask_token_id=MASK, eos_token_id=list(range(20)), prediction="same", topology="bidirectional"
     )

@@ -59,7 +59,6 @@ def test_draws_depend_on_everything_named_and_nothing_else() -> None:
     ("rows", "width", "vocab"), [(2, 3, 5), (1, 1, 40_001), (3, 2, 10_001), (200, 100, 3), (2, 0, 3)]
 )
 def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, vocab: int) -> None:
-    """Accelerators draw with tensors and all at once, the CPU with arrays and piece by piece."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(0, 2**32, (rows, 2), generator=generator)
     step = torch.randint(0, 2**31, (rows,), generator=generator)
@@ -76,7 +75,6 @@ def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, vocab: int
 
 
 def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
-    """Copies stand side by side. One seed per prompt is that of all its copies; one per row is the row's own."""
     arguments = {"max_new_tokens": 6, "temperature": 4.0, "eos_early_stop": False}
     prompts, answers = [[1, 2, 3], [4, 5, 6, 7]], 3
 
@@ -101,7 +99,6 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 @settings(max_examples=50, deadline=None)
 def test_row_keys(prompts: list[list[int]], seed: int) -> None:
-    """A row's key ignores the rows around it, and copies of one prompt have keys of their own."""
     keys = [tuple(key) for key in row_keys([seed] * len(prompts), prompts)]
     assert len(set(keys)) == len(keys)
     for prompt in prompts:

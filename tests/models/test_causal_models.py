@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from decoding import TensorRecorder
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
-from typer.testing import CliRunner
 
 import paradec
-from paradec import cli, samplers
+from paradec import samplers
 
 SIZES = {
     "hidden_size": 32,
@@ -373,29 +373,14 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
         assert cut.finished[row] == finished and cut.tokens[row] == 24
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.puts: list[torch.Tensor] = []
-        self.drafts = self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value)
-
-    def put_draft(self, value: torch.Tensor) -> None:
-        self.drafts += 1
-
-    def end(self) -> None:
-        self.ends += 1
-
-
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
 def test_streamers_get_every_token_once(speaking: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    streamer, sampler = Recorder(), makers(speaking)[name]
+    streamer, sampler = TensorRecorder(), makers(speaking)[name]
     output = paradec.generate(speaking, ROWS, sampler=sampler, streamer=streamer, **DRAWN)
     sent = torch.cat(streamer.puts, 1)
     assert torch.equal(sent, output.sequences[:, : sent.shape[1]]) and len(streamer.puts) > 2
     assert sent.shape[1] == output.sequences.shape[1] - 24 + max(output.tokens)
-    assert (streamer.ends, streamer.drafts) == (1, 0)
+    assert streamer.ends == 1
     own = transformers.TextStreamer(speaking.tokenizer, skip_prompt=True, skip_special_tokens=True)
     one = paradec.generate(speaking, ROWS[0], sampler=sampler, streamer=own, **DRAWN)
     assert capsys.readouterr().out.rstrip("\n") == one.text.rstrip("\n")
@@ -416,28 +401,3 @@ def test_transformers_own_generate(speaking: Any) -> None:
     assert cut.shape[1] <= 9 and torch.equal(cut[0], expected[1, : cut.shape[1]])
     with pytest.raises(ValueError, match="prediction is needed"):
         module.generate(ids, max_new_tokens=4, custom_generate=paradec.hf_generate, mask_token_id=3)
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, ["generate", *map(str, arguments)])
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    folder, small = saved(tmp_path / "big", tokenizer=WORDS), saved(tmp_path / "small", tokenizer=WORDS, seed=4)
-    model = paradec.load(folder)
-    for sampler in ("sjd", "jacobi", "scd", "gsd"):
-        result = run("one two", "--model", folder, "--sampler", sampler, "--max-new-tokens", 8, "--json")
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        expected = paradec.generate(model, "one two", sampler=sampler, max_new_tokens=8)
-        assert found["new_tokens"] == expected.new_tokens[0, : len(found["new_tokens"])].tolist()
-        assert found["cache"] == "causal" and "draft_nfe" not in found
-    given = ("one two", "--model", folder, "--sampler", "speculative", "--max-new-tokens", 8)
-    result = run(*given, "--drafter", small, "--set", "tree=[2,1]", "--json")
-    assert result.exit_code == 0, result.output
-    drafted = json.loads(result.stdout)
-    assert drafted["new_tokens"] == found["new_tokens"] and drafted["draft_nfe"] > 0
-    assert "of the drafter" in run(*given, "--drafter", folder, "-n", 2, "--temperature", 1).stderr
-    stop = expected.text.strip()[:1]
-    stopped = run("one two", "--model", folder, "--sampler", "sjd", "--max-new-tokens", 8, "--stop", stop, "--json")
-    assert json.loads(stopped.stdout)["finished"]

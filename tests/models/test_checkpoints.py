@@ -14,25 +14,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import (
-    DREAM,
-    DREAM_PARTS,
-    IDS,
-    LLADA,
-    LLADA_PARTS,
-    changed,
-    logits,
-    random_weights,
-    shard,
-    write_checkpoint,
-    write_index,
-)
+from checkpoints import DREAM, IDS, LLADA, changed, logits, random_weights, shard, write_checkpoint, write_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles.llada_dream import Net
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import silu
 
 import paradec
 
@@ -48,59 +36,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def naive_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """[L, V] float64 logits of one row, as LLaDA's and Dream's modeling files compute them."""
-    w = {name: value.double() for name, value in weights.items()}
-    if config["model_type"] == "llada":
-        parts, layer = LLADA_PARTS, "model.transformer.blocks.{}."
-        embedding, last = w["model.transformer.wte.weight"], w["model.transformer.ln_f.weight"]
-        head = embedding if config.get("weight_tying", True) else w["model.transformer.ff_out.weight"]
-        layers, heads = config["n_layers"], config["n_heads"]
-        multi_query = config.get("multi_query_attention")
-        kv_heads = config.get("n_kv_heads") or (1 if multi_query else heads)
-    else:
-        parts, layer = DREAM_PARTS, "model.layers.{}."
-        embedding, last = w["model.embed_tokens.weight"], w["model.norm.weight"]
-        head = embedding if config.get("tie_word_embeddings") else w["lm_head.weight"]
-        layers, heads, kv_heads = (
-            config[name] for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        )
-    width, eps = embedding.shape[1] // heads, config.get("rms_norm_eps", 1e-5)
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        x = x.float()  # the one place where the modeling files insist on float32
-        return (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).double() * weight
-
-    # angles in float32, as everywhere: their last bits are part of the model
-    frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
-    angles = torch.outer(torch.arange(len(ids)).float(), frequencies).repeat(1, 2)
-    cos, sin = angles.cos().double(), angles.sin().double()
-
-    def rotate(x: Tensor) -> Tensor:  # [heads, L, width]
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-    x = embedding[torch.tensor(ids)]
-    for index in range(layers):
-        name = layer.format(index)
-
-        def linear(x: Tensor, part: str, name: str = name) -> Tensor:
-            y = x @ w[f"{name}{parts[part]}.weight"].T
-            return y + w.get(f"{name}{parts[part]}.bias", 0)
-
-        h = norm(x, w[f"{name}{parts['attn_norm']}.weight"])
-        q, k, v = (
-            linear(h, part).view(len(ids), count, width).transpose(0, 1)
-            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        )
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=0) for t in (rotate(k), v))
-        attention = (rotate(q) @ k.transpose(1, 2) / width**0.5).softmax(-1) @ v
-        x = x + linear(attention.transpose(0, 1).reshape(len(ids), -1), "o")
-        h = norm(x, w[f"{name}{parts['mlp_norm']}.weight"])
-        x = x + linear(silu(linear(h, "gate")) * linear(h, "up"), "down")
-    return norm(x, last) @ head.T
-
-
 def golden_copy(name: str, to: Path, **fields: Any) -> Path:
     shutil.copytree(GOLDEN / name, to)
     config = json.loads((to / "config.json").read_text())
@@ -111,7 +46,7 @@ def golden_copy(name: str, to: Path, **fields: Any) -> Path:
 def assert_as_published(folder: Path, **load: Any) -> None:
     model = paradec.load(folder, dtype="float64", **load)
     config = json.loads((folder / "config.json").read_text())
-    expected = naive_logits(config, load_file(folder / "model.safetensors"), IDS)
+    expected = Net(config, load_file(folder / "model.safetensors"))(torch.tensor(IDS))
     torch.testing.assert_close(logits(model, IDS), expected, **CLOSE)
 
 
@@ -340,7 +275,7 @@ def test_revisions_of_a_cached_repository(hub: Path) -> None:
         ref.write_text(commit)
     for seed, revision in enumerate(commits):
         found = logits(paradec.load("some/model", revision=revision, dtype="float64"), IDS)
-        torch.testing.assert_close(found, naive_logits(LLADA, random_weights(LLADA, seed), IDS), **CLOSE)
+        torch.testing.assert_close(found, Net(LLADA, random_weights(LLADA, seed))(torch.tensor(IDS)), **CLOSE)
     with pytest.raises(paradec.CheckpointError, match="some/model"):
         paradec.load("some/model", revision="nowhere")
 

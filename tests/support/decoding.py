@@ -147,6 +147,21 @@ class Recorder:
         self.ends += 1
 
 
+class TensorRecorder:
+    """A streamer of batches that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.puts: list[Tensor] = []
+        self.ends = 0
+
+    def put(self, value: Tensor) -> None:
+        assert self.ends == 0
+        self.puts.append(value)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
 class Failing:
     """A model that fails for rows in which a token stands, or once it has been called so often. It raises `error`, or
     returns NaN where there is none."""
