@@ -74,7 +74,6 @@ def cast_alone(model: Any) -> Any:
     "kind", ["llada", "dream", "fast_dllm_v2", "Bert", "Llama causal", "Opaque", "emu3", "janus", "mar", "dit"]
 )
 def test_autocast_is_for_the_model_alone(kind: str) -> None:
-    """Around a request it changes what the model computes, and nothing of what is made of that."""
     model = single(kind)
     with half():
         found = decoded(model, kind)

@@ -189,7 +189,6 @@ INNER = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_so
 @pytest.mark.parametrize("transformers_format", [False, True])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
 def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:
-    """Ragged rows, after several commits of different lengths: features, positions, windows, the drafter's store."""
     base = tiny_base(layers=4)
     inner = {} if transformers_format else INNER
     config, weights = checkpoint(inner=inner)
@@ -280,15 +279,10 @@ def wrong_checkpoints() -> list[Any]:
         case(lambda c, w: c["dflash_config"].update(mask_token_id=5), "mask_token_id=5; LlamaForCausalLM has 5 tokens"),
         case(lambda c, w: c["dflash_config"].update(target_layer_ids=[0, 4]), r"reads target_layer_ids=\[0, 4\]"),
         case(lambda c, w: c["dflash_config"].update(selector_rank=8), "has selector_rank, of a variant of DFlash"),
-        stated("attention_bias='no' must be true or false", attention_bias="no"),
         stated("num_hidden_layers=3 .*layers.2.self_attn.q_", num_hidden_layers=3, layer_types=None),
-        stated("num_attention_heads=3, num_key_value_heads=2 and head_dim=8", num_attention_heads=3),
         stated("intermediate_size=7 need 7 rows of .*gate_proj.* which has 24", intermediate_size=7),
-        stated("rope_theta=-1 must be a number in", rope_theta=-1),
         stated("cannot be computed: they are not finite", rope_scaling={"type": "linear", "factor": 0}),
         inner("is_causal='no' must be true or false", is_causal="no"),
-        inner("input_embedding_scale='x' must be", input_embedding_scale="x"),
-        inner("output_multiplier=nan must be", output_multiplier=float("nan")),
         inner("final_logit_softcapping=-1 must be", final_logit_softcapping=-1),
         case(lambda c, w: w.pop("fc.weight"), "missing .*encoder.fc.weight"),
         case(lambda c, w: w.update({"layers.0.conv.weight": torch.ones(2)}), "unexpected .*layers.0.conv"),
@@ -318,14 +312,6 @@ def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
     with pytest.raises(CheckpointError, match="whose network transformers has from 5.23 on; this is"):
         loaded(base)
-
-
-def test_nan_of_the_drafter_is_named(loaded: Any) -> None:
-    base = tiny_base(layers=4)
-    drafter = loaded(base)
-    drafter.module.norm.weight.data[0] = torch.nan
-    with pytest.raises(FloatingPointError, match="the drafter returned NaN"):
-        paradec.generate(base, PROMPTS, sampler=speculative(drafter), max_new_tokens=6)
 
 
 assert VOCAB == 5  # what the checkpoints' mask is one of

@@ -103,7 +103,6 @@ def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) ->
 
 WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: c.update(draft_vocab_size=3) or w.update({"lm_head.weight": torch.ones(3, 32)}), "d2t must be 3"),
-    (lambda c, w: w.update(d2t=torch.zeros(40)), "d2t must be 40 integers"),
     (lambda c, w: w.update(d2t=torch.full((40,), 60)), "40 different ids from 0 to 63"),
     (lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),
     (lambda c, w: w["d2t"].zero_(), r"d2t leads to id \d+, and t2d.\d+. is False"),
@@ -113,10 +112,8 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: c["transformer_layer_config"].update(vocab_size=65), "vocab_size=65"),
     (lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
     (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
-    (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[2, 3, 7]), "integers from 1 to 6"),
     (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[2, 3]), r"fc.weight \[32, 96\] instead of \[32, 64\]"),
     (lambda c, w: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
-    (lambda c, w: c.update(transformer_layer_config=[1]), r"transformer_layer_config=\[1\]"),
     (lambda c, w: c.update(speculators_model_type="medusa"), "speculators_model_type='medusa'.* 'eagle3', 'dflash2'"),
     (lambda c, w: w.pop("layers.0.hidden_norm.weight"), "missing weights: midlayer.hidden_norm"),
 ]

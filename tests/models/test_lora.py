@@ -136,7 +136,6 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
-    """By its published name; its blocks, their attention, and the cache of full blocks, as a plain loop without one."""
     name = "D2F_Dream_Base_7B_Lora" if base == "dream-tiny" else "D2F_LLaDA_Instruct_8B_Lora"
     adapter = write(tmp_path / name, base, base_model_name_or_path=str(GOLDEN / base))
     model = paradec.load(adapter)
@@ -153,7 +152,6 @@ def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
 
 
 def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
-    """A checkpoint that was merged elsewhere; and one that was saved here says its blocks."""
     adapter = write(tmp_path / "some-adapter", "dream-tiny")
     with pytest.raises(CheckpointError, match="topology='block_causal' needs a block for .*dream-tiny.*block_length="):
         paradec.load(GOLDEN / "dream-tiny", topology="block_causal")
@@ -180,17 +178,12 @@ def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (pairs | {"model.layers.0.self_attn.q_proj": pairs[name]}, {}, "unexpected weights: model.layers.0"),
         (pairs | {name: (down[:, :-1], up)}, {}, "mismatched weights: .* instead of"),
         (None, {"r": 8}, r"mismatched weights: .*lora_A.weight \[4, 128\] instead of \[8, 128\]"),
-        (None, {"r": 0}, "r=0 must be an integer from 1 to"),
-        (None, {"alpha_pattern": {"q_proj": float("nan")}}, r"alpha_pattern\['q_proj'\]=nan must be a number"),
-        (None, {"target_modules": 5}, "target_modules=5 must be a text or a list of texts"),
         (None, {"target_modules": []}, r"target_modules=\[\] must be names of matrices, a pattern of names or"),
         (None, {"rank_pattern": {"(?i)Q_PROJ": 2}}, r"a pattern \(.*rank_pattern.*\) is wrong: global"),
         (None, {"target_modules": "nothing"}, "leave nothing of what it holds: model.transformer.blocks.0"),
-        (None, {"layers_to_transform": ["0"]}, "layers_to_transform='0' must be an integer"),
         (None, {"layers_to_transform": 0, "target_modules": "x"}, "`layers_to_transform` cannot be used when"),
         (None, {"layers_pattern": "blocks"}, "`layers_to_transform` must also be specified"),
         (None, {"use_dora": True}, "use_dora=True is not supported; supported: False, None. Merge it with peft"),
-        (None, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
         (None, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({}, {}, "holds no matrices"),
     ]

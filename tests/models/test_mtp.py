@@ -31,6 +31,7 @@ RECORDED = golden("drafters")
 NAMES = sorted(path.parent.name for path in RECORDED.glob("*/cases.json") if (path.parent / "model").exists())
 PACKAGED = GOLDEN / "drafters"
 PROMPTS = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
+SAMPLES = [(1500, 1.0), *(pytest.param(20_000, each, marks=pytest.mark.full) for each in (1.0, 0.7, 1.3))]
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Model, MtpDrafter]:
@@ -156,14 +157,11 @@ def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple
         assert answers(sampler, base, PROMPTS, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
-def test_the_distribution_of_the_answers_is_the_models(heads: tuple[Model, MtpDrafter]) -> None:
-    assert p_value(heads[1], heads[0], 1500) > 0.001
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-def test_the_distribution_of_20000_answers_is_the_models(temperature: float, heads: tuple[Model, MtpDrafter]) -> None:
-    assert p_value(heads[1], heads[0], 20_000, temperature=temperature) > 0.001
+@pytest.mark.parametrize(("rows", "temperature"), SAMPLES)
+def test_the_distribution_of_the_answers_is_the_models(
+    rows: int, temperature: float, heads: tuple[Model, MtpDrafter]
+) -> None:
+    assert p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
 
 
 def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
@@ -206,7 +204,6 @@ def swap(config: Any, weights: dict[str, Tensor]) -> None:
 
 
 def test_layouts_are_the_same_heads(tmp_path: Path) -> None:
-    """Drafts and their q of four layouts, in one file and in shards; speculators' is a folder of its own."""
     published = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     sizes = json.loads((PACKAGED / "mtp-1" / "model" / "config.json").read_text())
 

@@ -13,11 +13,6 @@ PROMPTS = 12
 """Of the 48 per task; enough for the margins asserted here."""
 
 
-@pytest.fixture(scope="module")
-def packaged() -> Model:
-    return paradec.load()
-
-
 def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
     """Share of right answers, and tokens per forward, with the answer decoded as one block."""
     examples = load_prompts([task], limit=PROMPTS)
@@ -53,15 +48,3 @@ def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
     out = paradec.generate(packaged, texts, max_new_tokens=16, eos_early_stop=False)
     assert out.tokens == [row.index(end) + 1 for row in out.new_tokens.tolist()]
     assert max(out.tokens) < 16 and out.tokens_per_forward == sum(out.tokens) / sum(out.row_nfe)
-
-
-def test_text_in_text_out(packaged: Model) -> None:
-    text = "Sort: pear fig apple"
-    chat = [{"role": "user", "content": text}]
-    ids = packaged.tokenizer(packaged.tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)[
-        "input_ids"
-    ]
-    answers = [paradec.generate(packaged, prompt).text for prompt in (text, chat, ids)]
-    assert answers == ["apple fig pear"] * 3
-    batch = paradec.generate(packaged, [text, "Reverse: kiwi fig"])
-    assert batch.text[0] == "apple fig pear" and isinstance(batch.text, list) and len(batch.text) == 2

@@ -41,7 +41,6 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 @pytest.mark.parametrize("cache", ["none", "block", "prefix", "dual", "delayed", "dkv_prefill", "vicinity"])
 @pytest.mark.parametrize("add", [0.0, 0.5, 1.0])
 def test_decoding_is_the_plain_loop(add: float, cache: str, prediction: str) -> None:
-    """Rows of three lengths in a batch, each as a loop of its own, forward by forward; caches change nothing."""
     model = from_prompt(2, prediction)
     assert verdict(samplers.create("threshold"), caches.create(cache), model.facts).status == EXACT
     several = False
@@ -125,7 +124,6 @@ def test_adaptive_blocks_stay_inside_the_models() -> None:
 
 @pytest.mark.parametrize("prediction", KINDS)
 def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
-    """The chain from the left, blocks counted from the context's end; pairs of several lengths in one batch."""
     model = from_prompt(2, prediction)
     pairs = [([1, 2, 3], [5, 6, 7, 8, 9, 1]), ([4], [3, 2]), ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15])]
     found = list(log_likelihoods(model, pairs, method="chain", order="left_to_right"))

@@ -284,7 +284,6 @@ def replaced_ends(model: Model, other: Model) -> Model:
 
 
 def test_a_repository_of_the_hub(hub: Path) -> None:
-    """Shards of a cached repository: read, refused where their dtype is wrong, and saved with the code's address."""
     snapshot = hub / "models--some--model" / "snapshots" / ("a" * 40)
     source = write(hub / "source", "llada")
     paradec.load(source).save_pretrained(snapshot, max_shard_size=3000)
@@ -476,7 +475,6 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
 @pytest.mark.thinned
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: Path, times: int) -> None:
-    """Without an attention of ours, and after transformers has saved it again."""
     model = paradec.load(source)
     model.module.save_pretrained(tmp_path)
     if times == 2:

@@ -152,7 +152,6 @@ def test_rows_of_a_batch_are_in_the_way() -> None:
 
 
 def test_threads_decode_with_one_version_or_the_other() -> None:
-    """Requests one after the other in two threads, which an update waits for and which let it in."""
     model = tiny(2)
     old, new = (
         {name: tensor.clone() for name, tensor in of.items()} for of in (model.module.state_dict(), changed(model))

@@ -101,17 +101,6 @@ def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model)
         assert answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_do_not_depend_on_their_neighbours(name: str, base: Model) -> None:
-    drafter = paradec.load_drafter(RECORDED / name, base=base)
-    sampler, prompts = paradec.samplers.create("speculative", drafter=drafter), [[3, 1], [5, 9, 2, 40, 7], [11]]
-    given = {"sampler": sampler, "max_new_tokens": 9, "temperature": 0.9}
-    together = paradec.generate(base, prompts, seed=[1, 2, 3], **given)
-    for row, prompt in enumerate(prompts):
-        alone = paradec.generate(base, [prompt], seed=row + 1, **given)
-        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
-
-
 @pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])
 def test_the_distribution_of_the_answers_is_the_models(name: str, base: Model) -> None:
     assert p_value(paradec.load_drafter(RECORDED / name, base=base), base, 1500) > 0.001
@@ -136,18 +125,14 @@ def test_the_distribution_of_20000_answers_is_the_models(name: str, temperature:
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
-    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(selector_rank=0), "selector_rank=0 must be a positive"),
     ("dflash2-zlab", lambda c, w: c["dflash_config"].update(conv_group_size=5), "conv_group_size=5 must divide"),
-    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(block_size=1), "block_size=1 must be"),
     ("dflash2-zlab", lambda c, w: c["dflash_config"].update(target_layer_ids=[1, 3, 9]), "target_layer_ids=.1, 3, 9."),
     ("dflash2-zlab", lambda c, w: c.pop("dflash_config"), "dflash_config=None must be an object"),
     ("dflash2-zlab", lambda c, w: w.pop("candidate_selector.hidden_projection.weight"), "missing .*hidden_projection"),
     ("dflash2-speculators", lambda c, w: c.update(aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
     ("dflash2-speculators", lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
-    ("dflash2-speculators", lambda c, w: c.update(transformer_layer_config=3), "transformer_layer_config=3"),
     ("dflash2-zlab", lambda c, w: c.update(num_target_layers=7), "num_target_layers=7, base 6"),
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="lstm"), "unknown markov_head_type: 'lstm'"),
-    ("dspark-rnn", lambda c, w: c.update(markov_rank=-1), "markov_rank=-1"),
     ("dspark-rnn", lambda c, w: c.update(target_layer_ids=[0, 2, 5]), "the last layer of base"),
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="gated"), "markov_head.gate_proj"),
     ("dspark-speculators", lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),

@@ -90,7 +90,6 @@ def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_glm_image_replays_draws(name: str) -> None:
-    """The distributions that samplers draw from, before every token, and the tokens that recorded numbers choose."""
     arrays, grid, laid = case(name)
     method = paradec.samplers.create("sjd")
     request = paradec.Request(sampler=method, **model().defaults)
@@ -180,7 +179,6 @@ def test_zipar_knows_both_rasters(window: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["sjd(window=2)", "scd(window=2)", "jacobi(window=2)"])
 def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
-    """Of both codes of a preview of one cell and a picture of one, over many rows: a chi-square test."""
     rows, prompt, grid = 1500, [100, 101, 64], PreviewGrid(1, 1, range(64), preview=(1, 1))
     method = paradec.samplers.create(sampler)
     request = paradec.Request(sampler=method, seed=1, **model().defaults)

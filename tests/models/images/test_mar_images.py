@@ -59,7 +59,6 @@ def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
 
 
 def test_decoder_is_latent_diffusion_s(tmp_path: Path) -> None:
-    """Of a file as `kl16.ckpt` is: names of latent diffusion, the encoder beside it, all under "model"."""
     torch.manual_seed(1)
     theirs = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=4,

@@ -184,11 +184,6 @@ def test_guidance_ends_and_leaves_one_branch() -> None:
         assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
 
 
-def test_cells_of_a_picture_that_is_no_square() -> None:
-    grid = Grid(2, 3, range(4))
-    assert [diagonal(grid, index).tolist() for index in range(4)] == [[0], [1, 3], [2, 4], [5]]
-
-
 def saved(model: NARModel, folder: Path, **fields: Any) -> Path:
     folder.mkdir()
     config = model.module.config

@@ -254,11 +254,3 @@ def test_steps_are_for_samplers_with_a_schedule() -> None:
     with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
         paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
     assert heard[0].filename == __file__
-
-
-@pytest.mark.parametrize("temperature", [0, 0.0, 0.5])
-def test_the_temperature_of_mar_is_its_samplers(temperature: float) -> None:
-    for asked in ({"temperature": temperature}, {"sampler": samplers.create("mar"), "temperature": temperature}):
-        request = images.picture_request(tiny_mar(), asked)
-        assert request.sampler == samplers.create("mar", temperature=temperature)
-        assert request.temperature == DEFAULTS["temperature"]

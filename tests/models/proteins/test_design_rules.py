@@ -16,8 +16,6 @@ from torch import Tensor
 
 import paradec
 from paradec.core import rng
-from paradec.core.protocol import decode
-from paradec.core.rows import replace_rows
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
@@ -96,7 +94,6 @@ QUICK = range(3)
     "first", [pytest.param(each, marks=() if each in QUICK else pytest.mark.full) for each in range(40)]
 )
 def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, first: int) -> None:
-    """Rows of unequal structures under unequal rules, with gaps and given residues; a tie is one rank."""
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
         gaps = dimer("gaps").coordinates.clone()
@@ -127,7 +124,6 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
     "name", ["sjd", "jacobi", *(pytest.param(each, marks=pytest.mark.full) for each in ("scd", "random"))]
 )
 def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNNModel, name: str) -> None:
-    """All designs of five residues, of which two pairs are tied, with three letters and a bias."""
     letters, temperature = "LPS", 0.5
     omit = "".join(letter for letter in LETTERS[:20] if letter not in letters)
     rules = DesignRules(bias={"P": 0.4}, omit=omit, ties=[(0, 3), (1, 4)])
@@ -171,18 +167,9 @@ def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
         assert out.error is None
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)
-    sampler = paradec.samplers.create("jacobi")
-    asked = {"temperature": 0.7, "seed": 5}
-    alone = paradec.generate(some, prompts[0], **(given | {"seed": 5}))
-    state = sampler.start(some, [prompts[1], prompts[2]], **asked)
-    decode(sampler, some, state, lambda *_: True)
-    replace_rows(state, np.array([0]), sampler.start(some, prompts[0], **asked))
-    decode(sampler, some, state)
-    assert state.canvas[0, : len(prompts[0])].tolist() == alone.sequences[0].tolist()
 
 
 def test_ligands_in_any_order_and_with_masked_samplers() -> None:
-    """A LigandMPNN decodes as ProteinMPNN does: the tokens of one residue a step, with what is bound in mind."""
     structure = read_pdb(BOUND / "bound-two.pdb")
     rules = DesignRules(ties=structure.copies(), omit="C")
     model = load_protein_mpnn(BOUND / "small_ligand.pt", structure, rules=rules, dtype=torch.float64)

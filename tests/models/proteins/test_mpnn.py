@@ -41,7 +41,6 @@ def commits_of(out: Any, row: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
 def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
-    """Every token's log-probability is its factor in the order of the steps, for rows of unequal length."""
     prompts = [model.prompt("long", fixed=[3, 9, 10]), model.prompt("short")]
     out = paradec.generate(model, prompts, sampler="random", temperature=temperature, seed=4, trace=True, logprobs=0)
     for row, (prompt, length) in enumerate(zip(prompts, out.sequences.ne(-1).sum(1).tolist(), strict=True)):
@@ -62,7 +61,6 @@ def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, tempe
 
 @pytest.mark.parametrize("sampler", ["maskgit_plus", "random"])
 def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sampler: str) -> None:
-    """Each is drawn as if it came next; from then on they stand in the order of the chain."""
     prompt = model.prompt("long")
     out = paradec.generate(model, prompt, sampler=sampler, steps=5, temperature=1.0, seed=1, trace=True, logprobs=0)
     letters, found = out.sequences[0, 1:], out.logprobs.chosen[0, 1:]
@@ -112,7 +110,6 @@ def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMP
 def test_a_residue_that_is_taken_back_stands_last_again(
     model: ProteinMPNNModel, name: str, settings: dict[str, float]
 ) -> None:
-    """The order that a state keeps is that of the tokens as they stand, edited or masked and decided again."""
     sampler = paradec.samplers.create(name, **settings)
     state = sampler.start(model, model.prompt("long"), temperature=1.0, seed=0)
     kept, edited = state.canvas.clone(), 0
@@ -138,7 +135,6 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
 )
 @pytest.mark.filterwarnings("ignore:delimiters")
 def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, name: str) -> None:
-    """A row in a batch of unequal chains is what it is alone, given residues stay, and a step repeated is the step."""
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
     sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
     given = supported(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
@@ -209,7 +205,6 @@ def test_chains_and_incomplete_residues() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
-    """Distances are not found in narrow types."""
     narrow = load_protein_mpnn(WEIGHTS, model.structures, dtype=dtype)
     assert narrow.dtype == dtype
     for inside in (torch.inference_mode, torch.no_grad):

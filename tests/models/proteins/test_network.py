@@ -75,7 +75,6 @@ def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict
 @pytest.mark.parametrize("used", ["use_sequence", "backbone"])
 @replays("case")
 def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:
-    """With the sequence the public code asks for the first residue of an order, without it for the last one."""
     randn, letters = torch.tensor(case["randn"]), letters_of(model.structures[0].sequence)
     for residue, expected in zip(case["single"]["residues"], case["single"][used], strict=True):
         rank = randn.clone()

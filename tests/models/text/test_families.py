@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ import transformers
 from checkpoints import CONFIGS, FAMILY_BLOCK, FAMILY_SIZES, MASK_NAMES, SDAR, write_family, write_tokenizer
 from decoding import fits, supported, topology_of
 from places import load_script
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small_models import tiny
 from torch import Tensor
 
@@ -113,12 +112,6 @@ def test_facts(family: str, model: Model) -> None:
     assert facts.name == family
     assert model.supports_store
     assert model.pads
-
-
-def test_a_disagreement_is_logged(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "paradec"):
-        paradec.load(folders["fast_dllm_v2"])
-    assert "pad_token_id=2 as its config.json says, of {'config.json': 2, 'tokenizer': 0}" in caplog.text
 
 
 @pytest.mark.parametrize("states_mask", [True, False])
@@ -245,24 +238,6 @@ def test_other_families_are_refused_with_the_reason(tmp_path: Path, model_type: 
     assert "\n" not in str(error.value)
 
 
-def test_the_ids_of_illada(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llada", "d_model": 16, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 24, "vocab_size": 32,
-        "max_sequence_length": 32, "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms",
-        "include_bias": False, "rope": True, "rope_theta": 500000.0, "weight_tying": False,
-        "mask_token_id": 5, "eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0,
-    }  # fmt: skip
-    parts = {"attn_norm": (16,), "ff_norm": (16,), "ff_proj": (24, 16), "up_proj": (24, 16), "ff_out": (16, 24)}
-    parts |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "attn_out"), (16, 16))
-    shapes = {f"model.transformer.blocks.0.{name}.weight": shape for name, shape in parts.items()}
-    shapes |= {f"model.transformer.{name}.weight": (32, 16) for name in ("wte", "ff_out")}
-    shapes["model.transformer.ln_f.weight"] = (16,)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
-    facts = paradec.load(tmp_path).facts
-    assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id) == (5, (2,), 1)
-
-
 def call(model: Model, rows: list[list[int]], **query: Any) -> Tensor:
     """[R, L, V] logits of rows that are padded on the right to the longest."""
     width = max(map(len, rows))
@@ -303,7 +278,6 @@ def capture(model: Model, sampler: Any, state: Any) -> tuple[list[Query], list[T
 def test_every_step_equals_a_one_shot_forward(
     family: str, model: Model, plain: dict[str, Any], name: str, cache: str
 ) -> None:
-    """Logits that were used for an open block = those of one forward of the whole canvas with the mask written out."""
     sampler = samplers.create(name, **({"threshold": 0.3} if name == "threshold" else {}))
     state = sampler.start(model, PROMPTS, max_new_tokens=NEW, cache=cache, seed=1, eos_early_stop=False)
     steps, compared = 0, 0
@@ -353,7 +327,6 @@ def runs(name: str, cache: str, model: Model) -> bool:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
-    """Exact caches give the same; rows in a padded batch = rows alone; blocks are finished from left to right."""
     families = [found for found in loaded.values() if fits(name, found)] or [tiny(2, topology_of(name))]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
@@ -411,7 +384,6 @@ def test_text_and_chat(model: Model) -> None:
 
 
 def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
-    """Fast-dLLM v2's inner blocks: a divisor of the model's block, counted from position 0 too."""
     state = samplers.create("threshold").start(model, [PROMPTS[0]], max_new_tokens=NEW, block_length=2)
     assert (state.block_start[0], state.block_end[0]) == (5, 6)
     for length in (1, 2, 4, 8):
@@ -437,7 +409,6 @@ def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
 
 
 def test_rows_of_other_numbers_of_blocks_take_no_fewer_steps_than_planned(model: Model) -> None:
-    """Steps that cannot be spread evenly over the blocks of every row are rounded up in each."""
     rows, steps = [PROMPTS[0], [*PROMPTS[0], 7]], 5
     assert [len(row) for row in rows] == [5, 6]  # 3 blocks of 4 and 4 of them
     request: dict[str, Any] = {"max_new_tokens": 11, "sampler": "low_confidence", "eos_early_stop": False}

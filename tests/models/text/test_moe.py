@@ -318,16 +318,9 @@ def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: A
 
 
 FOLLOWED = [
-    ("llada2-tiny", "routed_scaling_factor", 1.0),
-    ("llada2-tiny", "topk_group", 3),
-    ("llada2-tiny", "num_experts_per_tok", 2),
-    ("llada2-tiny", "num_experts_per_tok", 1),
-    ("llada2-tiny", "n_group", 2),
     ("llada2-tiny", "rope_theta", 10000),
-    ("llada-moe-tiny", "num_experts_per_tok", 1),
     ("llada-moe-tiny", "rms_norm_eps", 1e-2),
     ("sdar-moe-tiny", "norm_topk_prob", False),
-    ("sdar-moe-tiny", "num_experts_per_tok", 3),
 ]
 
 

@@ -216,7 +216,6 @@ def test_the_causal_mode(path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "cache"), in_turns(traces("diffusion")))
 def test_blocks(path: Path, cache: str) -> None:
-    """Every call's tokens, and how many calls there are; those that only store a block are ours with the seed's."""
     trace = read_json(path)
     settings = trace["settings"]
     threshold, block = settings["threshold"], settings["block"]
@@ -298,7 +297,6 @@ def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> Non
 
 
 def test_a_block_s_first_token_is_the_causal_one() -> None:
-    """A block of one is greedy decoding of the causal mode, whichever method decodes."""
     model = some()
     causal = paradec.generate(
         model_of(FOLDERS[0], "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW

@@ -87,7 +87,6 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar", "fast_dllm_v2"])
 @pytest.mark.parametrize("kind", SCALED)
 def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> None:
-    """The frequencies are those of transformers' function, the logits are others than without, saving keeps them."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     plain = paradec.load(checkpoint(tmp_path / "plain", family), dtype="float64")
