@@ -81,6 +81,13 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
+def packaged() -> Model:
+    import paradec
+
+    return paradec.load()
+
+
+@pytest.fixture(scope="session")
 def llada() -> Model:
     from traces import loaded
 

@@ -16,11 +16,6 @@ from paradec.models.adapter import Model
 PROMPT = "Reverse: pear fig apple kiwi"
 
 
-@pytest.fixture(scope="module")
-def packaged() -> Model:
-    return paradec.load()
-
-
 def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **request: Any) -> list[list[str]]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     view, seen = LiveView(model.tokenizer, console), []

@@ -88,7 +88,6 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
 
 
 def test_holes_are_no_part_of_the_answers_length(pair: Any) -> None:
-    """Two holes in the prompt and one token beside the end to fill them with: an answer's last column is its end."""
     plain, loaded, arguments = pair
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
     ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
@@ -217,7 +216,6 @@ def test_cache_is_not_ours(pair: Any) -> None:
 
 
 def test_the_length_may_stand_in_either_field(pair: Any) -> None:
-    """A config that transformers did not fill in has one of them at most."""
     plain, loaded, arguments = pair
     given = {name: value for name, value in arguments.items() if name != "custom_generate"}
     ids = torch.tensor([[1, 2, 3]])

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    FirstBlockCacheConfig,
-    HeunDiscreteScheduler,
-    MagCacheConfig,
-    TaylorSeerCacheConfig,
-)
+from diffusers import DDPMScheduler, FirstBlockCacheConfig, HeunDiscreteScheduler, MagCacheConfig, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from pipelines import (
@@ -89,9 +82,6 @@ def counted(module: nn.Module, names: list[str]) -> dict[str, int]:
 
         modules[name].forward = forward
     return calls
-
-
-# ---- traces ---------------------------------------------------------------------------------------------------------
 
 
 HOOKED = "(single_)?transformer_blocks.*attn"
@@ -193,7 +183,6 @@ def test_equals_the_hook_of_diffusers(dtype: str) -> None:
     ids=lambda config: type(config).__name__,
 )
 def test_configs_of_diffusers(config: Any) -> None:
-    """Their latents are those of `enable_cache`, bit for bit."""
     pipe = flux_pipeline()
     with accelerate(pipe, config):
         ours = run_flux(pipe, 12)
@@ -201,13 +190,9 @@ def test_configs_of_diffusers(config: Any) -> None:
     assert torch.equal(run_flux(pipe, 12), ours)
 
 
-# ---- every class of transformer -------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
-    """Interval 1 is the plain model, order 0 is reuse, runs repeat, and nothing is left behind."""
     module, inputs = tiny_transformer(name)
     before, expected = attributes(module), denoise(module, inputs, 5)
     for target in TARGETS:
@@ -318,7 +303,6 @@ def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order:
 
 @pytest.mark.parametrize("rises", [True, False])
 def test_runs_of_a_bare_transformer(rises: bool) -> None:
-    """Timesteps may rise or fall: a step against the direction of a run begins the next one."""
     torch.manual_seed(0)
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
@@ -334,7 +318,6 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
 
 
 def test_runs_that_turn_around() -> None:
-    """Noising runs up, denoising runs down: the turn begins a run, and only the turn."""
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     steps = [0, 1, 2, 3, 4, 3, 2, 1, 0, -1]
     with accelerate(module, Forecast(when=Every(3, 2))) as session:
@@ -348,7 +331,6 @@ def test_runs_that_turn_around() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
 def test_callers_may_write_into_what_they_are_given(target: str, basis: str, order: int) -> None:
-    """Evaluated or forecast: neither later forecasts nor what is remembered changes."""
     torch.manual_seed(0)
     module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     ends = []
@@ -379,12 +361,8 @@ def test_blocks_may_write_into_what_their_branches_return(target: str, basis: st
     assert torch.equal(*ends)
 
 
-# ---- pipelines ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["dit", "flux", "wan"])
 def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str, Tensor]) -> None:
-    """Runs in a row, after an exception, after an early end, and after detach."""
     pipe = request.getfixturevalue(name)
     run = {"dit": run_dit, "flux": run_flux, "wan": run_wan}[name]
     before = attributes(pipe.transformer), set(vars(pipe.scheduler))
@@ -428,7 +406,6 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
 
 
 def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
-    """Each branch has its own history, and both follow one decision."""
     with accelerate(wan, TaylorSeer(interval=3)) as session:
         run_wan(wan)
         calls = session.report().calls
@@ -448,7 +425,6 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
 
 
 def test_guidance_in_one_batch(dit: Any) -> None:
-    """A row's forecast does not depend on its neighbours."""
     module = dit.transformer
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
     with accelerate(module, Forecast(when=Every(3, 2))):
@@ -458,7 +434,6 @@ def test_guidance_in_one_batch(dit: Any) -> None:
 
 
 def test_other_shapes(flux: Any) -> None:
-    """From run to run, and in the middle of one: then the history starts anew."""
     sizes = {size: run_flux(flux, 8, height=size, width=size) for size in (16, 32)}
     with accelerate(flux, TaylorSeer(interval=1)):
         for size, expected in sizes.items():
@@ -476,7 +451,6 @@ def test_other_shapes(flux: Any) -> None:
 
 
 def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
-    """Also for one that evaluates twice a step: its evaluations are the steps."""
     old = dit.scheduler
     try:
         with accelerate(dit, Forecast(when=Every(4, 2))) as session:
@@ -496,37 +470,6 @@ def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
         dit.scheduler = old
 
 
-def test_two_transformers_of_one_pipeline() -> None:
-    """As in Wan2.2: one for the first steps, one for the last. Each evaluates before it forecasts."""
-
-    class Pipeline:
-        transformer, inputs = tiny_transformer("PixArt")
-        transformer_2, _ = tiny_transformer("PixArt", seed=1)
-        scheduler = DDIMScheduler()
-
-        def __call__(self) -> Tensor:
-            self.scheduler.set_timesteps(9)
-            latent = self.inputs["hidden_states"]
-            with torch.no_grad():
-                for i, t in enumerate(self.scheduler.timesteps):
-                    module = self.transformer if i < 4 else self.transformer_2
-                    given = self.inputs | {"hidden_states": latent, "timestep": t.expand(2)}
-                    latent = self.scheduler.step(module(**given).sample[:, :4], t, latent).prev_sample
-            return latent
-
-    pipe = Pipeline()
-    expected = pipe()
-    with accelerate(pipe, TaylorSeer(interval=4)) as session:
-        first = pipe()
-        kinds = {(call.transformer, call.step) for call in session.report().calls if call.kind == "full"}
-        assert kinds == {("transformer", 0), ("transformer_2", 4), ("transformer_2", 8)}
-        assert torch.equal(pipe(), first) and not torch.equal(first, expected)
-    assert torch.equal(pipe(), expected)
-
-
-# ---- refresh rules, BAC, memory -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -538,7 +481,6 @@ def test_two_transformers_of_one_pipeline() -> None:
     ids=["reference", "diffusers", "steps", "change"],
 )
 def test_our_loop_and_a_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
-    """One sampler, asked in both places: the same steps are evaluated, and the latents are the same."""
     sampler = Forecast(**settings, where="output")
     with accelerate(dit, sampler) as session:
         latents = run_dit(dit, guidance_scale=1.0)
@@ -631,8 +573,6 @@ class TabledTransformer(nn.Module):
 @pytest.mark.parametrize("metric", bac.METRICS)
 @pytest.mark.parametrize(("samples", "runs"), [(65536, 1), (40, 1), (9, 1), (40, 3)])
 def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) -> None:
-    """Against all choices of 3 steps of 7, each judged by what it serves instead of the steps' own features, or of as
-    many of their entries as are compared, evenly strided; over all runs, which differ."""
     tables = torch.randn(runs, 2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(2)
     module, coming = TabledTransformer(*tables[0]), iter(tables)
 
@@ -693,9 +633,6 @@ def settings_of(sampler: TaylorSeer) -> dict[str, Any]:
     return {key: value for key, value in sampler.to_dict().items() if key != "sampler"}
 
 
-# ---- others on the same modules -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "attach_first"), [("block_level", True), ("leaf_level", False)])
 def test_group_offloading(kind: str, attach_first: bool) -> None:
     module, inputs = tiny_transformer("FLUX")
@@ -722,7 +659,6 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
 
 
 def test_hooks_of_accelerate_that_come_and_go() -> None:
-    """Pipelines with model offloading put them on anew after every run."""
     module, inputs = tiny_transformer("Wan")
     plain = denoise(module, inputs, 5)
     with accelerate(module, Forecast(when=Every(3, 2))):
@@ -741,7 +677,6 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
     "target", ["stack", *(pytest.param(name, marks=pytest.mark.full) for name in ("module", "block"))]
 )
 def test_compiled_blocks(target: str) -> None:
-    """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
     sampler = TaylorSeer(interval=3, where=target)
     module, inputs = tiny_transformer("PixArt")
     plain = denoise(module, inputs, 3)
@@ -793,9 +728,6 @@ def test_half_precision_keeps_its_type() -> None:
             took.append(session.report().bytes)
             assert estimate(module, sampler, **inputs, timestep=time) == took[-1]
         assert took[0] == 2 * took[1] > 0
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]) -> None:

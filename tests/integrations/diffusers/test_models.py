@@ -202,7 +202,6 @@ MEASURES = {
 @pytest.mark.parametrize("rule", MEASURES)
 @pytest.mark.parametrize("name", MAKE)
 def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
-    """Not the texts', which may stand or be called first, and change with the time alone or not at all."""
     loop = Loop(name)
     plain = loop()
     with accelerate(loop, MEASURES[rule]) as session:
@@ -227,7 +226,6 @@ def test_forecasts_of_every_part(name: str, where: str) -> None:
 
 @pytest.mark.parametrize("words", [100, 230], ids=["unequal", "equal"])
 def test_a_refined_text_of_the_picture_s_length(words: int) -> None:
-    """Z-Image, of 256 cells: with the same inputs at every step, every forecast is the full output."""
     torch.manual_seed(0)
     module = models.ZImageTransformer2DModel(
         all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=32, n_layers=3, n_refiner_layers=2, n_heads=2,
@@ -248,9 +246,6 @@ def test_a_refined_text_of_the_picture_s_length(words: int) -> None:
                 torch.testing.assert_close(module(**inputs, t=torch.tensor([0.5]))[0][0], full)
                 pipe.scheduler.step(torch.zeros(1), time, torch.zeros(1))
             assert session.report().evaluated_share < 1
-
-
-# ---- steps ----------------------------------------------------------------------------------------------------------
 
 
 def wan(seed: int, cls: Any = models.WanTransformer3DModel, **options: Any) -> nn.Module:
@@ -275,7 +270,6 @@ def flow() -> UniPCMultistepScheduler:
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["pipeline", "loop"])
 def test_loops_that_do_not_step_the_scheduler(is_own: bool) -> None:
-    """SkyReels' diffusion forcing steps copies of it, and a loop integrates by itself: the timestep tells the step."""
     module = wan(0, models.SkyReelsV2Transformer3DModel, inject_sample_info=False)
     pipe = SkyReelsV2DiffusionForcingPipeline(None, None, module, wan_vae(), flow())
     pipe.set_progress_bar_config(disable=True)
@@ -324,6 +318,11 @@ def two() -> Iterator[tuple[Any, Callable[[int], Any]]]:
 
 def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
     pipe, run = two
+    with accelerate(pipe, TaylorSeer(interval=4)) as session:
+        run(12)
+        full = [(call.transformer, call.step) for call in session.report().calls if call.kind == "full"]
+    firsts = {name: min(step for other, step in full if other == name) for name, _ in full}
+    assert firsts["transformer"] == 0 < firsts["transformer_2"] and len(full) < 24  # each evaluates before it forecasts
     ratios = calibrate(pipe, lambda: run(12))
     assert len(ratios.values) == 12
     with accelerate(pipe, MagCache(ratios, threshold=0.5)) as session:
@@ -338,7 +337,6 @@ def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
 
 
 def test_magcache_takes_the_last_part_of_its_table() -> None:
-    """Of a run that leaves the first steps out."""
     pipe = flux_pipeline()
     torch.manual_seed(0)
     vae = AutoencoderKL(
@@ -358,7 +356,6 @@ def test_magcache_takes_the_last_part_of_its_table() -> None:
 
 
 def test_compiling_while_accelerated() -> None:
-    """The whole transformer: refused as attaching refuses it; where the output is forecast it goes on."""
     for where in ("module", "stack", "output"):
         pipe = flux_pipeline()
         with accelerate(pipe, TaylorSeer(3, where=where)):

@@ -44,7 +44,6 @@ def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
-    """What the pipeline's own functions make of our tokens, and its latents."""
     arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
     given = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
     inputs = {key: torch.from_numpy(arrays[key]) for key in given}
@@ -76,7 +75,6 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["scd", "sjd", "zipar(window=99)"])
 def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) -> None:
-    """Two prompts of unlike lengths and two sizes in turn, where the prior is greedy; beside a forecast of the DiT."""
     encoder = pipe.vision_language_encoder
     expected = run(pipe)
     other = run(pipe, "a cat", height=32, width=64)
@@ -97,7 +95,6 @@ def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) 
 
 
 def test_pictures_are_edited(pipe: Any) -> None:
-    """What the encoder makes by itself of pictures in the prompt."""
     draw, encoder = np.random.default_rng(0), pipe.vision_language_encoder
     pictures = [Image.fromarray(draw.integers(0, 255, (32, 64, 3), np.uint8)) for _ in range(2)]
     found = []
@@ -135,7 +132,6 @@ def test_draws_follow_the_pipeline_s_generator(pipe: Any) -> None:
 def test_prompts_are_text_for_the_adapter_too(
     place: str | None, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the processor in memory, beside the model, or in its folder."""
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
     glm = glm_image.GlmImageModel(pipe.vision_language_encoder, pipe.processor)
     if place is not None:

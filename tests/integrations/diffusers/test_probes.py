@@ -55,14 +55,10 @@ def kinds(session: Any) -> str:
     return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
 
 
-# ---- beside diffusers -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_first_block_equals_diffusers(name: str, threshold: float, request: Any) -> None:
-    """Bit for bit, with guidance in two calls (Wan) and two kinds of blocks (FLUX)."""
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     theirs = run(pipe)
@@ -91,7 +87,6 @@ def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: A
 def test_calibration_equals_diffusers(
     name: str, runs: int, request: Any, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    """What diffusers prints, ours returns, over runs and the two calls of a step (Wan) the mean."""
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
     run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
     before, seeds = attributes(pipe.transformer), iter(range(runs))
@@ -119,13 +114,9 @@ def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
         assert MagRatios(tuple(source.tolist())).resample(steps) == tuple(nearest_interp(source, steps).tolist())
 
 
-# ---- every class of transformer -------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
-    """Threshold 0 is the plain model; what blocks add by themselves is what the stack adds; nothing is left behind."""
     module, inputs = tiny_transformer(name)
     before, plain = attributes(module), denoise(module, inputs, 5)
     with accelerate(module, FirstBlock(0)):
@@ -147,9 +138,6 @@ def test_transformers(name: str) -> None:
             denoise(module, inputs, 2)
         assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
     assert attributes(module) == before
-
-
-# ---- a plain loop as the oracle -------------------------------------------------------------------------------------
 
 
 class Toy(nn.Module):
@@ -324,7 +312,6 @@ def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float)
 
 
 def test_dicache_keeps_what_each_call_of_a_step_has_shown() -> None:
-    """Guidance in two calls: each call goes as it would alone."""
     module, latent = toy()
     rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
     latents = (latent, 3 * latent.flip(0))
@@ -344,7 +331,6 @@ def test_dicache_keeps_what_each_call_of_a_step_has_shown() -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_dicache_in_pipelines(name: str, request: Any) -> None:
-    """The last step is evaluated; one that is skipped is none of the plain run's; the next run is the same."""
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
     plain = run(pipe, 8)
     with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
@@ -357,7 +343,6 @@ def test_dicache_in_pipelines(name: str, request: Any) -> None:
 
 
 def test_a_residual_is_forecast_by_any_basis() -> None:
-    """With a basis that is named, the middle's residual is expanded instead of reused."""
     module, latent = toy()
     sampler = Forecast(when=DBCache(1, 0, 1.0, 2), how="taylor")
     with accelerate(module, sampler):
@@ -386,9 +371,6 @@ def test_what_is_added_between_blocks_is_added_once() -> None:
     torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(
     "rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS), DiCache(9.0)], ids=lambda rule: rule.name
@@ -399,9 +381,6 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
         found = run_flux(flux, steps)
     assert torch.equal(found, plain) == (kinds(session) == "F" * steps)
     assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 class Other(nn.Module):
@@ -446,7 +425,6 @@ def test_blocks_stand_in_the_order_of_their_calls() -> None:
 
 
 def test_blocks_that_are_called_change() -> None:
-    """A forecast that has no place to go, or a block that has no form, is no silent wrong answer."""
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
     for first, then in ((5, 4), (4, 5)):
         module = Toy(5)

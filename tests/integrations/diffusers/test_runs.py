@@ -158,7 +158,6 @@ def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[.
 
 @OTHERS
 def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
-    """The run that was begun last goes on; the other one is told at its next call."""
     results: list[Any] = []
     run = lambda: case.run(case.pipe)  # noqa: E731
     with pytest.raises(RuntimeError, match=f"accelerated {type(case.pipe).__name__} is used by another thread"):
@@ -169,7 +168,6 @@ def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
 
 @OTHERS
 def test_pipelines_with_one_transformer(case: Case, session: Any) -> None:
-    """One with a scheduler of its own is plain; one that shares it too is accelerated."""
     other = case.beside()
     for _ in range(2):
         assert torch.equal(case.run(other), case.plain)
@@ -183,7 +181,6 @@ def test_pipelines_with_one_transformer(case: Case, session: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_bare_transformers_in_two_threads(name: str) -> None:
-    """One after the other; a second thread in the middle of a run is refused, and the run goes on."""
     module, inputs = tiny_transformer(name)
     run = lambda: denoise(module, inputs, STEPS)  # noqa: E731
     call = inputs | {"timestep": torch.full((len(inputs["hidden_states"]),), 100)}
@@ -198,7 +195,6 @@ def test_bare_transformers_in_two_threads(name: str) -> None:
 
 @OTHERS
 def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
-    """To the next run, in this thread or another."""
 
     def broken(error: BaseException) -> None:
         def fail() -> None:
@@ -221,7 +217,6 @@ def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
 @pytest.mark.thinned
 @EVERY
 def test_direct_calls_are_plain(case: Case, session: Any) -> None:
-    """Before, between and after runs, with gradients; and nothing is remembered of them."""
     direct, expected = case.direct, case.expected
     calls = len(session.report().calls)
     for _ in range(3):
@@ -240,7 +235,6 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
 
 @pytest.mark.parametrize("case", ["FluxPipeline", "WanPipeline"], indirect=True)  # their loops have these switches
 def test_callbacks_may_change_a_run(case: Case, session: Any) -> None:
-    """An early end, other latents, and guidance that is switched off: as in a plain run where all is evaluated."""
 
     def interrupt(pipe: Any, i: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = i >= 1
@@ -273,7 +267,6 @@ def test_a_second_session_is_refused(case: Case, session: Any) -> None:
 
 @SOME
 def test_detach_in_the_middle(case: Case) -> None:
-    """Of a run, in a callback or another thread: the rest is evaluated, and the next run is plain."""
     for how in (lambda f: f(), in_thread):
         with accelerate(case.pipe, SAMPLER) as session:
             found = case.run(case.pipe, at(1, functools.partial(how, session.detach), []))
@@ -292,7 +285,6 @@ def saved(thing: Any) -> None:
 
 @SOME
 def test_copies_are_refused(case: Case, session: Any) -> None:
-    """Of what is hooked; a copy of the scheduler is plain, and of the transformer after `detach`."""
     weights = {name: value.clone() for name, value in case.pipe.transformer.state_dict().items()}
     case.run(case.pipe)
     for copied in (copy.deepcopy, pickled, saved):
@@ -317,7 +309,6 @@ def test_copies_are_refused(case: Case, session: Any) -> None:
 
 @SOME
 def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> None:
-    """The weights, and a pipeline that loads as a plain one."""
     case.run(case.pipe)
     case.pipe.transformer.save_pretrained(tmp_path / "transformer")
     module = type(case.pipe.transformer).from_pretrained(tmp_path / "transformer")
@@ -331,9 +322,6 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
         other.set_progress_bar_config(disable=True)
         torch.testing.assert_close(case.run(other), case.plain)
     assert torch.equal(case.run(case.pipe), case.fast)
-
-
-# ---- other modules --------------------------------------------------------------------------------------------------
 
 
 def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
@@ -351,7 +339,6 @@ def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("targets", [["to_q"], ["proj_out"], ["proj_mlp"]], ids="".join)
 @pytest.mark.parametrize("sampler", [SAMPLER, Forecast(when=Every(3, 2), where="block")], ids=["module", "block"])
 def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:
-    """While the pipeline is accelerated: as if it had been there before."""
     pipe = flux_pipeline()
     weights = lora(pipe, targets)
     with accelerate(pipe, sampler):
@@ -370,7 +357,6 @@ def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:
 
 
 def test_another_transformer() -> None:
-    """In the place of the accelerated one: hooked at the next run's start, and the report is of that run."""
     pipe, other = flux_pipeline(), copy.deepcopy(flux_pipeline().transformer)
     with torch.no_grad():
         other.proj_out.weight.mul_(2)

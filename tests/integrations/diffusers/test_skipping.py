@@ -39,9 +39,6 @@ def full_steps(session: Any) -> list[list[int]]:
     return [[c.step for c in calls if c.branch == name and c.evaluated] for name in sorted({c.branch for c in calls})]
 
 
-# ---- SeaCache -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def wan() -> Any:
     pipe = wan_pipeline()
@@ -67,7 +64,6 @@ def recorded(pipe: Any, number: int) -> Tensor:
 @pytest.mark.thinned
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The evaluated steps of both branches, and the latents at the end."""
     case, arrays = CASES[number], read_arrays(SEACACHE / "arrays.npz")
     with replay(f"seacache, case {number}"):
         seen: list[Tensor] = []
@@ -99,7 +95,6 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
 
 
 def test_seacache_bounds_and_attaching(wan: Any) -> None:
-    """Two runs are alike; `retention_steps` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
     rule = SeaCache(1e9, max_consecutive_cached=4, retention_steps=3, cache_end_steps=2)
     with accelerate(wan, Forecast(when=rule, how="reuse")) as session:
         first = recorded(wan, 0)
@@ -157,7 +152,6 @@ def denoised(picture: np.ndarray, level: float) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["flux", "qwen"])
 def test_seacache_puts_cells_in_their_places(name: str) -> None:
-    """FLUX and Qwen-Image: a loop over pictures, by numbers, decides alike; skipped steps are those of a list."""
     prompt = {"prompt_embeds": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(7))}
     if name == "flux":
         pipe, rows, columns, side = flux_pipeline(), 3, 5, 2
@@ -224,7 +218,6 @@ def test_seacache_is_refused(wan: Any) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("begin", [0, 3])
 def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
-    """As image to image does: the last step is the run's, and noise levels are those of its own steps."""
     pipe, inputs = loop_pipeline("SD3")
     levels = []
 
@@ -249,9 +242,6 @@ def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
             first = [0, 1] if rule.name == "easycache" else [0]
             assert full_steps(session) == [[*first, 8 - begin]], rule
     assert levels == pipe.scheduler.sigmas[begin:-1].tolist()
-
-
-# ---- EasyCache ------------------------------------------------------------------------------------------------------
 
 
 def by_hand(
@@ -326,9 +316,6 @@ def test_easycache_is_refused() -> None:
         Forecast(when="easycache").start(network, latent, scheduler=digits.scheduler, class_labels=[1])
 
 
-# ---- TeaCache -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Written(AccumulatedChange):
     """Takes down what it saw."""
@@ -364,7 +351,6 @@ def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
 
 @torch.no_grad()
 def test_teacache_as_published() -> None:
-    """Beside a loop that replaces all blocks by the residual of the latest evaluation."""
     pipe, inputs = loop_pipeline("DiT")
     module, steps, threshold = pipe.transformer, 12, 0.15
     rule = AccumulatedChange(threshold, (0.5, 0.1, 0), watch="modulated", last_steps=1)

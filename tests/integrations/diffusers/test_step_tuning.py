@@ -31,7 +31,6 @@ def run_digits(pipe: Any, seed: int, steps: int = 5) -> Any:
 
 
 def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
-    """Errors are those of plain runs beside the accelerated ones; the search goes on from its file, and ends alike."""
     before, seen = attributes(digits.transformer), []
 
     def run(seed: int) -> None:

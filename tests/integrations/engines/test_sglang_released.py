@@ -188,7 +188,6 @@ def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, release
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespace) -> None:
-    """Where no prompt spells the mask out, SGLang sends none: what is no mask is given."""
     shipped = released.algorithm.algo_name_to_cls["LowConfidence"](dllm_config(8, MASK, fdfo))
     made = algorithms(released.base.DllmAlgorithm)["ParadecThreshold"](dllm_config(8, MASK, fdfo, threshold=0.95))
     draw = random.Random(0)

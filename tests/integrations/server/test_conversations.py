@@ -123,7 +123,6 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
 
 
 def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
-    """The model's call, in the client's own form, and the tool's result reach the chat template as it takes them."""
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.chat_template = AGENT
     torch.manual_seed(0)
@@ -161,7 +160,6 @@ def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("bad", ["", "{bad}", '{"name": "f"}', "3", "[" * 5000])
 def test_calls_are_read_from_an_answer_in_pieces(size: int, bad: str) -> None:
-    """One that cannot be read is text: the model writes what it likes."""
 
     class Tokenizer:
         chat_template = "{% if tools %}<tool_call>{% endif %}<|im_start|>"

@@ -209,7 +209,6 @@ def test_tables_that_are_too_large_are_refused(server: Running, monkeypatch: pyt
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> None:
-    """Different forms side by side, with hostile ones among them, which no other request waits for."""
 
     def ask(number: int) -> str:
         asked: Any = {"model": NAME, "messages": chat(f"x{number}")["messages"], "temperature": 1.0, "seed": number}

@@ -110,7 +110,6 @@ FAMILIES: list[Any] = [
 def test_calls_of_each_family_are_read(
     template: str, markers: Sequence[str], call: str, arguments: dict[str, Any]
 ) -> None:
-    """Whether its markers are special tokens or not; special tokens that are no markers are not in the text."""
     text = f"Well <|turn|>é.\n{call}{call}"
     with scripted(text, markers, template) as (server, client, ids):
         for size, count, reason in ((200, 2, "tool_calls"), (len(ids) - 2, 1, "length")):

@@ -146,7 +146,6 @@ def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model
 
 
 def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Running) -> None:
-    """The packaged model's template has no use for them; a broken one is the client's to hear of."""
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     assert said(client, SORT, tools=[tool]) == "apple fig pear"
     more = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -248,7 +247,6 @@ def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) ->
 
 
 def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
-    """Some before their prompt is in the batch."""
     steps = server.engine.steps
     for number in range(8):
         server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
@@ -269,7 +267,6 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
 
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_a_browser_is_told_what_there_is_and_how_to_ask(key: str | None, model: Any) -> None:
-    """As text without a script; the command that it shows works, and a host that is no host is only text."""
     with running(model, name="<b>own</b>", api_key=key) as server:
         place = urlsplit(server.address).netloc
         found = {}
@@ -466,7 +463,6 @@ def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
 
 
 def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:
-    """More requests than rows, each answered as alone."""
     source = GOLDEN / "drafters" / "mtp-2" / "model"
     base = paradec.load(source, dtype="float64")
     words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))

@@ -84,7 +84,6 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 @pytest.mark.parametrize("name", named("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
-    """By the questions of a body, from a vocabulary that has nothing but the labels."""
     from transformers.decision import DecisionConfig
 
     from paradec.integrations.server.decisions import DecisionBody, build_questions, to_answer
@@ -101,7 +100,6 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
-    """What the network is shown has one mask in each row, that of the answer."""
     seen: list[Tensor] = []
 
     class Looks(Constant):
@@ -177,7 +175,6 @@ def test_work_is_counted_and_given_back(model: Any) -> None:
 
 
 def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 rows in batches; the second call waits until the client has gone."""
     calls, go = [], threading.Event()
 
     class Waits(Constant):
@@ -201,7 +198,6 @@ def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatc
 
 
 def test_settings_of_a_folder(tmp_path: Path) -> None:
-    """Labels and temperatures of decision.json; a template of its own is refused, and a file that is none."""
     chat_network(0, torch.float32).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     settings = {"labels": {"choice": ["level", "only", "Yes"]}, "temperature": {"choice": 2.0, "noul": 0.5}}

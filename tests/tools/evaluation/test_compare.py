@@ -36,11 +36,6 @@ SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_len
 
 
 @pytest.fixture(scope="module")
-def packaged() -> Model:
-    return paradec.load()
-
-
-@pytest.fixture(scope="module")
 def small(packaged: Model) -> Comparison:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     return evaluation.compare(packaged, questions=questions, batch=8, **SMALL)
