@@ -43,19 +43,6 @@ def golden_copy(name: str, to: Path, **fields: Any) -> Path:
     return to
 
 
-def assert_as_published(folder: Path, **load: Any) -> None:
-    model = paradec.load(folder, dtype="float64", **load)
-    config = json.loads((folder / "config.json").read_text())
-    expected = Net(config, load_file(folder / "model.safetensors"))(torch.tensor(IDS))
-    torch.testing.assert_close(logits(model, IDS), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_checkpoints_compute_the_published_maths(name: str, attn_implementation: str) -> None:
-    assert_as_published(GOLDEN / name, attn_implementation=attn_implementation)
-
-
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_logits(name: str, attn_implementation: str) -> None:
@@ -94,13 +81,11 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
 )
 def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[str, Any]) -> None:
     folder = write_checkpoint(tmp_path, config)
-    assert_as_published(folder)
-    assert_as_published(folder, attn_implementation="eager")
-
-
-def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) -> None:
-    model = paradec.load(write_checkpoint(tmp_path, changed(LLADA, embedding_size=24)))
-    assert model.facts.vocab_size == 24
+    for attn_implementation in ("sdpa", "eager"):
+        model = paradec.load(folder, dtype="float64", attn_implementation=attn_implementation)
+        expected = Net(config, load_file(folder / "model.safetensors"))(torch.tensor(IDS))
+        torch.testing.assert_close(logits(model, IDS), expected, **CLOSE)
+        assert model.facts.vocab_size == (config.get("embedding_size") or config["vocab_size"])
 
 
 @pytest.mark.parametrize(

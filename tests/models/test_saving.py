@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from checkpoints import (
     small_weights,
     write_tokenizer,
 )
+from decoding import run_in_threads
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from images import tiny_llamagen
 from safetensors.torch import load_file, save_file
@@ -451,21 +452,13 @@ def test_a_process_that_is_killed_while_files_are_exchanged(
 
 def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     models = [paradec.load(sources(name)) for name in ("llada", "Dream", "llada", "Dream")]
-    failed: list[BaseException] = []
 
     def save(model: Model, size: int) -> None:
-        try:
-            for _ in range(3):
-                model.save_pretrained(tmp_path / "shared", max_shard_size=size)
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(3):
+            model.save_pretrained(tmp_path / "shared", max_shard_size=size)
 
-    threads = [threading.Thread(target=save, args=(m, s)) for m, s in zip(models, (1500, 3000, 100000, 4000))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    each = zip(models, (1500, 3000, 100000, 4000), strict=True)
+    assert run_in_threads(*(partial(save, model, size) for model, size in each)) == [None] * 4
     found = paradec.load(tmp_path / "shared")
     expected = next(model for model in models if type(model.module) is type(found.module))
     assert torch.equal(logits(found, IDS), logits(expected, IDS))

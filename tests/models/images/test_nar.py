@@ -154,18 +154,6 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
         torch.testing.assert_close(found[0], cached[row], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
-    model = tiny_nar("t2i")
-    captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2, 6)]
-    given: dict[str, Any] = {"temperature": temperature, "output_type": "latent", "guidance_scale": 3.0}
-    together = paradec.generate_images(model, captions, seed=[1, 2, 3], **given)
-    for row, caption in enumerate(captions):
-        alone = paradec.generate_images(model, [caption], seed=row + 1, **given)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-    assert together.row_nfe == [7] * 3 and together.accepted.tolist() == [[n] * 3 for n in (1, 2, 3, 4, 3, 2, 1)]
-
-
 def test_guidance_ends_and_leaves_one_branch() -> None:
     model = tiny_nar()
     laid = model.request([3], model.grid())
@@ -228,11 +216,3 @@ def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_pa
     with pytest.raises(CheckpointError, match="unexpected.*medusa_norm"):  # nor is the rest read as a LlamaGen
         torch.save(model.module.state_dict(), file)
         load_llamagen(file, n_head=4)
-
-
-def test_pictures_and_traces() -> None:
-    model = tiny_nar()
-    out = paradec.generate_images(model, class_labels=[1, 2], seed=[5, 6], output_type="pt", trace=True)
-    assert out.images.shape == (2, 3, 8, 8) and out.trace is not None
-    assert [len(step.commits) for step in out.trace.steps] == [2 * n for n in (1, 2, 3, 4, 3, 2, 1)]
-    assert [row[1:] for row in out.trace.replay()] == out.tokens.tolist()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from images import FAMILIES as TINY
 from images import tiny_llamagen, tiny_mar, tiny_masked_image, tiny_var
 from PIL import Image
 from torch import Tensor
@@ -24,6 +25,7 @@ from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
 from paradec.core.query import Cost, Query
+from paradec.models.images import llamagen, lpd, mar
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, picture_tokens
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
@@ -254,3 +256,31 @@ def test_steps_are_for_samplers_with_a_schedule() -> None:
     with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
         paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
     assert heard[0].filename == __file__
+
+
+MILLIONS = {"lpd": {"lpd_l": 337, "lpd_xl": 752, "lpd_xxl": 1400}, "mar": {"mar_base": 208, "mar_large": 479}}
+MILLIONS["mar"]["mar_huge"] = 943
+MILLIONS["llamagen"] = {"B": 111, "L": 343, "XL": 775, "XXL": 1400, "3B": 3100}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, each in MILLIONS.items() for name in each])
+def test_presets_have_the_published_sizes(family: str, name: str) -> None:
+    with torch.device("meta"):
+        if family == "lpd":
+            module = lpd.LPD(lpd.LPDConfig(**lpd.PRESETS[name]))
+        elif family == "mar":
+            module = mar.MAR(**mar.PRESETS[name])
+        else:
+            module = llamagen.LlamaGen(llamagen.LlamaGenConfig(**llamagen.PRESETS[name]))
+    assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(MILLIONS[family][name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["nar", "lpd", "mar", "var", "llamagen", "masked image"])
+def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
+    model, request = TINY[name](), {"output_type": "latent", "guidance_scale": 2.0}
+    both = paradec.generate_images(model, class_labels=[1, 2], seed=[4, 5], **request)
+    for row, label in enumerate((1, 2)):
+        alone = paradec.generate_images(model, class_labels=label, seed=4 + row, **request)
+        torch.testing.assert_close(alone.tokens[0], both.tokens[row], atol=1e-9, rtol=1e-9)
+    other = paradec.generate_images(model, class_labels=[1, 2], seed=[4, 6], **request)
+    assert torch.equal(other.tokens[0], both.tokens[0]) and not torch.equal(other.tokens[1], both.tokens[1])
