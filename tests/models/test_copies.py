@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from decoding import fits, supported, topology_of
-from every_model import EVERY, TEXT, decoded, expected, shared, started
-from images import tiny_llamagen
+from every_model import EVERY, TEXT, decoded, expected, shared
+from images import tiny_llamagen, tiny_lpd, tiny_nar
 from small_models import ROWS, WRAP_IDS, decoder, tiny
 
 import paradec
@@ -153,7 +153,11 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
     going_on(model, sampler, state, lambda state: state.canvas)
 
 
-@pytest.mark.parametrize("kind", ["llada", "Llama causal", "llamagen-t2i", "mar", "dit", "lpd", "var", "distilled"])
-def test_copies_of_other_states_go_on(kind: str) -> None:
-    sampler, model, state, end = started(shared(kind), kind)
-    going_on(model, sampler, state, end)
+@pytest.mark.parametrize("name", ["groups", "nar", "sjd"])
+def test_copies_of_states_of_pictures_go_on(name: str) -> None:
+    sampler, model = samplers.create(name), {"groups": tiny_lpd, "nar": tiny_nar, "sjd": tiny_llamagen}[name]()
+    grid = model.grid()
+    laid = model.request([3, 9], grid)
+    request = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
+    state = sampler.start(laid.model, laid.prompts, **request, **({"grid": grid} if name == "sjd" else {}))
+    going_on(laid.model, sampler, state, lambda state: state.canvas)

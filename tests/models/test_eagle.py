@@ -287,23 +287,6 @@ def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
     )
 
 
-def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
-    base = tiny_base()
-    drafter = loaded(base)
-    for settings in ({"window": 4}, {"tree": TREE}):
-        sampler = paradec.samplers.create("speculative", drafter=drafter, **settings)
-        together, _ = answers(sampler, base, PROMPTS, max_new_tokens=9, seed=[1, 2, 3, 4])
-        assert answers(sampler, base, PROMPTS[2], max_new_tokens=9, seed=3)[0] == [together[2]]
-        state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=4)
-        while not state.done:
-            first, again = sampler.step(base, state), sampler.step(base, state)
-            assert torch.equal(first.values, again.values)
-            assert torch.equal(first.quantities["features"], again.quantities["features"])
-            sampler.commit(state, again)
-            with pytest.raises(ValueError, match="earlier state"):
-                sampler.commit(state, first)
-
-
 EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window": 3}, {}),
     ({"window": 4}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}),

@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from canvases import tiny_module
 from checkpoints import CONFIGS, DREAM, IDS, LLADA, logits, random_weights, shard, write_checkpoint, write_family
 from drafters import eagle_weights as eagle_checkpoint
 from drafters import tiny_base, write_eagle
@@ -144,6 +146,7 @@ SAFETENSORS: dict[str, Callable[[Path], Case]] = {
     "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
     "janus": transformers_format(tiny_janus, load_janus),
     "text encoder": text_encoder,
+    "canvas": transformers_format(lambda: paradec.wrap(copy.deepcopy(tiny_module())), paradec.load),
 }
 PICKLES: dict[str, Callable[[Path], Case]] = {
     "llamagen pickle": lambda folder: llamagen(folder, ".pt"),

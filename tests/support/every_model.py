@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,13 @@ import torch
 from canvases import tiny_module
 from checkpoints import CONFIGS, MOE, moe_facts, write_family
 from diffusers import DDIMScheduler
-from images import (
-    IMAGE_MODELS,
-    MAR_DECODER,
-    MAR_SIZES,
-    tiny_llamagen,
-    tiny_lpd,
-    tiny_nar,
-    tiny_student,
-    tiny_var,
-    tiny_var_student,
-)
+from images import IMAGE_MODELS, MAR_DECODER, MAR_SIZES, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
 from pipelines import noise, tiny_dit
 from places import GOLDEN, ROOT
 from small_models import ROWS, wrap_kind
 from torch import Tensor
 
 import paradec
-from paradec.core.prompts import encode
 from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.mar import MAR, MARModel
@@ -170,53 +158,3 @@ def designs(model: Any) -> list[list[int]]:
 
 def short_canvases() -> Any:
     return paradec.samplers.create("diffusion_gemma", max_denoising_steps=5, confidence_threshold=0.5)
-
-
-def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tensor]]:
-    """A sampler, the model that its request is made of, a state at its start, and what of the state is decoded."""
-    if kind == "dit":
-        sampler = paradec.samplers.create("taylorseer", interval=2)
-        given = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
-        state = sampler.start(model, noise(2, torch.float64), class_labels=[1, 2], trace=True, **given)
-        return sampler, model, state, lambda state: state.latent
-    if kind == "mar":
-        sampler = paradec.samplers.create("mar", head_steps=3)
-        return sampler, model, sampler.start(model, [1, 2], steps=5, seed=0, trace=True), lambda state: state.tokens
-    if kind == "var":
-        sampler = paradec.samplers.create("var")
-        state = sampler.start(model, [1, 2], seed=0, guidance_scale=2.0, trace=True)
-        return sampler, model, state, lambda state: state.tokens
-    if kind == "lpd":
-        sampler, laid = paradec.samplers.create("groups"), model.request([1, 2], model.grid())
-        return sampler, model, sampler.start(model, laid.prompts, seed=0, trace=True), lambda state: state.canvas
-    if kind == "nar":
-        sampler, laid = paradec.samplers.create("nar"), model.request([3, 9], model.grid())
-        given = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
-        return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
-    if kind.startswith("distilled"):
-        teacher, first = (tiny_llamagen(), 3) if kind == "distilled" else (tiny_var(), 1)
-        sampler = paradec.samplers.create("distilled", teacher=teacher, teacher_start=first)
-        state = sampler.start(model, [3, 1], seed=0, guidance_scale=2.0, trace=True)
-        return sampler, model, state, lambda state: state.tokens
-    if kind in IMAGE_MODELS:
-        request = IMAGE_MODELS[kind][1]
-        sampler = paradec.samplers.create("sjd", window=4)
-        grid = model.grid(request.get("height"), request.get("width"))
-        laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
-        given = {"grid": grid, "seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
-        return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
-    if kind == CANVAS:
-        sampler = short_canvases()
-        state = sampler.start(model, encode(model, ROWS, None, None), max_new_tokens=8, seed=0, trace=True)
-        return sampler, model, state, lambda state: state.canvas
-    if kind in (PROTEIN, IN_ORDER):
-        sampler = paradec.samplers.create("random" if kind == PROTEIN else "jacobi")
-        state = sampler.start(model, designs(model), temperature=0.7, seed=0, trace=True)
-        return sampler, model, state, lambda state: state.canvas
-    causal = model.facts.topology == "causal"
-    sampler = paradec.samplers.create("sjd" if causal else "threshold")
-    given = {"max_new_tokens": 8, "seed": 0, "temperature": 0.7, "trace": True}
-    cache = "block" if kind in NEMOTRON else "dual"
-    given |= {"cache": cache, "block_length": 4} if model.supports_store and not causal else {}
-    state = sampler.start(model, encode(model, ROWS, None, None), **given)
-    return sampler, model, state, lambda state: state.canvas

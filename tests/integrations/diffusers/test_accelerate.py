@@ -11,8 +11,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import DDPMScheduler, FirstBlockCacheConfig, HeunDiscreteScheduler, MagCacheConfig, TaylorSeerCacheConfig
-from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
-from diffusers.hooks.hooks import CacheContext, _set_cache_context
+from diffusers.hooks import apply_group_offloading
 from pipelines import (
     TRANSFORMERS,
     attributes,
@@ -151,25 +150,6 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
         np.testing.assert_allclose(error, facts["mse_vs_baseline"], rtol=1e-4, atol=1e-9)
     if "calls" in facts:
         assert {len(session.report().full_steps)} == {facts["calls"][key] for key in facts["calls"] if "attn" in key}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equals_the_hook_of_diffusers(dtype: str) -> None:
-    """On the traces' DiT, bit for bit; it has no `CacheMixin`, so that the context is set by hand."""
-    pipe = dit_pipeline()
-    config = TaylorSeerCacheConfig(
-        cache_interval=4,
-        disable_cache_before_step=3,
-        max_order=2,
-        taylor_factors_dtype=getattr(torch, dtype),
-        cache_identifiers=DIT_PATTERNS,
-    )
-    apply_taylorseer_cache(pipe.transformer, config)
-    _set_cache_context(pipe.transformer, CacheContext("all"))
-    theirs = run_dit(pipe)
-    pipe = dit_pipeline()
-    with accelerate(pipe, Forecast(Every(4, 3, "diffusers"), f"taylor(order=2, dtype={dtype})", DIT_PATTERNS)):
-        assert torch.equal(run_dit(pipe), theirs)
 
 
 @pytest.mark.parametrize(

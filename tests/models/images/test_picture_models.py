@@ -275,7 +275,7 @@ def test_presets_have_the_published_sizes(family: str, name: str) -> None:
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(MILLIONS[family][name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["nar", "lpd", "mar", "var", "llamagen", "masked image"])
+@pytest.mark.parametrize("name", ["nar", "lpd", "masked image"])
 def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     model, request = TINY[name](), {"output_type": "latent", "guidance_scale": 2.0}
     both = paradec.generate_images(model, class_labels=[1, 2], seed=[4, 5], **request)
