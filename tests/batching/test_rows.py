@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import drain, paths_of_size, supported
+from decoding import drain, supported, values_below
 from every_model import CANVAS, IMAGES, TEXT, shared
 from images import IMAGE_MODELS
 from places import GOLDEN
@@ -41,6 +41,12 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 TOPOLOGY = {"bidirectional same": ("bidirectional", "same"), "bidirectional shifted": ("bidirectional", "shifted")}
 TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifted": ("block_causal", "shifted")}
+
+
+def paths_of_size(state: Any, sizes: set[int]) -> list[str]:
+    """Paths of the values below a state that have one of these sizes."""
+    found = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
+    return [path for path, shape in found if sizes & {*shape}]
 
 
 def works(sampler: str, cache: str, kind: str) -> bool:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ok, on_terminal, refused
+from commands import Terminal, ok, refused
 from places import ROOT
 
 import paradec
+from paradec import cli
 from paradec.caches.table import MODELS, verdict
 from paradec.core import packaged
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 WIDTHS = [50, 200]
 TINY = ROOT / "paradec" / "assets" / "tiny-llada"
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
+    """What the command prints on a terminal of so many columns, without colours."""
+    screen = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        patch.setenv("COLUMNS", str(width))
+        patch.setenv("TERM", "xterm")
+        assert cli.app([*arguments], standalone_mode=False) in (None, 0)
+    text = re.sub(r"\033\[[0-9;]*m", "", screen.getvalue())
+    assert max(map(len, text.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    return text
 
 
 def words(text: str) -> set[str]:

@@ -27,7 +27,6 @@ from paradec.samplers.causal.trees import DynamicTree
 llguidance = pytest.importorskip("llguidance", reason='needs the extra "grammar"')
 
 NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
-ENDS = (39,)
 
 
 def begins(text: str) -> bool:

@@ -3,17 +3,37 @@ paradec.generate: the same numbers, but where a canvas runs out of steps."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import diffusers
 import pytest
 import torch
-from canvases import CANVAS, PAD, gemma_pipeline, tiny_module
+from canvases import CANVAS, PAD, tiny_module
 from torch import Tensor
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 import paradec
 from paradec import schedulers
+
+
+def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
+    """diffusers' DiffusionGemmaPipeline. It calls a function of transformers 5.24 with an argument of 5.23."""
+    import diffusers
+
+    decoder = module.model.decoder
+    build = type(decoder).create_diffusion_decoder_attention_mask
+    if "cache" in inspect.signature(build).parameters:
+
+        def build_mask(**arguments: Any) -> Any:
+            if "past_key_values" in arguments:
+                arguments["cache"] = arguments.pop("past_key_values")
+            return build(**arguments)
+
+        decoder.create_diffusion_decoder_attention_mask = build_mask
+    pipeline = diffusers.DiffusionGemmaPipeline(module, scheduler, processor)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 class Prompts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -75,22 +74,3 @@ def tiny_module(
     for name, value in settings.items():
         setattr(module.generation_config, name, value)
     return module
-
-
-def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
-    """diffusers' DiffusionGemmaPipeline. It calls a function of transformers 5.24 with an argument of 5.23."""
-    import diffusers
-
-    decoder = module.model.decoder
-    build = type(decoder).create_diffusion_decoder_attention_mask
-    if "cache" in inspect.signature(build).parameters:
-
-        def build_mask(**arguments: Any) -> Any:
-            if "past_key_values" in arguments:
-                arguments["cache"] = arguments.pop("past_key_values")
-            return build(**arguments)
-
-        decoder.create_diffusion_decoder_attention_mask = build_mask
-    pipeline = diffusers.DiffusionGemmaPipeline(module, scheduler, processor)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline

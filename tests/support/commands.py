@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 import paradec
@@ -50,17 +48,3 @@ def refused(*arguments: object) -> str:
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     return result.stderr
-
-
-def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
-    """What the command prints on a terminal of so many columns, without colours."""
-    screen = Terminal()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", screen)
-        patch.setenv("COLUMNS", str(width))
-        patch.setenv("TERM", "xterm")
-        assert cli.app([*arguments], standalone_mode=False) in (None, 0)
-    text = re.sub(r"\033\[[0-9;]*m", "", screen.getvalue())
-    assert max(map(len, text.splitlines())) <= width
-    assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    return text

@@ -19,7 +19,7 @@ from paradec.batching.batch import Batch
 from paradec.batching.slots import Ticket
 from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
-from paradec.samplers.masked.loop import LAST, View
+from paradec.samplers.masked.loop import View
 from paradec.samplers.masked.view import Needs
 from paradec.samplers.statistics import top_by_rank
 
@@ -75,20 +75,6 @@ def view_of(scores: Tensor) -> View:
     }
     # of the rest a rule without memory, schedule and draws has no use
     return View(**{field.name: None for field in fields(View)} | seen)
-
-
-def random_scores(seed: int, entropies: bool = False) -> Tensor:
-    """[12, W] scores, some with equal values, some positions decided; every row has a candidate, some only one."""
-    generator = torch.Generator().manual_seed(seed)
-    width = int(torch.randint(1, 40, (1,), generator=generator))
-    scores = torch.rand(12, width, generator=generator, dtype=torch.float64)
-    scores[::2] = (scores[::2] * 10).round() / 10
-    if entropies:
-        scores = -(3 * scores**3)
-        scores[0] = LAST  # end tokens that are to come last
-    decided = torch.rand(12, width, generator=generator) < torch.rand(12, 1, generator=generator)
-    decided[torch.arange(12), torch.randint(width, (12,), generator=generator)] = False
-    return scores.masked_fill(decided, -INF)
 
 
 def by_trace(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
@@ -204,12 +190,6 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
     for name, entry in entries:
         if depth < 5 and name not in ("facts", "request", "cache", "blocks", "model"):
             yield from values_below(entry, f"{path}.{name}", depth + 1)
-
-
-def paths_of_size(state: Any, sizes: set[int]) -> list[str]:
-    """Paths of the values below a state that have one of these sizes."""
-    found = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
-    return [path for path, shape in found if sizes & {*shape}]
 
 
 def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:

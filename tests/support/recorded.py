@@ -12,7 +12,7 @@ import inspect
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,13 +216,6 @@ def record_outcome(name: str, rank: str, reason: str = "") -> None:
 def refuse(name: str, reason: str) -> None:
     """Record a case that is not replayed."""
     record_outcome(name, "refused", reason)
-
-
-def refuse_others(family: str, names: Iterable[str]) -> None:
-    """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
-    for name in names:
-        assert not is_packaged(family), name
-        refuse(name, "of a kind that paradec does not have (docs/fidelity.md)")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from recorded import golden, read_head, read_json
 from small_models import VOCAB, tiny
@@ -148,17 +147,6 @@ def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dic
 
 def softmax(logits: Tensor) -> list[list[float]]:
     return logits.softmax(-1).tolist()
-
-
-def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], text: tuple[int, ...]) -> np.ndarray:
-    """Numbers [n] with which a text is drawn from left to right: the middle of each token's share."""
-    found, left = [], nu
-    for at, token in enumerate(text):
-        total = math.fsum(left.values())
-        below = math.fsum(mass for other, mass in left.items() if other[at] < token)
-        left = {other: mass for other, mass in left.items() if other[at] == token}
-        found.append((below + math.fsum(left.values()) / 2) / total)
-    return np.array(found)
 
 
 def masked_distribution(

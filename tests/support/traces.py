@@ -56,17 +56,6 @@ def head_of(name: str) -> Any:
     return read_head(TRACES / f"{name}.json")
 
 
-@functools.cache
-def models_of_methods() -> dict[str, set[str]]:
-    """The names of the checkpoints that each folder of traces was recorded on."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for path in TRACES.glob("*/*.json"):
-        trace = read_head(path)
-        if "cases" in trace and "model" in trace:
-            found[path.parent.name].add(trace["model"])
-    return found
-
-
 def trace_names(*methods: str) -> list[str]:
     """All "method/setting" names of the given methods."""
     return sorted(f"{m}/{p.stem}" for m in methods for p in (TRACES / m).glob("*.json"))

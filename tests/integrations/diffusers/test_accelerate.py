@@ -45,7 +45,6 @@ LATENTS = [
 ]
 """Recorded runs; the arrays are in a file beside each."""
 TARGETS = ("module", "block", "output")
-DIT_PATTERNS = [r"transformer_blocks\.\d+\.attn1", r"transformer_blocks\.\d+\.ff"]
 
 
 @pytest.fixture(scope="module")

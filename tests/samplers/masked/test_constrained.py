@@ -27,17 +27,28 @@ from structured import (
     model_of,
     named,
     softmax,
-    uniform_for,
 )
 
 import paradec
 from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
+from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.marginals import Marginals
 from paradec.models.adapter import Model
 from paradec.samplers.features import constraints, spans
 from paradec.samplers.features.constraints import MaskedConstraint
 from paradec.samplers.masked.loop import MaskedSampler, View
+
+
+def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], text: tuple[int, ...]) -> np.ndarray:
+    """Numbers [n] with which a text is drawn from left to right: the middle of each token's share."""
+    found, left = [], nu
+    for at, token in enumerate(text):
+        total = math.fsum(left.values())
+        below = math.fsum(mass for other, mass in left.items() if other[at] < token)
+        left = {other: mass for other, mass in left.items() if other[at] == token}
+        found.append((below + math.fsum(left.values()) / 2) / total)
+    return np.array(found)
 
 
 class Recorded(MaskedConstraint):

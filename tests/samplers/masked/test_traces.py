@@ -42,12 +42,17 @@ In float32 (`-m full`) final tokens and the number of forwards are compared.
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+
 import pytest
 import torch
 from places import GOLDEN
-from recorded import read_arrays, refuse_others, replay
+from recorded import is_packaged, read_arrays, read_head, refuse, replay
 from traces import (
     PRECISIONS,
+    TRACES,
     Call,
     Row,
     assert_batches_move_together,
@@ -61,7 +66,6 @@ from traces import (
     load_trace,
     loaded,
     model_of,
-    models_of_methods,
     others_are_full,
     replay_rows,
     request_of,
@@ -78,6 +82,24 @@ NAMES = [name for name in trace_names(*METHODS) if cache_of(head_of(name)) == "n
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Replayed by the other files of this kind."""
+
+
+@functools.cache
+def models_of_methods() -> dict[str, set[str]]:
+    """The names of the checkpoints that each folder of traces was recorded on."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in TRACES.glob("*/*.json"):
+        trace = read_head(path)
+        if "cases" in trace and "model" in trace:
+            found[path.parent.name].add(trace["model"])
+    return found
+
+
+def refuse_others(family: str, names: Iterable[str]) -> None:
+    """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
+    for name in names:
+        assert not is_packaged(family), name
+        refuse(name, "of a kind that paradec does not have (docs/fidelity.md)")
 
 
 def test_no_method_without_a_replay() -> None:

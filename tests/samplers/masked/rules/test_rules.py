@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import INF, random_scores, view_of
+from decoding import INF, view_of
 from small_models import tiny
 from torch import Tensor
 from traces import (
@@ -36,6 +36,20 @@ from paradec.samplers.masked.loop import LAST, Stage, View
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
+
+
+def random_scores(seed: int, entropies: bool = False) -> Tensor:
+    """[12, W] scores, some with equal values, some positions decided; every row has a candidate, some only one."""
+    generator = torch.Generator().manual_seed(seed)
+    width = int(torch.randint(1, 40, (1,), generator=generator))
+    scores = torch.rand(12, width, generator=generator, dtype=torch.float64)
+    scores[::2] = (scores[::2] * 10).round() / 10
+    if entropies:
+        scores = -(3 * scores**3)
+        scores[0] = LAST  # end tokens that are to come last
+    decided = torch.rand(12, width, generator=generator) < torch.rand(12, 1, generator=generator)
+    decided[torch.arange(12), torch.randint(width, (12,), generator=generator)] = False
+    return scores.masked_fill(decided, -INF)
 
 
 def best(row: list[float]) -> int:
