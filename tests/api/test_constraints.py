@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from canvases import tiny_module
-from small_models import MASK, VOCAB, tiny
+from small_models import MASK, VOCAB, tiny, tiny_gemma
 from structured import TEXTS, lettered
 from typer.testing import CliRunner
 
@@ -86,7 +85,7 @@ def of_family(family: str, **facts: Any) -> Model:
     """A small model whose tokens read `structured.TEXTS`."""
     known = {"eos_token_id": 39, "tokenizer": lettered().tokenizer}
     if family == "canvas":
-        return paradec.wrap(tiny_module(dtype=torch.float64, vocab=VOCAB, canvas=4), **known | facts)
+        return paradec.wrap(tiny_gemma(dtype=torch.float64, vocab=VOCAB, canvas=4), **known | facts)
     causal = {"topology": "causal", "prediction": "shifted"}
     masked: dict[str, Any] = {"topology": family, "prediction": "same", "mask_token_id": MASK}
     if family == "block_causal":

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from canvases import CANVAS, tiny_module
 from oracles.renoising import causal
 from recorded import replays
+from small_models import CANVAS, tiny_gemma
 from structured import CASES, named
 from tokenized_models import (
     CHAT_END,
@@ -176,7 +176,7 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
 
 
 def canvas_model(**more: Any) -> Any:
-    module = tiny_module(dtype=torch.float64, vocab=CHAT_VOCAB, **more)
+    module = tiny_gemma(dtype=torch.float64, vocab=CHAT_VOCAB, **more)
     return paradec.wrap(module, eos_token_id=CHAT_END, tokenizer=CHAT_TOKENIZER)
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from canvases import tiny_module
 from decoding import MASKED as MASKED_MASK
 from decoding import fits, supported, topology_of
 from engines import HostEngine
 from images import tiny_llamagen
-from small_models import END, MASK, VOCAB, tiny, tiny_llama
+from small_models import END, MASK, VOCAB, tiny, tiny_gemma, tiny_llama
 from tokenized_models import tokenizer_of
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -338,7 +337,7 @@ def model_of_textless(kind: str, tokenizer: Any = TOKENIZER) -> Model:
     if kind == "causal":
         return paradec.wrap(tiny_llama(vocab=40), topology="causal", prediction="shifted", **own)
     if kind == "canvas":
-        return paradec.wrap(tiny_module(), **own)
+        return paradec.wrap(tiny_gemma(), **own)
     block = 4 if kind == "block_causal" else None
     own |= {"mask_token_id": MASK_TEXTLESS, "prediction": "same"}
     return paradec.wrap(tiny(2).module, topology=kind, block_length=block, **own)

@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
 
 import torch  # noqa: E402
-from runs_by_hand import hostile, long, scripts  # noqa: E402
+from traces import hostile_trace, long_trace, scripts_trace  # noqa: E402
 
 import paradec  # noqa: E402
 from paradec.core.trace import Trace  # noqa: E402
@@ -40,7 +40,12 @@ def texts() -> dict[str, list[Trace]]:
         found[name] = [paradec.generate(model, PROMPTS, **({"sampler": name} | request | more)).trace]
     one = paradec.generate(model, PROMPTS[0], sampler="low_confidence", **request).trace
     several = paradec.generate(model, PROMPTS[0], **request).trace
-    return found | {"both": [one, several], "hostile": [hostile()], "scripts": [scripts()], "long": [long(2000)]}
+    return found | {
+        "both": [one, several],
+        "hostile": [hostile_trace()],
+        "scripts": [scripts_trace()],
+        "long": [long_trace(2000)],
+    }
 
 
 def pictures() -> dict[str, list[Trace]]:

@@ -400,11 +400,11 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
 
 
 def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
-    from canvases import tiny_module
+    from small_models import tiny_gemma
     from tokenized_models import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()
-    tiny_module(vocab=len(tokenizer)).save_pretrained(tmp_path)
+    tiny_gemma(vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     given = ["one two", "--model", str(tmp_path), "--seed", "1", "--max-new-tokens", "20", "--json"]
     own = json.loads(run("generate", *given).stdout)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import drafts_after
 from recorded import distance_to_bounds, golden, read_arrays, read_json, replay, tied_below
-from recorded_drafts import drafts_after
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles.prompt_blocks import commits, plain_loop
 from places import GOLDEN
-from prompt_block_loops import commits, plain_loop
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from canvases import tiny_module
 from images import FAMILIES
-from small_models import END, tiny
+from small_models import END, tiny, tiny_gemma
 from torch import Tensor, nn
 
 import paradec
@@ -41,7 +40,7 @@ def given() -> dict[str, Any]:
 
     found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
     found |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
-    found["canvas"] = paradec.wrap(tiny_module())
+    found["canvas"] = paradec.wrap(tiny_gemma())
     found |= {"module": found["causal text"].module, "name": "digits-ar", "none": None, "class": type(found["mar"])}
     return found
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import NEGATIVE, answers
+from drafters import NEGATIVE, answers, pair_p_value
+from oracles.causal import greedy
 from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
-from recorded_drafts import p_value, plain
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -153,7 +153,7 @@ def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple
     sampler = paradec.samplers.Speculative(drafter=drafter, tree=tree, rule="naive")
     guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     for new in (2, 12):
-        expected = [plain(base, *each, new, scale) for each in zip(PROMPTS, NEGATIVE, strict=True)]
+        expected = greedy(base.module, PROMPTS, new, scale, NEGATIVE)
         assert answers(sampler, base, PROMPTS, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
@@ -161,7 +161,7 @@ def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple
 def test_the_distribution_of_the_answers_is_the_models(
     rows: int, temperature: float, heads: tuple[Model, MtpDrafter]
 ) -> None:
-    assert p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
+    assert pair_p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
 
 
 def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:

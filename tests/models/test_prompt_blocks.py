@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_block_loops import BLOCK, commits, plain_logits, plain_loop
+from oracles.prompt_blocks import BLOCK, commits, plain_logits, plain_loop
 from small_models import END, MASK, tiny
 from torch import Tensor
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import NEGATIVE, answers
+from drafters import NEGATIVE, answers, drafts_after, pair_p_value
+from oracles.causal import greedy
 from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
-from recorded_drafts import drafts_after, p_value, plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -97,13 +97,13 @@ def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model)
     guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     for new in (2, 12):
-        expected = [plain(base, *each, new, scale) for each in zip(prompts, NEGATIVE, strict=True)]
+        expected = greedy(base.module, prompts, new, scale, NEGATIVE)
         assert answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
 @pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])
 def test_the_distribution_of_the_answers_is_the_models(name: str, base: Model) -> None:
-    assert p_value(paradec.load_drafter(RECORDED / name, base=base), base, 1500) > 0.001
+    assert pair_p_value(paradec.load_drafter(RECORDED / name, base=base), base, 1500) > 0.001
 
 
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
@@ -112,8 +112,8 @@ def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, bas
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     own = set(drafter.tokens.tolist())
     lacked = [token for token in range(64) if token not in own][:6]
-    assert p_value(drafter, base, 1500, kept=lacked) > 0.001
-    assert p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*own][:2]])) > 0.001
+    assert pair_p_value(drafter, base, 1500, kept=lacked) > 0.001
+    assert pair_p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*own][:2]])) > 0.001
 
 
 @pytest.mark.full
@@ -121,7 +121,7 @@ def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, bas
 @pytest.mark.parametrize("name", NAMES)
 def test_the_distribution_of_20000_answers_is_the_models(name: str, temperature: float, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
-    assert p_value(drafter, base, 20_000, temperature=temperature) > 0.001
+    assert pair_p_value(drafter, base, 20_000, temperature=temperature) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
@@ -224,6 +224,6 @@ def test_windows_causality_and_the_first_row(
     drafter.__class__ = Seeing
     prompts = [[3, 1], [5, 9, 2, 40, 7]]
     sampler = paradec.samplers.create("speculative", drafter=drafter)
-    expected = [plain(base, prompt, prompt, 6, 1.0) for prompt in prompts]
+    expected = greedy(base.module, prompts, 6)
     assert answers(sampler, base, prompts, max_new_tokens=6, temperature=0)[0] == expected
     assert {(True, False), (True, True)} <= set(seen)

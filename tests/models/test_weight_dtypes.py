@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from canvases import tiny_module
 from checkpoints import CONFIGS, DREAM, IDS, LLADA, logits, random_weights, shard, write_checkpoint, write_family
 from drafters import eagle_weights as eagle_checkpoint
 from drafters import tiny_base, write_eagle
 from images import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import tiny_gemma
 from tokenized_models import tokenizer_of
 from torch import Tensor
 from transformers import T5Config, T5EncoderModel
@@ -146,7 +146,7 @@ SAFETENSORS: dict[str, Callable[[Path], Case]] = {
     "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
     "janus": transformers_format(tiny_janus, load_janus),
     "text encoder": text_encoder,
-    "canvas": transformers_format(lambda: paradec.wrap(copy.deepcopy(tiny_module())), paradec.load),
+    "canvas": transformers_format(lambda: paradec.wrap(copy.deepcopy(tiny_gemma())), paradec.load),
 }
 PICKLES: dict[str, Callable[[Path], Case]] = {
     "llamagen pickle": lambda folder: llamagen(folder, ".pt"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from canvases import CANVAS, PAD, tiny_module
+from small_models import CANVAS, GEMMA_PAD, tiny_gemma
 from torch import Tensor
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
@@ -41,7 +41,7 @@ class Prompts:
 
     def __init__(self, rows: list[list[int]]):
         width = max(map(len, rows))
-        self.ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+        self.ids = torch.tensor([[GEMMA_PAD] * (width - len(row)) + row for row in rows])
         self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def in_transformers(module: Any, rows: list[list[int]], seed: int, **settings: A
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         out = module.generate(
-            prompts.ids, attention_mask=prompts.mask, max_new_tokens=2 * CANVAS, pad_token_id=PAD,
+            prompts.ids, attention_mask=prompts.mask, max_new_tokens=2 * CANVAS, pad_token_id=GEMMA_PAD,
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=BOUND),
             **{"max_denoising_steps": STEPS, "confidence_threshold": CONFIDENCE, **settings},
         )  # fmt: skip
@@ -100,7 +100,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("which", SCHEDULERS)
 def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(which: str) -> None:
-    module, model = tiny_module(), paradec.wrap(tiny_module(), pad_token_id=PAD)
+    module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)
     converged = 0
     for seed in range(3):
         found, steps = in_pipeline(module, SCHEDULERS[which](), ROWS, seed)
@@ -124,7 +124,7 @@ def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(wh
 def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float | None) -> None:
     """transformers and `diffusion_gemma` return the best tokens of the last step there, the pipeline what the next step
     would have read."""
-    module, row = tiny_module(), ROWS[:1]
+    module, row = tiny_gemma(), ROWS[:1]
     found, steps = in_pipeline(
         module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence
     )
@@ -132,7 +132,7 @@ def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float
     assert torch.equal(found[:, :CANVAS], steps[1].canvas)
     reference = in_transformers(module, row, 0, max_denoising_steps=2, confidence_threshold=1e-9)[:, :CANVAS]
     assert torch.equal(reference, steps[1].best) and not torch.equal(reference, steps[1].canvas)
-    model = paradec.wrap(module, pad_token_id=PAD)
+    model = paradec.wrap(module, pad_token_id=GEMMA_PAD)
     sampler = paradec.samplers.create(
         "diffusion_gemma", entropy_bound=BOUND, max_denoising_steps=2, early_stop=confidence is not None,
         confidence_threshold=confidence,

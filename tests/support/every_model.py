@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from canvases import tiny_module
 from checkpoints import CONFIGS, MOE, moe_facts, write_family
 from diffusers import DDIMScheduler
 from images import IMAGE_MODELS, MAR_DECODER, MAR_SIZES, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
 from pipelines import noise, tiny_dit
 from places import GOLDEN, ROOT
-from small_models import ROWS, wrap_kind
+from small_models import ROWS, tiny_gemma, wrap_kind
 from torch import Tensor
 
 import paradec
@@ -52,7 +51,7 @@ def make(kind: str) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write_family(Path(folder) / kind, kind), dtype="float64")
     if kind == CANVAS:
-        return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
+        return paradec.wrap(copy.deepcopy(tiny_gemma(dtype=torch.float64, canvas=4)))
     if kind in (PROTEIN, IN_ORDER):
         return tiny_protein()
     if kind in MIXTURES:

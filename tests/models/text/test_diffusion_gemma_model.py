@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from canvases import CANVAS, VOCAB, tiny_module
+from small_models import CANVAS, GEMMA_VOCAB, tiny_gemma
 from tokenized_models import byte_level_tokenizer
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as transformers writes it, with a tokenizer, and values of its own in generation_config.json."""
     tokenizer = byte_level_tokenizer()
     path = tmp_path_factory.mktemp("diffusiongemma")
-    module = copy.deepcopy(tiny_module(vocab=len(tokenizer)))
+    module = copy.deepcopy(tiny_gemma(vocab=len(tokenizer)))
     module.save_pretrained(path)
     tokenizer.save_pretrained(path)
     generation = json.loads((path / "generation_config.json").read_text())
@@ -67,7 +67,7 @@ def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
     state = samplers.create("diffusion_gemma").start(model, "one two", seed=0)
     assert (state.steps, state.temperatures, state.rule.gamma) == (7, (0.3, 0.8), 0.25)
     assert state.max_new_tokens == 40
-    module = tiny_module(vocab=facts.vocab_size)
+    module = tiny_gemma(vocab=facts.vocab_size)
     sampler = samplers.create("diffusion_gemma", entropy_bound=0.2, t_min=0.4, **SHORT)
     assert torch.equal(
         answers(model, sampler=sampler), answers(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
@@ -139,11 +139,11 @@ def test_a_module_says_itself_what_it_is(argument: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=f"{next(iter(argument))}=.* has no meaning for DiffusionGemmaForBlockDiffusion"
     ):
-        paradec.wrap(tiny_module(), **argument)
+        paradec.wrap(tiny_gemma(), **argument)
 
 
 def test_attention_without_masks_is_refused() -> None:
-    module = copy.deepcopy(tiny_module())
+    module = copy.deepcopy(tiny_gemma())
     module.set_attn_implementation("flex_attention")
     with pytest.raises(
         ValueError, match="attn_implementation='flex_attention' takes no masks.*set_attn_implementation"
@@ -165,7 +165,7 @@ def pictures() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sees", ["vision", None])
 def test_images_are_transformers(sees: str | None) -> None:
-    module = tiny_module(use_bidirectional_attention=sees)
+    module = tiny_gemma(use_bidirectional_attention=sees)
     ids = torch.tensor([[9, 10, 6, IMAGE, IMAGE, 7, 20, 21, 22], [9, 6, IMAGE, IMAGE, 7, 30, 31, 32, 33]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
     inputs |= pictures()
@@ -201,7 +201,7 @@ def test_images_are_transformers(sees: str | None) -> None:
 )
 def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        answers(paradec.wrap(tiny_module()), prompt)
+        answers(paradec.wrap(tiny_gemma()), prompt)
 
 
 def test_models_of_text_alone_refuse_images() -> None:
@@ -214,13 +214,13 @@ def test_models_of_text_alone_refuse_images() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype) -> None:
     """Fed to its self-conditioning they give the logits that it gives itself, to the bit."""
-    module = tiny_module(dtype=dtype)
+    module = tiny_gemma(dtype=dtype)
     model = paradec.wrap(module)
     sampler = samplers.create("diffusion_gemma")
     state = sampler.start(model, PROMPT, seed=0, max_new_tokens=CANVAS)
     sampler.commit(state, sampler.step(model, state))
     query = sampler.query(state)[0]
-    logits = torch.randn(1, CANVAS, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits = torch.randn(1, CANVAS, GEMMA_VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
         ours = model(query.with_fields(soft_embeddings=model.soften(logits)), state.store)
         state.store.bind(query)

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from canvases import CANVAS, VOCAB, tiny_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import replays
-from small_models import tiny
+from small_models import CANVAS, GEMMA_VOCAB, tiny, tiny_gemma
 from structured import CASES, KINDS, automaton_of, lettered, named, tokenizer_of
 from structured import VOCAB as VOCAB_CONSTRAINTS
 from tokenized_models import byte_level_tokenizer
@@ -33,7 +32,7 @@ from paradec.samplers.renoising import base, rules
 ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
 GENERATOR = torch.Generator().manual_seed(0)
-ROWS = [torch.randint(14, VOCAB, (size,), generator=GENERATOR).tolist() for size in (9, 1, 23, 5)]
+ROWS = [torch.randint(14, GEMMA_VOCAB, (size,), generator=GENERATOR).tolist() for size in (9, 1, 23, 5)]
 HOLED = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 KEEPS = [name for name in MASKED if rules.refusal(samplers.create(name)) is None]
@@ -48,7 +47,7 @@ def sampler(name: str, **more: Any) -> Any:
 
 
 def model(dtype: torch.dtype = torch.float64, ends: tuple[int, ...] = ENDS) -> Any:
-    return paradec.wrap(tiny_module(dtype=dtype), eos_token_id=ends)
+    return paradec.wrap(tiny_gemma(dtype=dtype), eos_token_id=ends)
 
 
 def snapshot(state: Any) -> Any:
@@ -247,7 +246,7 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
 def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     own, method = model(), sampler("diffusion_gemma")
     whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
-    monkeypatch.setattr(base, "PIECE", 3 * VOCAB)
+    monkeypatch.setattr(base, "PIECE", 3 * GEMMA_VOCAB)
     assert torch.equal(
         paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens, whole.new_tokens
     )
@@ -268,7 +267,7 @@ def test_pinned_positions_are_conditioned_on_nothing() -> None:
 
 
 def test_infill_keeps_what_was_given() -> None:
-    ends = range(1, VOCAB, 2)  # of two tokens one
+    ends = range(1, GEMMA_VOCAB, 2)  # of two tokens one
     out = paradec.infill(model(ends=tuple(ends)), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
     for row, prompt in enumerate(HOLED):
         got = out.sequences[row, -len(prompt) :].tolist()
@@ -290,7 +289,7 @@ def test_no_end_is_proposed_in_a_hole_and_any_after_it() -> None:
 
 def test_holes_in_text() -> None:
     tokenizer = byte_level_tokenizer()
-    own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer)
+    own = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer)
     out = paradec.infill(own, "one <mask:2> three<mask>", sampler=sampler("diffusion_gemma"), seed=0)
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", " three"))
     ids = out.sequences[0].tolist()
@@ -315,12 +314,12 @@ def test_a_prefix_is_exact() -> None:
     assert any(reusing.cost.reused_tokens)
     assert plain.forwarded_tokens - reusing.forwarded_tokens == sum(reusing.cost.reused_tokens)
     with pytest.raises(ValueError, match="was kept with another model"):
-        paradec.generate(paradec.wrap(tiny_module(1)), turn, prefix=first.prefix, **request)
+        paradec.generate(paradec.wrap(tiny_gemma(1)), turn, prefix=first.prefix, **request)
 
 
 @pytest.mark.parametrize("pad", [0, None])
 def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, method = tiny_module(dtype=torch.float64), sampler("diffusion_gemma")
+    module, method = tiny_gemma(dtype=torch.float64), sampler("diffusion_gemma")
     monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
     own = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
     request = {"sampler": method, "seed": 2, "max_new_tokens": 40}
@@ -336,7 +335,7 @@ def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypat
 
 def test_stop_strings_end_a_row() -> None:
     tokenizer = byte_level_tokenizer()
-    own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer, eos_token_id=())
+    own = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer, eos_token_id=())
     request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 60}
     whole = paradec.generate(own, ROWS[0], **request)
     ids = whole.new_tokens[0].tolist()
@@ -442,7 +441,7 @@ def test_what_means_nothing_is_refused_with_the_reason(name: str) -> None:
     [
         ({"max_new_tokens": 5000}, "longer than DiffusionGemmaForBlockDiffusion takes"),
         ({"steps": 1, "max_new_tokens": 40}, "multiple of the number of canvases"),
-        ({"suppress_tokens": range(VOCAB)}, "suppress_tokens excludes all"),
+        ({"suppress_tokens": range(GEMMA_VOCAB)}, "suppress_tokens excludes all"),
         ({"stop": paradec.Prophet()}, "stop=.*closes as a whole"),
         ({"stop_strings": "a"}, "needs a tokenizer"),
         ({"prefix": 3}, "prefix=3"),
@@ -548,7 +547,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, settings, end = len(case["vocab"]), dict(case["settings"]), case["end"]
     width, vocab = settings.pop("canvas"), max(size + 2, 16)
     model = paradec.wrap(
-        tiny_module(dtype=torch.float64, vocab=vocab, canvas=width),
+        tiny_gemma(dtype=torch.float64, vocab=vocab, canvas=width),
         eos_token_id=end,
         tokenizer=tokenizer_of(case["vocab"], end),
     )
@@ -596,7 +595,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def canvases() -> Model:
     own = lettered()
     return paradec.wrap(
-        tiny_module(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=own.tokenizer, eos_token_id=39
+        tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=own.tokenizer, eos_token_id=39
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from canvases import CANVAS, END, PAD, VOCAB, tiny_module
 from oracles import renoising as plain_canvas
 from recorded import Refused, find_checkpoint, golden, read_head, read_json, replay
+from small_models import CANVAS, GEMMA_END, GEMMA_PAD, GEMMA_VOCAB, tiny_gemma
 from torch import Tensor
 
 import paradec
@@ -31,14 +31,16 @@ ENDS = [11, 12, 13]
 def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
     """Ids [B, length] and their padding mask: one row, three, or three of which two are padded on the left."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(14, VOCAB, (1 if case == "one" else 3, length), generator=generator)
+    ids = torch.randint(14, GEMMA_VOCAB, (1 if case == "one" else 3, length), generator=generator)
     mask = torch.ones_like(ids)
     if case == "padded":
         mask[0, :4], mask[1, :1] = 0, 0
-    return ids.masked_fill(mask == 0, PAD), mask
+    return ids.masked_fill(mask == 0, GEMMA_PAD), mask
 
 
-def both(module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = PAD):
+def both(
+    module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = GEMMA_PAD
+):
     """What transformers' generate and ours give for one seed."""
     ids, mask = prompts(case, seed)
     stated = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
@@ -90,11 +92,11 @@ def test_recorded_answers(path: Path, number: int) -> None:
 def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
     early = finished = 0
     for seed in range(seeds):
-        answer, per_call, out = both(tiny_module(), case, seed, ends, stop)
+        answer, per_call, out = both(tiny_gemma(), case, seed, ends, stop)
         width = answer.shape[1]  # a batch that has ended stops earlier
         assert torch.equal(out.new_tokens[:, :width], answer), seed
-        assert (out.new_tokens[:, width:] == PAD).all()
-        counted = (out.new_tokens != PAD).sum(1) / torch.tensor(out.denoising_calls)
+        assert (out.new_tokens[:, width:] == GEMMA_PAD).all()
+        counted = (out.new_tokens != GEMMA_PAD).sum(1) / torch.tensor(out.denoising_calls)
         assert torch.equal(counted, per_call)
         early += any(calls % 12 for calls in out.denoising_calls)
         finished += sum(out.finished)
@@ -107,13 +109,13 @@ def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: l
 def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> None:
     for case in ("one", "equal"):
         for seed in range(2):
-            answer, _, out = both(tiny_module(dtype=dtype), case, seed, None, True, new=32)
+            answer, _, out = both(tiny_gemma(dtype=dtype), case, seed, None, True, new=32)
             assert torch.equal(out.new_tokens, answer)
 
 
 def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
     """There rows go on after their end, and what they decode is encoded; here it is cut off."""
-    module, finished = tiny_module(), 0
+    module, finished = tiny_gemma(), 0
     for seed in range(4):
         answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
         for row, (mine, whole) in enumerate(zip(out.new_tokens.tolist(), answer.tolist(), strict=True)):
@@ -125,7 +127,7 @@ def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
 
 
 def test_equals_transformers_generate_over_a_long_context() -> None:
-    module = tiny_module()
+    module = tiny_gemma()
     model = paradec.wrap(module)
     ids, _ = prompts("one", 5, length=70)
     torch.manual_seed(5)
@@ -153,7 +155,7 @@ KEEPERS = {
 @pytest.mark.parametrize("name", KEEPERS)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
 def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
-    module = tiny_module(dtype=torch.float64)
+    module = tiny_gemma(dtype=torch.float64)
     sampler, keep = KEEPERS[name]
     model = paradec.wrap(module, eos_token_id=ENDS)
     ids = prompts("one", 3, length=40)[0][0].tolist()
@@ -177,11 +179,11 @@ def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) ->
         order = logits.argsort(-1, descending=True)
         before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
         rank = order.argsort(-1)
-        kept = rank < asked.get("top_k", VOCAB)
+        kept = rank < asked.get("top_k", GEMMA_VOCAB)
         kept &= (before < asked.get("top_p", 1.0)).gather(-1, rank)
         return logits.masked_fill(~kept, -torch.inf)
 
-    module = tiny_module(dtype=torch.float64)
+    module = tiny_gemma(dtype=torch.float64)
     sampler, keep = KEEPERS["diffusion_gemma"]
     prompt = prompts("one", 3)[0][0].tolist()
     request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **asked}
@@ -191,7 +193,7 @@ def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) ->
 
 
 def test_what_is_unset_follows_the_model() -> None:
-    module = tiny_module()
+    module = tiny_gemma()
     stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
     before = {name: getattr(module.generation_config, name) for name in stated}
     try:
@@ -219,10 +221,10 @@ def test_what_is_unset_follows_the_model() -> None:
 
 def test_a_temperature_range_is_checked_with_the_models() -> None:
     with pytest.raises(ValueError, match=r"t_min=0.9 must be at most t_max=0.8; what is not given is the model's"):
-        samplers.create("diffusion_gemma", t_min=0.9).start(paradec.wrap(tiny_module()), [9])
+        samplers.create("diffusion_gemma", t_min=0.9).start(paradec.wrap(tiny_gemma()), [9])
 
 
 def test_end_and_padding_of_the_module_are_the_models() -> None:
-    model = paradec.wrap(tiny_module(), eos_token_id=END)
-    assert model.facts.eos_token_ids == (END,) and model.facts.pad_token_id == PAD
+    model = paradec.wrap(tiny_gemma(), eos_token_id=GEMMA_END)
+    assert model.facts.eos_token_ids == (GEMMA_END,) and model.facts.pad_token_id == GEMMA_PAD
     assert (model.facts.topology, model.facts.block_length, model.facts.mask_token_id) == ("canvas", CANVAS, None)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from images import tiny_masked_image
 from PIL import Image
-from runs_by_hand import HOSTILE, hostile, scripts
 from small_models import tiny
+from traces import HOSTILE, hostile_trace, scripts_trace
 
 import paradec
 from paradec.core.thumbnails import from_uri, trace_from_steps
@@ -84,20 +84,20 @@ def test_a_page_holds_every_step(trace: Trace) -> None:
 
 def test_no_token_does_harm(tmp_path: Path) -> None:
     name = "</title><script>window.hacked = 1</script>"
-    text = page([hostile(), hostile()], [name, HOSTILE[1]], HOSTILE[0])
+    text = page([hostile_trace(), hostile_trace()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone
-    page([scripts()], ["\udce9"]).encode("utf-8")
+    page([scripts_trace()], ["\udce9"]).encode("utf-8")
     found = Reader(text)
-    plain = Reader(page([scripts(), scripts()]))
+    plain = Reader(page([scripts_trace(), scripts_trace()]))
     assert "<" not in found.data
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
     run = found.runs()[0]
     assert [run["texts"][str(i)] for i in range(7)] == list(HOSTILE[:7]) and run["texts"]["7"] == "?"
     assert run["settings"][HOSTILE[1]] == HOSTILE[2] and found.runs()[0]["name"] == name
-    hostile().to_gif(tmp_path / "x.gif")
-    framed = Reader(hostile()._repr_html_())
+    hostile_trace().to_gif(tmp_path / "x.gif")
+    framed = Reader(hostile_trace()._repr_html_())
     assert [tag for tag, _ in framed.tags] == ["iframe"]
-    assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile().to_html()
+    assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile_trace().to_html()
 
 
 def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import tiny_diffusion, tiny_mar, tiny_masked_image
-from runs_by_hand import scripts
 from small_models import PROMPTS, close_model, tiny, wrap_causal
+from traces import scripts_trace
 
 import paradec
 from paradec import caches, samplers
@@ -248,7 +248,14 @@ def recorded() -> list[dict[str, Any]]:
     drafts = paradec.generate(wrap_causal(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
-    found = [text, open_, drafts, picture, scripts(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""])]
+    found = [
+        text,
+        open_,
+        drafts,
+        picture,
+        scripts_trace(),
+        Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
+    ]
     data = [json.loads(trace.to_json()) for trace in found]
     there = {name for run in data for each in (run, *run["steps"]) for name in each}
     assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
