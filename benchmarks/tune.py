@@ -60,7 +60,7 @@ def by_hand(
             steps = configuration.request(positions, blocks)
             if method.uses_steps and not steps and configuration.sampler in paradec.samplers.registry:
                 continue  # one token per step: measured by tune itself
-            method.start(model, half.prompts.select_rows(0, 1), paradec.Request(**request, **steps, sampler=method))
+            method.start(model, half.prompts.slice_rows(0, 1), paradec.Request(**request, **steps, sampler=method))
             asking = paradec.Request(**request, **steps, sampler=method, seed=0)
             first = half.measure(asking, 0, min(8, len(half)), 8, Scorer("answers"), {})
             if not configuration.changes and first.mean("forwards") > slowest * positions:

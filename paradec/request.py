@@ -322,9 +322,14 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
 
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
-    ours = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
-    masks = import_lazily("paradec.caches.suffix:Suffix").of(suffix)
-    return temperature != 0 or method.draws or not ours or (masks is not None and masks.density != "cut")
+    is_builtin = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
+    suffix_masks = import_lazily("paradec.caches.suffix:Suffix").of(suffix)
+    return (
+        temperature != 0
+        or method.draws
+        or not is_builtin
+        or (suffix_masks is not None and suffix_masks.density != "cut")
+    )
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
@@ -345,8 +350,8 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
         )
 
 
-def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
+def check_names(names: Collection[str], allowed: Collection[str] = FIELDS) -> None:
     """Raise TypeError for a name that is no argument, with the closest one."""
-    for name in given:
+    for name in names:
         if name not in allowed:
             raise unknown_argument_error(name, allowed)

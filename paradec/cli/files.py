@@ -113,7 +113,7 @@ class FileJob:
         fitting = work.rows_that_fit(_joined(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
-            work.try_start(min(parts, key=lambda part: len(part.rows[0])).select_rows(0, 1))
+            work.try_start(min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1))
         if self.out.is_file():
             write_lines(self.out, finished.values())  # nothing is written onto a line that was cut off
         code = 0
@@ -146,7 +146,7 @@ class FileJob:
                     line.error = _one_line(error)
         prompts = Prompts(rows, False, [0] * len(rows)).repeat(work.answers).number_duplicates()
         copies = work.answers
-        return {line.number: prompts.select_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
+        return {line.number: prompts.slice_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
     def _tell(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns how many prompts failed."""

@@ -290,7 +290,7 @@ def in_batches(
 
     first, interrupted = 0, False
     while first < len(prompts.rows) and not interrupted:
-        batch = prompts.select_rows(first, first + size)
+        batch = prompts.slice_rows(first, first + size)
         try:
             output = decode(batch)
         except paradec.Interrupted as interrupt:

@@ -1,2 +1,1 @@
-"""What all families share: the protocol and its values, random numbers, checks, registries. Nothing of it knows a
-model."""
+"""Protocol, values, random numbers, checks and registries of all families; independent of models."""

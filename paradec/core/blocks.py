@@ -1,4 +1,4 @@
-"""What a block policy is: how a sequence is cut into blocks. `paradec.samplers.masked.blocks` has the policies."""
+"""Protocol of block policies; `paradec.samplers.masked.blocks` has the policies."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from torch import Tensor
 
 
 class BlockPolicy(Protocol):
-    """Says where the next block of each row ends.
+    """Policy that cuts a sequence into blocks.
 
-    A policy that decides from the model's prediction sets `reads_logits`. Then `open` says how far it wants to read,
-    the step that opens a block proposes tokens for all of that, and `cut` says how much of it is the block; nothing
-    beyond is committed. That step is the block's first one: reading costs no forward of its own. A block always reaches
-    the first position that may be committed. A policy may also have `for_model(model)`, which returns the policy to use
-    with that model.
+    With `reads_logits`, `open` gives the range to read, the block's first step proposes tokens for all of it, and `cut`
+    gives the length of the block; nothing beyond is committed. A block always reaches the first position that may be
+    committed. An optional `for_model(model)` returns the policy for a model.
     """
 
     reads_logits: ClassVar[bool] = False
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """End (exclusive) of the block that begins at `start`, or of what is read. All arrays: [R] int64 positions."""
+        """End (exclusive) of the block, or of the range to read, from `start`. All arrays: [R] int64 positions."""
         ...
 
     def count(self, prompt_length: int, length: int) -> int | None:
-        """How many blocks a row will have; None when only decoding shows."""
+        """Number of blocks of a row; None if unknown in advance."""
         ...
 
     def cut(self, opening: Any) -> Tensor:
-        """[R] int64: lengths of the blocks that begin at the opening's column 0; only for `reads_logits`."""
+        """[R] int64: lengths of the blocks from the opening's column 0, for `reads_logits`."""
         raise TypeError(f"{type(self).__name__} reads no logits")

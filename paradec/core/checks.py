@@ -23,13 +23,13 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
     "drafts": ("a drafter (paradec.load_drafter)", "the setting drafter of a sampler"),
 }
-"""What a model's `makes` may be: in words, and where such a model goes. A model of one's own that does not say it is a
-language model, if it can be called and has `facts`."""
+"""Kinds of model (`makes`) in words, and their entry point. A callable with `facts` but no `makes` is a language model.
+"""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of one of the kinds `allowed` (names of `MODELS`); `user` asks for it. A model
-    may refuse a user by its `check_user(user)`."""
+    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). Its `check_user(user)` may raise
+    too."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
@@ -42,18 +42,18 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
 
 
 def wrong_model_error(user: str, model: Any, takes: str) -> TypeError:
-    """What to raise where `user` was given another `model` than it `takes`, in words."""
+    """Make the error for a `model` of another kind than `user` takes."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if isinstance(kind, str) and kind in MODELS:
         name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
-        what, home = MODELS[kind]
-        return TypeError(f"{user} takes {takes}; {name} is {what}: give it to {home}")
-    plain = model is None or isinstance(model, (str, int, float, type))
-    return TypeError(f"{user} takes {takes}, not {shown(model) if plain else f'a {type(model).__name__}'}")
+        description, entry_point = MODELS[kind]
+        return TypeError(f"{user} takes {takes}; {name} is {description}: give it to {entry_point}")
+    is_simple = model is None or isinstance(model, (str, int, float, type))
+    return TypeError(f"{user} takes {takes}, not {shown(model) if is_simple else f'a {type(model).__name__}'}")
 
 
 def shown(value: Any) -> str:
-    """A value in one short line, for a message."""
+    """Represent a value in one line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
     except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python writes
@@ -62,33 +62,32 @@ def shown(value: Any) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """ "1 token", "2 tokens": for a message."""
+    """Format a count: "1 token", "2 tokens"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def throughput_unit(rows: int) -> str:
-    """The unit of tokens over the forwards of `rows` rows, which are row calls where there are several."""
+    """Name the unit of tokens per forward, which is per row call for several rows."""
     return f"tokens per {'forward' if rows == 1 else 'row call'}"
 
 
 LARGEST_INT = 2**31 - 1
-"""What an integer may be where nothing else is said: sums and products of a few such still fit into int64."""
+"""Default bound of integers: sums and products of a few fit into int64."""
 LARGEST_INT64 = 2**63 - 1
-"""What sizes in bytes, and seeds, may be."""
 
 
 def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGEST_INT, none: bool = False) -> None:
-    """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
+    """Raise ValueError unless `value` is an integer (no bool) in [low, high], or None if `none`."""
     if value is None and none:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
-def check_at_most(name: str, value: int, other: str, bound: int) -> None:
-    """Raise ValueError unless one setting, a number, is at most another one; the message names both."""
+def check_at_most(name: str, value: int, bound_name: str, bound: int) -> None:
+    """Raise ValueError unless the setting `name` is at most the setting `bound_name`."""
     if value > bound:
-        raise ValueError(f"{name}={shown(value)} must be at most {other}={shown(bound)}")
+        raise ValueError(f"{name}={shown(value)} must be at most {bound_name}={shown(bound)}")
 
 
 def check_number(
@@ -122,13 +121,12 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)} must be True or False")
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise ValueError for bytes that are not UTF-8, which Python represents as surrogates."""
+    """Raise ValueError for text with surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,7 +134,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a real number is neither NaN nor infinite, nor an integer that no tensor can hold."""
+    """Whether a real number is finite and, if an integer, fits into int64."""
     if isinstance(value, numbers.Integral):
         return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)

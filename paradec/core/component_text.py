@@ -12,8 +12,6 @@ FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
 
 
 class ParsedComponent(NamedTuple):
-    """The name of a sampler, a cache or the like, and its settings."""
-
     name: str
     settings: dict[str, Any]
 
@@ -21,13 +19,8 @@ class ParsedComponent(NamedTuple):
 def parse_components(kind: str, text: str) -> list[ParsedComponent]:
     """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts.
 
-    A "+" joins where a name follows it, and else ends a name: "lantern++(k=5)".
-
-    Args:
-        kind: what is named ("cache"), for the message.
-
-    Raises:
-        ValueError: another form.
+    A "+" joins where a name follows, else it ends a name: "lantern++(k=5)". kind: for messages. Raises ValueError for
+    other text.
     """
     try:
         terms: list[str] = []
@@ -42,17 +35,16 @@ def parse_components(kind: str, text: str) -> list[ParsedComponent]:
 
 
 def unreadable_error(kind: str, text: str) -> ValueError:
-    """The error for a text of another form."""
-    joined = "; samplers are joined by '+'" if kind == "sampler" else ""
-    shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
+    join_hint = "; samplers are joined by '+'" if kind == "sampler" else ""
+    quoted = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
     return ValueError(
-        f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals or "
-        f"words: 'name(setting=1)'{joined}"
+        f"{kind} {quoted} cannot be read; settings go in parentheses, each once, as Python literals or "
+        f"words: 'name(setting=1)'{join_hint}"
     )
 
 
 def parse_component(kind: str, text: str) -> ParsedComponent:
-    """Parse one name with or without settings. Args and errors: as for `parse_components`."""
+    """Parse one name with or without settings. Raises ValueError as `parse_components`."""
     components = parse_components(kind, text)
     if len(components) > 1:
         raise ValueError(f"{kind} {text[:MAX_SHOWN]!r} cannot be joined; give one name")
@@ -60,10 +52,7 @@ def parse_component(kind: str, text: str) -> ParsedComponent:
 
 
 def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
-    """Make what `Registry.create` is asked for by a text of a name with settings, or of several names.
-
-    Raises: as `Registry.create`.
-    """
+    """Make a component from a text with settings or several names, as `Registry.create`."""
     components = parse_components(registry.kind, name)
     if len(components) > 1:
         if "union" not in registry:
@@ -71,20 +60,20 @@ def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
         for setting in settings:
             raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
         return registry.get("union")(rules=tuple(registry.create(part.name, **part.settings) for part in components))
-    ((name, given),) = components
-    for setting in given.keys() & settings:
+    ((name, text_settings),) = components
+    for setting in text_settings.keys() & settings:
         raise ValueError(f"{registry.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
-    return registry.create(name, **given, **settings)
+    return registry.create(name, **text_settings, **settings)
 
 
 def split_file(term: str) -> tuple[str, str] | None:
-    """Split "FILE.py:CLASS(setting=1)" into the file with its class and the settings; None for another term."""
+    """Split "FILE.py:CLASS(setting=1)" into the file with its class and the settings; None for other terms."""
     parts = FILE_TERM.fullmatch(term.strip())
     return None if parts is None else (parts[1], parts[2] or "")
 
 
-def split_outside(text: str, sign: str) -> list[str]:
-    """Split a text at a sign, but not inside of brackets and of quotes in them."""
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split a text at a separator outside of brackets, and of quotes inside these."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -93,7 +82,7 @@ def split_outside(text: str, sign: str) -> list[str]:
             quote = letter
         else:
             depth += (letter in "([{") - (letter in ")]}")
-        if letter == sign and depth <= 0:
+        if letter == separator and depth <= 0:
             parts.append("")
         else:
             parts[-1] += letter

@@ -12,9 +12,9 @@ PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
 TOPOLOGY_ALIGNS = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
-"""Aligns of each topology; the others have "absolute" only."""
+"""Alignments of each topology; the others allow "absolute" only."""
 HOLE = -1
-"""Id of a position to fill, for models of canvases, which have no mask token."""
+"""Id of a position to fill, for models with canvases, which have no mask token."""
 
 
 @dataclass(frozen=True)
@@ -22,27 +22,23 @@ class ModelFacts:
     """Ids and conventions of one model.
 
     Args:
-        vocab_size: rows of the output matrix.
-        mask_token_id: the id of an undecided token, which no sampler proposes; None for models without one.
+        vocab_size: rows of the output matrix. name: for messages.
+        mask_token_id: id of undecided tokens, never proposed; None for models without one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
-        pad_token_id: the id after the end of an answer; by default the first end id, else the lowest id but the mask's.
-        max_length: positions the model can take, prompt and answer together; None if unlimited.
-        trained_length: longer rows are warned of.
+        pad_token_id: id after the end of an answer; by default the first end id, else the lowest id but the mask's.
+        max_length, trained_length: limit of prompt and answer together (None: unlimited); length that draws a warning.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
-        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "causal_context" is an
-            open block over causal keys and values of all before it, whose first token is the causal prediction of the
-            one before (Nemotron-Labs-Diffusion); "canvas" is a causal encoder of final tokens, and a bidirectional
-            block of noise after them (DiffusionGemma).
-        block_length: the block of a block-causal model, or the canvas.
-        block_align: where blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2), "prompt" the end of the
-            prompt, which is one block whatever its length (D2F).
+        topology: "bidirectional", "block_causal", "causal"; "causal_context" (an open block over causal keys and
+            values, whose first token the position before predicts: Nemotron-Labs-Diffusion); "canvas" (a causal encoder
+            of final tokens before a bidirectional block of noise: DiffusionGemma).
+        block_length: length of a block-causal model's blocks, or of the canvas.
+        block_align: "absolute" counts blocks from position 0 (SDAR, LLaDA2), "prompt" from the end of the prompt, which
+            is one block (D2F).
         delete_token_id, split_token_id: ids that delete a position, or insert a mask before it (LLaDA2.2).
-        tokenizer_size: ids from this one on have no text, such as rows that pad the embedding; None where all have.
-        whole_blocks: whether a call must hold whole blocks, since experts are chosen for blocks.
-        name: for messages.
+        tokenizer_size: ids from this one on have no text, such as embedding padding; None where all have.
+        whole_blocks: whether calls must hold whole blocks, as experts are chosen per block.
 
-    Raises:
-        ValueError: a fact out of its range.
+    Raises ValueError for a fact out of its range.
     """
 
     vocab_size: int
@@ -81,9 +77,10 @@ class ModelFacts:
             raise ValueError(
                 f"block_length={self.block_length} is only for topology='block_causal', 'causal_context' or 'canvas'"
             )
-        if self.block_align not in (known := TOPOLOGY_ALIGNS.get(self.topology, ("absolute",))):
+        allowed = TOPOLOGY_ALIGNS.get(self.topology, ("absolute",))
+        if self.block_align not in allowed:
             raise ValueError(
-                f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={known[0]!r}"
+                f"block_align={self.block_align!r} is not for topology={self.topology!r}, which allows {allowed}"
             )
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
@@ -92,28 +89,28 @@ class ModelFacts:
     def mask_id(self) -> int:
         """`mask_token_id`. Raises ValueError for a model without one."""
         if self.mask_token_id is None:
-            what = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
-            raise ValueError(f"{self.name} has no mask token: {what}")
+            reason = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
+            raise ValueError(f"{self.name} has no mask token: {reason}")
         return self.mask_token_id
 
     @property
     def textless_ids(self) -> frozenset[int]:
-        """Ids without a text, which requests suppress by default."""
+        """Ids without text, which requests suppress by default."""
         if self.tokenizer_size is None:
             return frozenset()
-        control = {*self.eos_token_ids, self.delete_token_id, self.split_token_id}
-        return frozenset(range(self.tokenizer_size, self.vocab_size)) - control
+        control_ids = {*self.eos_token_ids, self.delete_token_id, self.split_token_id}
+        return frozenset(range(self.tokenizer_size, self.vocab_size)) - control_ids
 
     @property
     def hole_id(self) -> int | None:
-        """The id of a position to fill: the mask id, or `HOLE` on canvases; None where the model fills no holes."""
+        """Id of a position to fill: the mask id, or `HOLE` on canvases; None for causal models."""
         if self.topology == "causal":
             return None
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
-        """Raise ValueError where a row of `longest` positions, `new` of them new, exceeds `max_length`; warn where it
-        exceeds `trained_length`."""
+        """Raise ValueError for rows longer than `max_length`; warn above `trained_length`. new: the new positions in
+        `longest`."""
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
@@ -127,31 +124,28 @@ class ModelFacts:
 
     @property
     def block_unit(self) -> int:
-        """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""
+        """Length of the blocks that see each other: the block of a block-causal model, else 1."""
         return self.block_length or 1 if self.topology == "block_causal" else 1
 
     @property
     def prompt_aligned(self) -> bool:
-        """Whether blocks are counted from the end of each row's prompt."""
         return self.block_align == "prompt"
 
     def block_numbers(self, positions: Any, origin: Any = None) -> Any:
-        """Block numbers of positions (int64 of any shape, a tensor or an array); -1 in a prompt before the blocks.
-
-        origin: [R, 1] int64, the ends of the rows' prompts, for models that count from there.
-        """
+        """Block numbers of positions (int64 tensor or array of any shape); -1 inside a prompt before the blocks.
+        origin: [R, 1] int64, ends of the prompts, for models that count from there."""
         if not self.prompt_aligned:
             return positions // self.block_unit
         return ((positions - origin) // self.block_unit).clip(-1)
 
     def block_bounds(self, start: Any, stop: Any, origin: Any) -> tuple[Any, Any]:
-        """Widen ranges [start, stop) to whole blocks; int64 arrays, as is `origin`."""
+        """Widen ranges [start, stop) to whole blocks; all int64 arrays."""
         block = self.block_unit
         if not self.prompt_aligned:
             return start // block * block, -(-stop // block) * block
         start, stop = start - origin, stop - origin
-        inside = start >= 0  # else the range begins in the prompt, and includes all of it
-        return (start // block * block + origin) * inside, (-(-stop // block)).clip(0) * block + origin
+        starts_in_block = start >= 0  # else the range begins in the prompt, and includes all of it
+        return (start // block * block + origin) * starts_in_block, (-(-stop // block)).clip(0) * block + origin
 
     @property
     def shift(self) -> int:
@@ -160,7 +154,7 @@ class ModelFacts:
 
     @property
     def fill_token_id(self) -> int:
-        """The id after the end of an answer. Never the mask id: padding would count as undecided."""
+        """Id after the end of an answer. Never the mask id: padding would count as undecided."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         if self.eos_token_ids:

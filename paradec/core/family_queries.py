@@ -1,4 +1,4 @@
-"""Queries of single families: what they ask of a model besides what every query asks."""
+"""Model calls of single families; shapes as in `Query`."""
 
 from __future__ import annotations
 
@@ -15,141 +15,126 @@ from paradec.core.query import Cost, Query, StoreCall, WindowLogits, WindowQuery
 
 @dataclass
 class CausalQuery(Query):
-    """A call of the causal family; shapes as in `Query`."""
-
     index: np.ndarray | None = None
-    """[N] int64, on the host: where `rows` are among the running rows; for steps of several calls."""
+    """[N] int64, on the host: indices of `rows` among the running rows, for steps of several calls."""
     keep_hidden: bool = False
-    """Whether the model shall leave its last hidden states in `hidden`."""
+    """Whether the model stores its last hidden states in `hidden`."""
     keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states. The last
-    layer's is after the final norm; the number after it is the same before it."""
+    """Layers, from 0, whose outputs the model stores in `hidden` instead: the last one's after the final norm, the
+    index after it the same output before the norm."""
     hidden: Tensor | None = None
-    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
-    `keep_layers` [R, Q, layers * D]: theirs, side by side."""
+    """[R, Q, D]: input of the output matrix at all columns; with `keep_layers` [R, Q, layers * D]."""
 
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a store whose columns see all that is stored, and of each other what `visible` says, whatever the
-    model's topology allows: a block of masks that a causal model fills, say."""
+    """A call over a store whose columns see everything stored, and each other by `visible`, not by the topology."""
 
 
 @dataclass(kw_only=True)
 class AnyOrderQuery(Query):
-    """A call of a model of any order (`Model.any_order`) by the causal family; shapes as in `Query`."""
+    """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: the rank of each position in its row's order, -1 where it was given or would come next."""
+    """[R, Q] int64: rank of each position in its row's order, -1 where it was given or comes next."""
     index: np.ndarray
-    """As in `CausalQuery`."""
 
 
 @dataclass
 class CanvasQuery(Query):
-    """A call of a model with canvases; shapes as in `Query`."""
-
     soft_embeddings: Tensor | None = None
-    """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
+    """[R, Q, D]: soft embeddings that condition an open canvas; None at first."""
     soften: Callable[[Tensor], Tensor] | None = None
-    """From the model, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
+    """Set by the model: logits [..., V] -> soft embeddings [..., D] of the next step."""
     images: Tensor | None = None
-    """[N, D]: the embeddings at the image tokens of the call, in reading order; None where it has no images."""
+    """[N, D]: embeddings at the call's image tokens, in reading order; None without images."""
 
 
 @dataclass
 class GroupQuery(Query):
-    """One call over a key/value store whose slots are ranks: where a position comes in its row's order.
-
-    `positions` are places in the sequence, prompt first, then the cells row by row; its slots are ranks, prompt first,
-    then the cells from the first to be decided to the last. What a slot held before is overwritten before it is read.
-    """
+    """One call over a key/value store whose slots are ranks in the row's order: the prompt, then the cells as they are
+    decided. `positions` count the cells row by row. A slot's old content is overwritten before it is read."""
 
     visible_end: Tensor | None = None
-    """[R, Q] int64: each column sees the slots below this one, and no others."""
+    """[R, Q] int64: end (exclusive) of the slots that each column sees."""
 
 
 @dataclass(kw_only=True)
 class RankedQuery(AnyOrderQuery):
-    """One call in any order, of `N` rows of one branch: the model asks for each wanted position with a mask that sees
-    the tokens of lower rank and itself, and evaluates the tokens among the columns beside these. A column that holds a
-    mask is no token. Slots of the store are ranks, those of the second branch's rows after the first one's."""
+    """One call in any order, for `N` rows of one branch. The model adds a mask for each wanted position, which sees the
+    tokens of lower rank and itself; columns with a mask are not evaluated. Store rows of the second branch follow those
+    of the first."""
 
     ranks: Tensor
-    """[N, Q] int64: of each column in its row's order, prompt first, whether it is decided or not."""
+    """[N, Q] int64: rank of each column in its row's order, prompt first, decided or not."""
     is_wanted: Tensor
-    """[N, W] bool: which of the wanted columns are."""
+    """[N, W] bool: False where `wanted` is padding."""
     scale: Tensor
-    """[N, W] float64: guidance of each wanted position; of one branch nothing."""
+    """[N, W] float64: guidance scale of each wanted position; unused with one branch."""
 
 
 @dataclass
 class LatentQuery:
-    """One call of a continuous model. `N` rows of the state, `R = branches * N` rows in the call.
-
-    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest are not.
-    """
+    """One call of a continuous model: `N` rows of the state, `R = branches * N` in all, the N conditional ones first."""
 
     rows: np.ndarray
-    """[N] int64, on the host: the state's rows that this call evaluates."""
     latent: Tensor
-    """[R, ...] float."""
     timestep: Tensor
-    """Scalar or [R]."""
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else the model reads, by name, each [R, ...]: class labels, say."""
+    """Further inputs by name, each [R, ...], such as class labels."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: positions (patches) evaluated for each row in one branch, as in `Query`."""
+    """[N] int64, on the host: positions (patches) of each row in one branch."""
     kind: str = "full"
 
 
 @dataclass
 class LatentProposal:
-    """What a continuous model's latent could become, of the forecast family."""
+    """The output of a continuous model for the next step, of the forecast family."""
 
     rows: np.ndarray
-    """[R] int64, on the host: rows of the state that this proposal speaks of."""
     values: Tensor
     """[R, ...] float: the model's output, or its forecast."""
     cost: Cost
     made_at: int = 0
-    """As for `Proposal`."""
     kind: str = "full"
-    """What was evaluated: "full", "window", or "forecast" (nothing)."""
+    """"full", "window", or "forecast" (nothing was evaluated)."""
 
 
 def build_rows_query(
-    model: Any, rows: Sequence[Sequence[int]], at: Sequence[Sequence[int]], prompts: Sequence[int], begin: int = 0
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    positions: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    start: int = 0,
 ) -> WindowQuery:
-    """One call that evaluates rows of ids, padded on the right, on the model's device.
+    """Build one call for rows of ids, padded on the right, on the model's device.
 
     Args:
-        rows: the ids of each. at: the positions of each whose tokens are to be predicted, padded with any.
-        prompts: how many tokens of each are its prompt, for models whose blocks begin after it.
-        begin: positions before it are in the row 0 of a store, and are evaluated by none.
+        rows, positions, prompts: ids, positions to predict and prompt length of each row.
+        start: positions before this one are read from row 0 of a store.
     """
     facts, device = model.facts, model.device
-    width, most = max(map(len, rows)), max(map(len, at))
+    width, max_wanted = max(map(len, rows)), max(map(len, positions))
     tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)
     valid = torch.zeros(len(rows), width, dtype=torch.bool)
-    wanted = torch.zeros(len(rows), most, dtype=torch.int64)
-    for index, (row, places) in enumerate(zip(rows, at, strict=True)):
+    wanted = torch.zeros(len(rows), max_wanted, dtype=torch.int64)
+    for index, (row, row_positions) in enumerate(zip(rows, positions, strict=True)):
         tokens[index, : len(row)] = torch.tensor(row)
         valid[index, : len(row)] = True
-        wanted[index, : len(places)] = torch.tensor(places)
-    tokens, valid = tokens[:, begin:], valid[:, begin:]
+        wanted[index, : len(row_positions)] = torch.tensor(row_positions)
+    tokens, valid = tokens[:, start:], valid[:, start:]
     shift = 1 if facts.topology == "causal" else facts.shift
     query = WindowQuery(
         rows=np.arange(len(rows)),
         tokens=tokens.to(device),
-        positions=torch.arange(begin, width, device=device).expand(len(rows), -1),
-        wanted=(wanted - shift - begin).clamp(min=0).to(device),
+        positions=torch.arange(start, width, device=device).expand(len(rows), -1),
+        wanted=(wanted - shift - start).clamp(min=0).to(device),
         valid=None if valid.all() else valid.to(device),
         window=WindowLogits(np.arange(len(rows))),
         origin=torch.tensor(prompts, device=device).unsqueeze(1) if facts.prompt_aligned else None,
-        forwarded=np.array([len(row) - begin for row in rows]),
+        forwarded=np.array([len(row) - start for row in rows]),
     )
-    if begin:
-        query.store = StoreCall(torch.zeros(len(rows), dtype=torch.int64, device=device), visible_length=begin)
+    if start:
+        query.store = StoreCall(torch.zeros(len(rows), dtype=torch.int64, device=device), visible_length=start)
     return query

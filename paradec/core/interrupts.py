@@ -1,8 +1,5 @@
-"""Ctrl-C while the command `paradec` starts: the libraries under it take seconds to import, and models longer to load.
-
-Nothing is lost then, and an exception could surface anywhere inside an import; so the process just ends, with the exit
-code that shells give to an interrupt. Programs that import paradec keep their own handling.
-"""
+"""Ctrl-C while the command `paradec` starts, which takes seconds: the process ends with the exit code of an interrupt,
+since an exception could surface inside any import. Programs that import paradec keep their handling."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import Any
 
 EXIT_CODE = 130
 _held = False
-"""Whether the main thread is in a block of `hold_interrupt`."""
+"""Whether the main thread is inside `hold_interrupt`."""
 
 
 def is_debugging() -> bool:
@@ -27,19 +24,16 @@ def is_debugging() -> bool:
     return os.environ.get("PARADEC_DEBUG", "0") not in ("", "0")
 
 
-def is_command(argv: list[str], original: list[str]) -> bool:
-    """Whether a process is the command: the installed script, or `python -m paradec`.
-
-    Args:
-        argv: `sys.argv`, of which the first is "-m" while Python looks for a module. original: `sys.orig_argv`.
-    """
+def is_command(argv: list[str], original_argv: list[str]) -> bool:
+    """Whether a process is the command: the installed script, or `python -m paradec`. argv, original_argv: `sys.argv`
+    (with "-m" first while Python looks for a module) and `sys.orig_argv`."""
     if argv[:1] == ["-m"]:
-        return "-m" in original and original[original.index("-m") + 1 :][:1] == ["paradec"]
+        return "-m" in original_argv and original_argv[original_argv.index("-m") + 1 :][:1] == ["paradec"]
     return bool(argv) and Path(argv[0]).stem == "paradec"
 
 
 def exit_on_interrupt() -> None:
-    """Until `restore_interrupt`, let Ctrl-C end the process, if it is the command."""
+    """Let Ctrl-C end the process until `restore_interrupt`, if it is the command."""
     if not is_command(getattr(sys, "argv", []), getattr(sys, "orig_argv", [])):
         return
     # ignored is ignored: shells start background jobs so
@@ -48,28 +42,27 @@ def exit_on_interrupt() -> None:
 
 
 def restore_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, as it does in every other program."""
+    """Let Ctrl-C raise KeyboardInterrupt again."""
     if _handler() is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def hold_interrupt() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has been left, the outermost of several: what is half printed could not be told
-    from what is missing."""
+    """Delay Ctrl-C to the end of the outermost block, so that no output is cut off."""
     global _held
-    ignored = _handler() is signal.SIG_IGN  # and stays so, as in background jobs of shells
-    if threading.current_thread() is not threading.main_thread() or _held or ignored:
+    is_ignored = _handler() is signal.SIG_IGN  # and stays so, as in background jobs of shells
+    if threading.current_thread() is not threading.main_thread() or _held or is_ignored:
         yield
         return
     caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    previous_handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
     _held = True
     try:
         yield
     finally:
         _held = False
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
     if caught:
         raise KeyboardInterrupt
 

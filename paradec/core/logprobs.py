@@ -1,9 +1,8 @@
-"""Log-probabilities of tokens: those of the step that wrote a token, of it and of the likeliest.
+"""Log-probabilities of each written token and of the likeliest tokens of its step.
 
-The distribution is the family's: of masked models softmax of the step's logits, after guidance and without the tokens
-that are never proposed, whatever the temperature, filters and the method's own logits stage; of causal models the
-verified target distribution p, after temperature and filters, at temperature 0 (where p is one-hot) that of temperature
-1 without filters. A sampler that takes tokens back may write a position several times: the last time counts.
+Masked models: softmax of the step's logits after guidance, without suppressed tokens, whatever the temperature, filters
+and the method's own logits stage. Causal models: the verified target distribution p, after temperature and filters; at
+temperature 0 that of temperature 1 without filters. The last write to a position counts.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from torch import Tensor
 from paradec.core.rows import row_layout
 
 SEGMENT = 256
-"""Tokens whose maximum is taken before the likeliest are looked for."""
+"""Size of the segments whose maxima are searched first."""
 CHUNK = 2**23
-"""Logits that are held in float32 at a time."""
+"""Logits held in float32 at a time."""
 NAMES = ("chosen", "best", "best_tokens")
 
 
 @dataclass
 class StepLogProbs:
-    """Of one step. Shapes: `R` rows, `W` positions, `k` alternatives."""
+    """Log-probabilities of one step. Shapes: `R` rows, `W` positions, `k` alternatives."""
 
     chosen: Tensor
-    """[R, W] float64: log-probability of the token that each position would take."""
+    """[R, W] float64: of the proposed tokens."""
     best: Tensor
-    """[R, W, k] float64: of the likeliest tokens, in descending order."""
+    """[R, W, k] float64: of the likeliest tokens, descending."""
     best_tokens: Tensor
-    """[R, W, k] int64: these."""
+    """[R, W, k] int64."""
     at_temperature: Tensor | None = None
-    """[R, W] float64: as `chosen`, at the temperature of the request; for rollouts alone."""
+    """[R, W] float64: `chosen` at the request's temperature, for rollouts."""
 
     @classmethod
     def from_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
-        """Of softmax(logits [R, W, V]), for tokens [R, W] and the `count` likeliest. probability: [R, W] of the tokens,
-        where it is known: logits are not read for it again."""
+        """Of softmax(logits [R, W, V]) for tokens [R, W] and the `count` likeliest. probability: [R, W] of the tokens,
+        if known."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
         size = max(1, CHUNK // max(1, flat.shape[-1]))
         known = [None] * len(flat) if probability is None else [*probability.reshape(-1, 1).split(size)]
@@ -59,32 +58,32 @@ class StepLogProbs:
 
     @classmethod
     def from_log_probabilities(cls, log_p: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
-        """Of logarithms of probabilities [R, W, V], for tokens [R, W] and the `count` likeliest."""
+        """Of log-probabilities [R, W, V] for tokens [R, W] and the `count` likeliest."""
         best, best_tokens = log_p.topk(count, -1)
         chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return cls(chosen.double(), best.double(), best_tokens)
 
     @classmethod
     def combine(cls, parts: Sequence[StepLogProbs], function: Callable[[list[Tensor]], Tensor]) -> StepLogProbs:
-        """Those whose tensors are a function of the parts' tensors."""
+        """Apply a function to the lists of the parts' tensors."""
         names = [entry.name for entry in fields(cls) if getattr(parts[0], entry.name) is not None]
         return cls(**{name: function([getattr(part, name) for part in parts]) for name in names})
 
     @classmethod
     def concatenate(cls, parts: Sequence[StepLogProbs], order: Tensor | None = None) -> StepLogProbs:
-        """Parts one after the other along the rows, in this order [R] int64."""
+        """Concatenate parts along the rows, then reorder by `order` [R] int64."""
         if len(parts) == 1:
             return parts[0]
         return cls.combine(parts, lambda tensors: torch.cat(tensors)[slice(None) if order is None else order])
 
     @classmethod
     def select_steps(cls, steps: Sequence[StepLogProbs], index: Tensor) -> StepLogProbs:
-        """Of several steps, for each position those of step `index` [R, W]."""
+        """Select, for each position, the values of step `index` [R, W]."""
         rows, columns = (torch.arange(size, device=index.device) for size in index.shape)
         return cls.combine(steps, lambda tensors: torch.stack(tensors)[index, rows.unsqueeze(1), columns])
 
     def fill(self, where: Tensor) -> StepLogProbs:
-        """The same with nothing at `where` [R, W] bool: NaN, and the token -1."""
+        """Replace the values at `where` [R, W] bool by NaN, tokens by -1."""
 
         def fill(tensors: list[Tensor]) -> Tensor:
             (tensor,) = tensors
@@ -94,32 +93,31 @@ class StepLogProbs:
         return self.combine([self], fill)
 
     def to_lists(self, index: Tensor, column: Tensor) -> list[list[Any]]:
-        """Entries as a trace has them, of positions (index [N], column [N]): [log-probability, [[token,
-        log-probability], ...]], None for what is not finite. Waits for the device."""
+        """As trace entries at (index [N], column [N]): [log-probability, [[token, log-probability], ...]], None if not
+        finite. Waits for the device."""
         chosen, best, tokens = (getattr(self, name).cpu()[index, column].tolist() for name in NAMES)
         return [
             [
                 _finite_or_none(value),
-                [[token, _finite_or_none(other)] for token, other in zip(ids, values, strict=True)],
+                [[token, _finite_or_none(alternative)] for token, alternative in zip(ids, values, strict=True)],
             ]
             for value, values, ids in zip(chosen, best, tokens, strict=True)
         ]
 
 
 def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of [n, V] in descending order, and where they are. Of a large vocabulary they are in the
-    segments that have the largest ones."""
+    """The `count` largest of [n, V], descending, and their columns. A large vocabulary is searched by segments."""
     size = logits.shape[-1]
-    whole = size // SEGMENT
-    if size <= 2**13 or count > whole // 4:
+    num_segments = size // SEGMENT
+    if size <= 2**13 or count > num_segments // 4:
         return logits.topk(count, -1)
-    segments = logits[:, : whole * SEGMENT].unflatten(-1, (whole, SEGMENT))
+    segments = logits[:, : num_segments * SEGMENT].unflatten(-1, (num_segments, SEGMENT))
     chosen = segments.amax(-1).topk(count, -1).indices.sort(-1).values
-    rest = torch.arange(whole * SEGMENT, size, device=logits.device).expand(len(logits), -1)
-    places = (chosen.unsqueeze(-1) * SEGMENT + torch.arange(SEGMENT, device=logits.device)).flatten(1)
-    places = torch.cat((places, rest), -1)
-    best, index = logits.gather(-1, places).topk(count, -1)
-    return best, places.gather(-1, index)
+    remainder = torch.arange(num_segments * SEGMENT, size, device=logits.device).expand(len(logits), -1)
+    columns = (chosen.unsqueeze(-1) * SEGMENT + torch.arange(SEGMENT, device=logits.device)).flatten(1)
+    columns = torch.cat((columns, remainder), -1)
+    best, index = logits.gather(-1, columns).topk(count, -1)
+    return best, columns.gather(-1, index)
 
 
 def _finite_or_none(value: float) -> float | None:
@@ -128,65 +126,65 @@ def _finite_or_none(value: float) -> float | None:
 
 @dataclass
 class LogProbs:
-    """Of a request's final tokens. Shapes: `B` rows, `L` columns (in an `Output` those of `sequences`), `k`
-    alternatives."""
+    """Log-probabilities of a request's final tokens. Shapes: `B` rows, `L` columns (in an `Output` those of
+    `sequences`), `k` alternatives."""
 
     chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L] float64: the token's log-probability; NaN where none was decided (prompts, padding)."""
+    """[B, L] float64: of the token; NaN where none was decided (prompts, padding)."""
     best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L, k] float64: of the likeliest tokens of that step, in descending order; NaN where none was decided."""
+    """[B, L, k] float64: of that step's likeliest tokens, descending; NaN where none was decided."""
     best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L, k] int64: these; -1 where none was decided."""
+    """[B, L, k] int64; -1 where none was decided."""
     step: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: the row's step that wrote the token, from 0; -1 where none was decided."""
 
     @classmethod
     def empty(cls, rows: int, columns: int, count: int, device: torch.device) -> LogProbs:
-        """Of a request that has not begun, with `count` alternatives."""
-        nothing = torch.full((rows, columns), torch.nan, dtype=torch.float64, device=device)
+        undecided = torch.full((rows, columns), torch.nan, dtype=torch.float64, device=device)
         tokens = torch.full((rows, columns, count), -1, dtype=torch.int64, device=device)
-        return cls(nothing, tokens.double().fill_(torch.nan), tokens, torch.full_like(nothing, -1, dtype=torch.int64))
+        return cls(
+            undecided, tokens.double().fill_(torch.nan), tokens, torch.full_like(undecided, -1, dtype=torch.int64)
+        )
 
     @property
     def count(self) -> int:
-        """k."""
+        """Number of alternatives."""
         return self.best.shape[-1]
 
     def sums(self) -> Tensor:
-        """[B] float64: of each row's tokens together."""
+        """[B] float64: sum over each row's tokens."""
         return self.chosen.nansum(1)
 
     def write(
         self, rows: np.ndarray, positions: Tensor, selected: Tensor, values: StepLogProbs, steps: np.ndarray | Tensor
     ) -> None:
-        """Write those of a step that wrote the positions [R, W] where selected [R, W], which are distinct within a row.
-        steps: [R], or [R, W], the rows' steps."""
-        when = torch.as_tensor(steps, device=self.step.device)
-        when = (when.unsqueeze(1) if when.ndim == 1 else when).expand(positions.shape)
+        """Write a step's values at positions [R, W], distinct within a row, where selected [R, W]. steps: [R] or [R,
+        W]."""
+        row_steps = torch.as_tensor(steps, device=self.step.device)
+        row_steps = (row_steps.unsqueeze(1) if row_steps.ndim == 1 else row_steps).expand(positions.shape)
         for name in NAMES:
             write_columns(getattr(self, name), rows, positions, selected, getattr(values, name))
-        write_columns(self.step, rows, positions, selected, when.masked_fill(values.chosen.isnan(), -1))
+        write_columns(self.step, rows, positions, selected, row_steps.masked_fill(values.chosen.isnan(), -1))
 
-    def map_columns(self, place: Callable[[Tensor, Any], Tensor]) -> LogProbs:
-        """Every tensor [B, L] as `place(tensor, fill)` gives it, of the alternatives one after the other."""
-        chosen = place(self.chosen, torch.nan)
+    def map_columns(self, function: Callable[[Tensor, Any], Tensor]) -> LogProbs:
+        """Apply `function(tensor, fill)` to every tensor [B, L], and to each alternative."""
+        chosen = function(self.chosen, torch.nan)
 
-        def place_all(tensor: Tensor, fill: Any) -> Tensor:
-            parts = [place(part, fill) for part in tensor.unbind(-1)]
+        def map_alternatives(tensor: Tensor, fill: Any) -> Tensor:
+            parts = [function(part, fill) for part in tensor.unbind(-1)]
             return torch.stack(parts, -1) if parts else chosen.new_empty(*chosen.shape, 0, dtype=tensor.dtype)
 
-        best, tokens = place_all(self.best, torch.nan), place_all(self.best_tokens, -1)
-        return LogProbs(chosen, best, tokens, place(self.step, -1))
+        best, tokens = map_alternatives(self.best, torch.nan), map_alternatives(self.best_tokens, -1)
+        return LogProbs(chosen, best, tokens, function(self.step, -1))
 
     def row(self, row: int) -> LogProbs:
-        """Those of one row, [1, ...]."""
         return replace(self, **{name: tensor[row : row + 1] for name, tensor in vars(self).items()})
 
 
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
-    """Write values [R, W, ...] into the rows [R] of `target` [B, L, ...], at positions [R, W] where selected [R, W]."""
+    """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W], where selected [R, W]."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
     # as many as there are columns, those past the end wrap around: they stay distinct
-    place, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
+    column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
     selected = selected if values.ndim == 2 else selected.unsqueeze(-1)
-    target[index, place] = torch.where(selected, values, target[index, place])
+    target[index, column] = torch.where(selected, values, target[index, column])

@@ -1,4 +1,4 @@
-"""Masks in texts: a placeholder of the user's, and what stands for the masks themselves."""
+"""Masks in texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from paradec.core.checks import check_int, shown
 
 HOLE_TEXT = "\ufdd0"
-"""Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
+"""Stands for a position to fill, for models without a mask token; a noncharacter, which no text contains."""
 
 
 MAX_MASKS = 1_000_000
-"""Masks that one placeholder can mean, where the model states no length."""
+"""Limit for one placeholder where the model has no length limit."""
 
 
 def check_placeholder(placeholder: Any) -> None:
@@ -22,10 +22,8 @@ def check_placeholder(placeholder: Any) -> None:
 
 
 def replace_placeholders(model: Any, text: str, placeholder: str) -> str:
-    """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
-
-    A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
-    """
+    """Replace each placeholder by the tokenizer's mask, as often as it says, and drop a space before it: GPT-2's kind
+    of tokenizer joins it to the next word."""
     mask, tokenizer = model.facts.mask_token_id, model.tokenizer
     name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
     if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):
@@ -36,6 +34,6 @@ def replace_placeholders(model: Any, text: str, placeholder: str) -> str:
         check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MAX_MASKS)
         return name * count
 
-    last = placeholder[-1]
-    count = r"(?::(?P<count>[0-9]+))?" if last in ")]}>" else r"(?P<count>(?!))?"
-    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
+    last_letter = placeholder[-1]
+    count = r"(?::(?P<count>[0-9]+))?" if last_letter in ")]}>" else r"(?P<count>(?!))?"
+    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last_letter), masks, text)

@@ -1,4 +1,4 @@
-"""What a method remembers between steps: tensors that it declares; and whether tensors fit into the device's memory."""
+"""Tensors that a method declares to keep between steps, and a check of device memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paradec.core.rows import RowLayout, resize_axis
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """A tensor that a method remembers between steps.
+    """A tensor that a method keeps between steps.
 
     Args:
-        dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
-            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), "slot" (of
-            a window of drafts), "steps" (of a block, at most), "latent" (all of a latent's; comes last), or an int.
-        dtype: None is that of the model: of its distributions, soft embeddings or latents.
-        fill: the value it starts from and is reset to.
+        dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
+            "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), "latent"
+            (all of a latent's, last), or an int.
+        dtype: None is the model's: of distributions, soft embeddings or latents.
+        fill: initial value.
         reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
     """
 
@@ -38,7 +38,6 @@ class MemorySpec:
 
     @property
     def layout(self) -> RowLayout:
-        """Where the tensor has its rows. Proposals and copies may hold it."""
         columns = self.dims.index("position") + 1 if "position" in self.dims else None
         return RowLayout(columns=columns, fill=self.fill, shared=True)
 
@@ -49,7 +48,7 @@ Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
 
 @dataclass(eq=False)
 class Memory:
-    """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
+    """Declared tensors by name, each [B, *dims]. Only `commit` may write to them."""
 
     specs: dict[str, MemorySpec] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(
@@ -60,7 +59,7 @@ class Memory:
     def allocate(
         cls, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Self:
-        """Make the tensors of `specs`, filled, for `batch` rows; `sizes` are those of named dimensions."""
+        """Make the filled tensors of `specs` for `batch` rows; `sizes` are the sizes of named dimensions."""
         memory = cls(dict(specs))
         for name, spec in specs.items():
             dims = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
@@ -80,20 +79,20 @@ class Memory:
         return name in self.tensors
 
     def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-        """What is remembered of `rows` [R], distinct and ascending, by name, each [R, *dims]; "window" dimensions
-        are cut to `width`. No copy where these are all rows: not to be written to."""
-        found = {}
+        """Read the tensors [R, *dims] of `rows` [R] int64, ascending; "window" dimensions are cut to `width`. Do not
+        write to the result: all rows are not copied."""
+        tensors = {}
         for name, tensor in self.tensors.items():
             for axis, dim in enumerate(self.specs[name].dims, start=1):
                 if dim == "window" and width is not None:
                     tensor = tensor.narrow(axis, 0, width)
-            whole = len(rows) == len(tensor)
-            found[name] = tensor if whole else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
-        return found
+            is_all = len(rows) == len(tensor)
+            tensors[name] = tensor if is_all else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
+        return tensors
 
     def write(self, name: str, rows: np.ndarray, value: Tensor) -> None:
-        """Remember `value` [R, *dims] of `rows` [R], distinct and ascending; "window" dimensions may be narrower than
-        the memory's. What was read before stays as it is."""
+        """Write `value` [R, *dims] to `rows` [R] int64, ascending; its "window" dimensions may be narrower. Tensors
+        read before keep their values."""
         if value.shape == self[name].shape:
             self[name] = value.to(self[name].dtype)
             return
@@ -107,58 +106,57 @@ class Memory:
             part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
 
     def reset(self, rows: np.ndarray, scope: str) -> None:
-        """Set `rows` back to the fill value, in every tensor whose reset scope is `scope`."""
+        """Refill `rows` of every tensor that is reset per `scope`."""
         for name, spec in self.specs.items():
             if spec.reset == scope and len(rows):
                 self.tensors[name] = self.tensors[name].clone()
                 self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
 
     def grow(self, dim: str, size: int) -> None:
-        """Widen the dimensions called `dim` to at least `size`, with the fill value."""
+        """Widen the dimensions `dim` to at least `size`."""
         for name, spec in self.specs.items():
-            for axis, own in enumerate(spec.dims, start=1):
+            for axis, dim_name in enumerate(spec.dims, start=1):
                 tensor = self.tensors[name]
-                if own == dim and tensor.shape[axis] < size:
+                if dim_name == dim and tensor.shape[axis] < size:
                     self.tensors[name] = resize_axis(tensor, size, spec.fill, axis)
 
-    def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
-        """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what
-        comes in after it starts from the fill value."""
+    def shift(self, dim: str, rows: np.ndarray, offsets: np.ndarray) -> None:
+        """Move `rows` [N] to the front of the dimensions `dim` by `offsets` [N], and fill the end."""
         for name, spec in self.specs.items():
-            for axis, own in enumerate(spec.dims, start=1):
-                if own == dim and len(rows):
-                    self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, by, spec.fill)
+            for axis, dim_name in enumerate(spec.dims, start=1):
+                if dim_name == dim and len(rows):
+                    self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, offsets, spec.fill)
 
     def before_row_change(self, other: Memory | None) -> None:
-        """Let rows that come bring what is known once a step has been taken."""
+        """Take over specs of the other memory that were added during a step."""
         if other is not None:
             self.specs = other.specs | self.specs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
-    """A copy of `tensor` with `rows` [N] moved down by [N] places along `axis`, filled up with `fill`."""
+def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, offsets: np.ndarray, fill: float) -> Tensor:
     index = torch.as_tensor(rows, device=tensor.device)
-    own = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
-    source = torch.arange(own.shape[1], device=tensor.device) + torch.as_tensor(by, device=tensor.device).unsqueeze(1)
-    shape = (*source.shape, *(1,) * (own.ndim - 2))
-    there = (source < own.shape[1]).view(shape)
-    source = source.clamp(max=own.shape[1] - 1).view(shape).expand_as(own)
-    moved = torch.where(there, own.gather(1, source), own.new_full((), fill))
-    return tensor.index_copy(0, index, moved.movedim(1, axis))
+    selected = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
+    source = torch.arange(selected.shape[1], device=tensor.device) + torch.as_tensor(
+        offsets, device=tensor.device
+    ).unsqueeze(1)
+    shape = (*source.shape, *(1,) * (selected.ndim - 2))
+    is_inside = (source < selected.shape[1]).view(shape)
+    source = source.clamp(max=selected.shape[1] - 1).view(shape).expand_as(selected)
+    shifted = torch.where(is_inside, selected.gather(1, source), selected.new_full((), fill))
+    return tensor.index_copy(0, index, shifted.movedim(1, axis))
 
 
 def check_memory(needed: int, device: Any, max_memory: int | None, what: str) -> None:
-    """Raise ValueError when `needed` bytes cannot fit; `what` names their use, for the message."""
+    """Raise ValueError if `needed` bytes do not fit. what: their use, for the message."""
     if max_memory is not None:
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit, source = torch.cuda.mem_get_info(device)[0] + held, f"what is free on {device}"
+        unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit, source = torch.cuda.mem_get_info(device)[0] + unused_reserved, f"what is free on {device}"
     elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
     else:

@@ -1,19 +1,18 @@
-"""Orders: which positions of a raster are decided together, and which come first, as one value for all that ask.
+"""Orders: which cells of a raster are decided together, and in which order.
 
-An `Order` is a name and settings. For a raster of `height` x `width` cells and the draws of each row it says the
-`Groups`: every cell once, group after group. Masked samplers, MAR, ZipAR and models that are fed groups (LPD, NAR) read
-the same values.
+An `Order` gives the `Groups` of a raster of `height` x `width` cells: every cell once. Masked samplers, MAR, ZipAR and
+models of groups (LPD, NAR) use the same orders.
 
 | name | groups |
 |---|---|
 | `raster` | row by row |
 | `random` | at random |
-| `cosine` | at random, in MAR's numbers (arXiv 2406.11838) |
+| `cosine` | at random, with MAR's sizes (arXiv 2406.11838) |
 | `halton` | along a low-discrepancy sequence (arXiv 2503.17076) |
 | `diagonal` | one anti-diagonal after the other (NAR, arXiv 2503.10696) |
-| `zipar` | rows side by side, each a window after the one above (arXiv 2412.04062) |
-| `lpd` | near what is decided and far from each other (arXiv 2507.01957) |
-| `given` | as they are listed |
+| `zipar` | parallel rows, each a window behind the row above (arXiv 2412.04062) |
+| `lpd` | near decided cells and far from each other (arXiv 2507.01957) |
+| `given` | as listed |
 """
 
 from __future__ import annotations
@@ -35,21 +34,20 @@ from paradec.core.registry import Component, Registry
 
 
 class OrderDraws(Protocol):
-    """Where an order takes a row's random choices from. Asked again, it answers the same."""
+    """Random choices of one row. The same call gives the same answer."""
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
-        """`cells` [N] int64 in a random order, at this group."""
+        """`cells` [N] int64 in a random order, for this group."""
         ...
 
     def choose(self, step: int, cells: np.ndarray) -> int:
-        """One of `cells` [N] int64, at this group."""
+        """One of `cells` [N] int64, for this group."""
         ...
 
 
 @dataclass(frozen=True)
 class KeyedDraws:
-    """Draws that are a function of a row's key, the group and the cell (`paradec.core.rng`). key: two 32-bit
-    integers."""
+    """Draws by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
 
     key: tuple[int, int]
 
@@ -65,18 +63,17 @@ class KeyedDraws:
 
 
 def draws_from_keys(keys: Any) -> list[OrderDraws]:
-    """Make the draws of every row from its key: [B, 2] int64."""
+    """Make the draws of each row from its key: [B, 2] int64."""
     return [KeyedDraws((int(first), int(second))) for first, second in keys.tolist()]
 
 
 SINGLE_ROW: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
-"""Draws of a single row."""
 
 
 # ---- sizes of groups ------------------------------------------------------------------------------------------------
 
 Sizes = int | Sequence[int] | None
-"""Of groups: a list, or how many groups in the numbers of `group_sizes`, or None for an order's own."""
+"""Sizes of groups: a list, or a number of groups (sizes by `group_sizes`), or None for the order's default."""
 PUBLISHED_SIZES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
     256: {
         8: (1, 15, 24, 32, 40, 45, 49, 50),
@@ -94,21 +91,20 @@ PUBLISHED_SIZES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
         48: (*(*range(1, 23), 23, 23, 24, 25, 26, 26, 27, 28, 28, 29, 29, 30, 30, 31, 31, *(32,) * 3, *(33,) * 7), 34),
     },
 }
-"""LPD's published numbers, by cells and groups."""
+"""LPD's published sizes, by cells and groups."""
 DEFAULT_GROUPS = {256: 20, 1024: 48}
-"""Groups of LPD's published pictures, by cells."""
+"""Number of groups in LPD's published images, by cells."""
 
 
 @lru_cache(maxsize=256)
 def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Sizes in which `cells` are decided in `groups` groups: LPD's published ones where there are such, else the
-    published list that is likest (by groups per side of the picture) stretched to fit (`scale_sizes`).
+    """Sizes of `groups` groups of `cells` cells: LPD's published list, or the one nearest in groups per side, scaled
+    (`scale_sizes`).
 
     Args:
         groups: 1 to `cells`; None is the published 20 of 256 cells and 48 of 1024, else 1.25 per cell of a side.
 
-    Raises:
-        ValueError: a number out of its range.
+    Raises ValueError for a number out of its range.
     """
     check_int("cells", cells, low=1)
     check_int("groups", groups, low=1, high=cells, none=True)
@@ -127,23 +123,18 @@ def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
 
 
 def scale_sizes(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """A list of sizes for another number of cells, in the same share of cells at the same share of groups; of at least
-    one each. groups: as many as before by default, where there are cells for all."""
+    """Scale a list of sizes to another number of cells, each at least 1. groups: by default as many as before."""
     groups = min(len(sizes) if groups is None else groups, cells)
     shares = np.concatenate(([0], np.cumsum(sizes))) / sum(sizes)
-    points = np.linspace(0, len(sizes), groups + 1)
-    ends = np.rint(np.interp(points, np.arange(len(shares)), shares) * cells).astype(int)
+    positions = np.linspace(0, len(sizes), groups + 1)
+    ends = np.rint(np.interp(positions, np.arange(len(shares)), shares) * cells).astype(int)
     for group in range(1, groups + 1):
         ends[group] = min(max(ends[group], ends[group - 1] + 1), cells - (groups - group))
     return tuple(np.diff(ends).tolist())
 
 
 def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
-    """Check sizes; return an int, a tuple or None.
-
-    Raises:
-        ValueError: no such, or a size below 1.
-    """
+    """Check sizes; return an int, a tuple or None. Raises ValueError for other values and sizes below 1."""
     if sizes is None or isinstance(sizes, int):
         check_int(name, sizes, low=1, none=True)
         return sizes
@@ -155,11 +146,7 @@ def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
 
 
 def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "sizes") -> tuple[int, ...]:
-    """Resolve sizes for a raster of `cells`. default: for None.
-
-    Raises:
-        ValueError: more groups than cells, or a list that does not add up to them.
-    """
+    """Resolve sizes for a raster of `cells`; None is `default`. Raises ValueError for sizes that do not fit."""
     if sizes is None:
         return default
     if isinstance(sizes, int):
@@ -171,25 +158,25 @@ def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str 
 
 
 def remaining_counts(size: int, steps: int) -> np.ndarray:
-    """MAR's numbers: [steps + 1] int64, the positions that are undecided before each step, and 0 after the last. Of
-    `size` positions floor(size cos(pi / 2 (t + 1) / steps)) are left after step t, at least one fewer than before."""
-    left = [size]
+    """MAR's schedule: [steps + 1] int64, undecided cells before each step, and 0. Step t leaves floor(size cos(pi / 2
+    (t + 1) / steps)), at least one fewer than before."""
+    counts = [size]
     for step in range(steps - 1):
         planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
-        left.append(min(max(planned, steps - 1 - step), left[-1] - 1))
-    return np.array([*left, 0])
+        counts.append(min(max(planned, steps - 1 - step), counts[-1] - 1))
+    return np.array([*counts, 0])
 
 
 # ---- cells one by one -----------------------------------------------------------------------------------------------
 
 NUM_POINTS = 10_000
-"""Points of Halton's sequence that are looked at, as in the public code; cells that none of them hits come last."""
+"""Number of Halton points, as in the public code; cells without a point come last."""
 
 
 @lru_cache(maxsize=64)
 def halton_order(height: int, width: int) -> np.ndarray:
-    """[height * width] int64: the rank of each cell, row by row. Point n of the two-dimensional Halton sequence (bases
-    2 and 3, from n = 1) falls into a cell, its row by base 2; cells come in the order in which they are first hit."""
+    """[height * width] int64: rank of each cell. Point n of the Halton sequence (base 2 for the row, 3 for the column,
+    from n = 1) falls into a cell; cells are ranked by their first point."""
     n = np.arange(1, NUM_POINTS + 1)
     cells = (_radical_inverse(n, 2) * height).astype(int) * width + (_radical_inverse(n, 3) * width).astype(int)
     hit, first = np.unique(cells, return_index=True)
@@ -201,7 +188,7 @@ def halton_order(height: int, width: int) -> np.ndarray:
 
 
 def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
-    """The digits of n in `base`, mirrored at the point: the Halton sequence's coordinate in [0, 1)."""
+    """The digits of n in `base`, mirrored at the point: a coordinate in [0, 1)."""
     value, scale = np.zeros(len(n)), 1.0
     while n.any():
         scale /= base
@@ -210,7 +197,7 @@ def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
 
 
 def lpd_repulsion(cells: int) -> float:
-    """The published repulsion for pictures of so many cells: 2 at 256 pixels, 4 at 512."""
+    """The published repulsion: 2 at 256 pixels, 4 at 512."""
     return 2.0 if cells < 1024 else 4.0
 
 
@@ -223,80 +210,81 @@ def lpd_order(
     proximity: float = 1.0,
     decided: np.ndarray | None = None,
 ) -> np.ndarray:
-    """LPD's order of one picture (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957, public code).
+    """LPD's order of one image (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957, public code).
 
-    The first cell is random. For each later group the undecided cells are shuffled and sorted by their nearness, the
-    sum of 1 / distance over the decided cells among their eight neighbours. Those of at least `proximity` are walked
-    through and taken, unless one within the Chebyshev distance `repulsion` was taken for this group. Where that leaves
-    the group short, the others are taken by farthest-point sampling from what the group has.
+    The first cell is random. For each later group the undecided cells are shuffled and sorted by nearness, the sum of 1
+    / distance over the decided cells among their eight neighbours. Cells of at least `proximity` are chosen in turn,
+    but not within the Chebyshev distance `repulsion` of another cell of the group. Farthest-point sampling completes
+    the group.
 
     Args:
-        sizes: of the groups, together the undecided cells. decided: [H * W] bool: cells that are there from the start,
-            which the first group looks for as the later ones do; None is none. A first group of several cells takes its
-            others by farthest-point sampling.
+        sizes: of the groups, together the undecided cells.
+        decided: [H * W] bool: cells that are known from the start. Without any, a first group of several cells is
+            completed by farthest-point sampling.
 
-    Returns:
-        [sum(sizes)] int64: the cells, from the first to the last.
+    Returns [sum(sizes)] int64: the cells in order.
     """
-    known = np.zeros(height * width, bool) if decided is None else decided.copy()
-    place = np.stack(np.divmod(np.arange(height * width), width), 1)
+    is_decided = np.zeros(height * width, bool) if decided is None else decided.copy()
+    coordinates = np.stack(np.divmod(np.arange(height * width), width), 1)
     order: list[int] = []
     for step, size in enumerate(sizes):
-        cells, taken = np.flatnonzero(~known), list[int]()
-        if not known.any():
-            taken = [draws.choose(step, cells)]
-            cells = cells[cells != taken[0]]
-        if len(taken) < size:
-            score = _nearness(known.reshape(height, width)).reshape(-1)
+        cells, chosen = np.flatnonzero(~is_decided), list[int]()
+        if not is_decided.any():
+            chosen = [draws.choose(step, cells)]
+            cells = cells[cells != chosen[0]]
+        if len(chosen) < size:
+            score = _nearness(is_decided.reshape(height, width)).reshape(-1)
             cells = draws.shuffle(step, cells)
             cells = cells[(-score[cells]).argsort(kind="stable")]
-            near = score[cells] >= proximity
+            is_near = score[cells] >= proximity
             skipped = []
-            for cell in cells[near].tolist():
-                if len(taken) == size:
+            for cell in cells[is_near].tolist():
+                if len(chosen) == size:
                     break
-                if taken and (np.abs(place[taken] - place[cell]).max(1) <= repulsion).any():
+                if chosen and (np.abs(coordinates[chosen] - coordinates[cell]).max(1) <= repulsion).any():
                     skipped.append(cell)
                 else:
-                    taken.append(cell)
-            if len(taken) < size:  # all that are near were reached
-                pool = np.array([*cells[~near].tolist(), *skipped], np.int64)
-                taken += _sample_farthest(place, pool, taken, size - len(taken), step, draws)
-        known[taken] = True
-        order += taken
+                    chosen.append(cell)
+            if len(chosen) < size:  # all that are near were reached
+                pool = np.array([*cells[~is_near].tolist(), *skipped], np.int64)
+                chosen += _sample_farthest(coordinates, pool, chosen, size - len(chosen), step, draws)
+        is_decided[chosen] = True
+        order += chosen
     return np.array(order, np.int64)
 
 
-def _nearness(known: np.ndarray) -> np.ndarray:
-    """[H, W] float64: for each cell of known [H, W] bool the sum of 1 / distance over its known neighbours."""
-    height, width = known.shape
-    around = np.pad(known, 1).astype(int)
+def _nearness(is_decided: np.ndarray) -> np.ndarray:
+    """[H, W] float64: sum of 1 / distance over each cell's decided neighbours (is_decided: [H, W] bool)."""
+    height, width = is_decided.shape
+    padded = np.pad(is_decided, 1).astype(int)
 
     def count(moves: Sequence[tuple[int, int]]) -> np.ndarray:
-        return sum((around[1 + y : 1 + y + height, 1 + x : 1 + x + width] for y, x in moves), np.zeros_like(known, int))
+        return sum(
+            (padded[1 + y : 1 + y + height, 1 + x : 1 + x + width] for y, x in moves), np.zeros_like(is_decided, int)
+        )
 
     # counts first: equal neighbourhoods must have equal sums, whichever neighbour is which
-    beside = count([(-1, 0), (1, 0), (0, -1), (0, 1)])
-    across = count([(-1, -1), (-1, 1), (1, -1), (1, 1)])
-    return beside + across / math.sqrt(2)
+    adjacent = count([(-1, 0), (1, 0), (0, -1), (0, 1)])
+    diagonal = count([(-1, -1), (-1, 1), (1, -1), (1, 1)])
+    return adjacent + diagonal / math.sqrt(2)
 
 
 def _sample_farthest(
-    place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: OrderDraws
+    coordinates: np.ndarray, pool: np.ndarray, chosen_before: list[int], count: int, step: int, draws: OrderDraws
 ) -> list[int]:
-    """`count` cells of a pool [N], each the farthest from what is taken so far; the first of several."""
+    """Choose `count` cells of a pool [N], each the farthest from all chosen so far; ties go to the first."""
     if len(pool) <= count:
         return pool.tolist()
     chosen: list[int] = []
-    if not taken:
+    if not chosen_before:
         chosen = [draws.choose(step, pool)]
         pool = pool[pool != chosen[0]]
-    squares = ((place[pool][:, None] - place[[*taken, *chosen]][None]) ** 2).sum(-1).min(1)
+    distances = ((coordinates[pool][:, None] - coordinates[[*chosen_before, *chosen]][None]) ** 2).sum(-1).min(1)
     while len(chosen) < count:
-        best = int(squares.argmax())
+        best = int(distances.argmax())
         chosen.append(int(pool[best]))
-        squares = np.minimum(squares, ((place[pool] - place[pool[best]]) ** 2).sum(-1))
-        squares[best] = -1
+        distances = np.minimum(distances, ((coordinates[pool] - coordinates[pool[best]]) ** 2).sum(-1))
+        distances[best] = -1
     return chosen
 
 
@@ -305,36 +293,33 @@ def _sample_farthest(
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Every cell of a raster once, in groups that are decided together. `B` rows, `S` cells, `G` groups.
-
-    Iterating gives the positions [B, n] int64 of each group.
-    """
+    """Every cell of a raster once, in groups that are decided together: `B` rows, `S` cells, `G` groups. Iterating
+    gives the positions [B, n] int64 of each group."""
 
     order: np.ndarray
-    """[B, S] int64, on the host: the cells, from the first to the last."""
+    """[B, S] int64, on the host: the cells in order."""
     sizes: tuple[int, ...]
-    """[G]: cells of each group, together S; the same in all rows."""
+    """[G]: cells of each group, the same in all rows."""
 
     @property
     def ends(self) -> np.ndarray:
-        """[G] int64: cells that are decided after each group."""
+        """[G] int64: decided cells after each group."""
         return np.cumsum(self.sizes)
 
     @property
     def num_left(self) -> np.ndarray:
-        """[G + 1] int64: undecided cells before each group, and 0 after the last."""
+        """[G + 1] int64: undecided cells before each group, and 0."""
         return self.order.shape[1] - np.concatenate(([0], self.ends))
 
     @property
     def rank(self) -> np.ndarray:
-        """[B, S] int64: where each cell comes in the order."""
+        """[B, S] int64: rank of each cell."""
         return self.order.argsort(1)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, group: int) -> np.ndarray:
-        """[B, n] int64: the positions of a group."""
         end = int(self.ends[group])
         return self.order[:, end - self.sizes[group] : end]
 
@@ -347,32 +332,20 @@ class Groups:
 
 @dataclass(frozen=True)
 class Order(Component):
-    """An order: an immutable, validated value whose fields are its settings.
-
-    Subclasses state `name` and `summary`, and implement `groups`.
-    """
+    """An order: an immutable, validated value whose fields are its settings. Subclasses set `name` and `summary`, and
+    implement `groups`."""
 
     kind: ClassVar[str] = "order"
     random: ClassVar[bool] = False
-    """Whether rows differ by what they draw."""
+    """Whether rows differ by their draws."""
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
-        """The groups of a raster of `height` x `width` cells, counted row by row.
-
-        Args:
-            draws: one for each row (`draws_from_keys`). Orders that are not `random` only count them.
-
-        Raises:
-            ValueError: settings that do not fit the raster; the message names them.
-        """
+        """The groups of a raster, whose cells count row by row. draws: one for each row (`draws_from_keys`); other than
+        `random` orders only count them. Raises ValueError for settings that do not fit the raster."""
         raise NotImplementedError
 
     def with_steps(self, steps: int | None) -> Order:
-        """The same order in so many groups; None leaves them to the order.
-
-        Raises:
-            ValueError: an order that says itself how many there are.
-        """
+        """The same order in `steps` groups. Raises ValueError for an order with its own number."""
         if steps is None:
             return self
         name = "steps" if "steps" in self.settings() else "sizes"
@@ -382,21 +355,14 @@ class Order(Component):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Order:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: no mapping with a known name under "order", or a setting that does not fit it.
-        """
+        """Inverse of `to_dict`. Raises ValueError for an unknown name under "order" or a wrong setting."""
         return registry.from_dict(data)
 
 
 @dataclass(frozen=True)
 class Sized(Order):
-    """Orders whose groups are any part of a sequence of cells.
-
-    Args:
-        sizes: of the groups: a list, or how many in the numbers of `group_sizes`; None is one cell at a time.
-    """
+    """Base of orders whose groups may be any part of a sequence of cells. sizes: see `Sizes`; None is one cell at a
+    time."""
 
     sizes: Sizes = None
 
@@ -404,7 +370,7 @@ class Sized(Order):
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
 
     def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
-        """[S] int64: one row's cells, from the first to the last."""
+        """[S] int64: the cells of one row in order."""
         raise NotImplementedError
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
@@ -438,11 +404,8 @@ class Random(Sized):
 
 @dataclass(frozen=True)
 class Cosine(Order):
-    """MAR's: a random order for each row, of which few cells come at first and many at last (`remaining_counts`).
-
-    Args:
-        steps: groups; None is 64, or as many as there are cells.
-    """
+    """MAR's: a random order for each row, in few cells at first and many at last (`remaining_counts`). steps: number of
+    groups; None is 64, or one per cell."""
 
     steps: int | None = None
 
@@ -456,9 +419,9 @@ class Cosine(Order):
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         cells = height * width
         check_int("steps", self.steps, low=1, high=cells, none=True)
-        left = remaining_counts(cells, min(64, cells) if self.steps is None else self.steps)
+        counts = remaining_counts(cells, min(64, cells) if self.steps is None else self.steps)
         order = [row.shuffle(0, np.arange(cells)) for row in draws]
-        return Groups(_stack_rows(order, len(draws)), tuple((-np.diff(left)).tolist()))
+        return Groups(_stack_rows(order, len(draws)), tuple((-np.diff(counts)).tolist()))
 
 
 @dataclass(frozen=True)
@@ -474,7 +437,7 @@ class Halton(Sized):
 
 @dataclass(frozen=True)
 class Diagonal(Order):
-    """One anti-diagonal after the other, from the upper left; within one, rows from above. Sizes follow."""
+    """One anti-diagonal after the other, from the upper left; within one, from above."""
 
     name = "diagonal"
     summary = "one anti-diagonal after the other"
@@ -488,12 +451,8 @@ class Diagonal(Order):
 
 @dataclass(frozen=True)
 class ZipAR(Order):
-    """All open rows grow by one cell at a time; a row opens once `window` cells of the row above are there. Sizes
-    follow.
-
-    Args:
-        window: the lead of a row over the next one, at least 1; from the width on it is `raster`.
-    """
+    """All open rows grow by one cell at a time; a row opens once `window` (at least 1) cells of the row above are
+    decided."""
 
     window: int = 16
 
@@ -512,12 +471,8 @@ class ZipAR(Order):
 
 @dataclass(frozen=True)
 class Given(Order):
-    """An order that is listed, as published order files are.
-
-    Args:
-        cells: [S] int: the cells from the first to the last; or a list of such, one for each row.
-        sizes: of the groups, as in the other orders.
-    """
+    """A listed order, as in published order files. cells: [S] int in order, or one such list per row. sizes: see
+    `Sizes`."""
 
     cells: Sequence[int] | Sequence[Sequence[int]] = ()
     sizes: Sizes = None
@@ -532,8 +487,8 @@ class Given(Order):
             cells = np.empty(0)
         if cells.dtype.kind not in "iu" or cells.ndim not in (1, 2) or not cells.size:
             raise ValueError(f"cells={shown(self.cells)} must list every cell once, for all rows or for each")
-        listed = cells.tolist()
-        object.__setattr__(self, "cells", tuple(listed if cells.ndim == 1 else map(tuple, listed)))
+        lists = cells.tolist()
+        object.__setattr__(self, "cells", tuple(lists if cells.ndim == 1 else map(tuple, lists)))
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
@@ -547,12 +502,12 @@ class Given(Order):
 
 @dataclass(frozen=True)
 class LPD(Sized):
-    """Locality-aware: each group near what was decided before it, its cells far from each other (`lpd_order`).
+    """Locality-aware: each group near decided cells, its cells far from each other (`lpd_order`).
 
     Args:
-        sizes: None is `group_sizes`: the published 20 groups of 256 cells and 48 of 1024.
-        repulsion: the published code's; None is 2 below 1024 cells and 4 from there on. Its largest model has 3.
-        proximity: the least nearness of a cell that counts as near.
+        sizes: None is `group_sizes`.
+        repulsion: None is the published 2 below 1024 cells, else 4; the largest public model uses 3.
+        proximity: lowest nearness of a cell that counts as near.
     """
 
     repulsion: float | None = None
@@ -570,13 +525,13 @@ class LPD(Sized):
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         size = height * width
         sizes = group_sizes(size) if self.sizes is None else resolve_sizes(self.sizes, size, ())
-        apart = lpd_repulsion(size) if self.repulsion is None else self.repulsion
-        order = [lpd_order(height, width, sizes, row, apart, self.proximity) for row in draws]
+        repulsion = lpd_repulsion(size) if self.repulsion is None else self.repulsion
+        order = [lpd_order(height, width, sizes, row, repulsion, self.proximity) for row in draws]
         return Groups(_stack_rows(order, len(draws)), sizes)
 
 
 def _stack_rows(orders: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """[count, S] int64, not to be written to: one order for all rows, or one for each."""
+    """[count, S] int64, read-only: one order for all rows, or one for each."""
     stacked = np.stack(orders) if orders else np.zeros((0, 0), np.int64)
     return np.broadcast_to(stacked, (count, stacked.shape[1]))
 
@@ -589,11 +544,8 @@ create = registry.create
 
 
 def resolve_order(order: Any) -> Order:
-    """An order from a name, its plain data, or an order.
-
-    Raises:
-        TypeError: none of these. ValueError: an unknown name, or data that is no order's.
-    """
+    """An `Order` from a name, plain data, or an order. Raises TypeError for others, ValueError for unknown names or
+    data."""
     if isinstance(order, str):
         return create(order)
     if isinstance(order, Mapping):
@@ -604,20 +556,16 @@ def resolve_order(order: Any) -> Order:
 
 
 def check_request_order(name: str, value: Any) -> Any:
-    """What a request keeps of an order: a name, an `Order`, or lists of places as tuples. Whether these are all of a
-    row's is checked with the prompts.
-
-    Raises:
-        ValueError, TypeError: anything else; the message begins with `name`.
-    """
+    """Check a request's order: a name, an `Order`, or lists of positions, as tuples. Raises ValueError or TypeError for
+    others. The prompts decide later whether the lists are complete."""
     if isinstance(value, str):
         check_choice(name, value, ("random", "chain"))
     if isinstance(value, (str, Order)):
         return value
     if isinstance(value, Mapping):
         return Order.from_dict(value)
-    several = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
-    rows = value if several else [value]
+    is_nested = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
+    rows = value if is_nested else [value]
     if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
         raise ValueError(
             f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
@@ -625,4 +573,4 @@ def check_request_order(name: str, value: Any) -> Any:
         )
     for place in (place for row in rows for place in row):
         check_int(name, place, low=0)
-    return tuple(map(tuple, rows)) if several else tuple(value)
+    return tuple(map(tuple, rows)) if is_nested else tuple(value)

@@ -1,8 +1,4 @@
-"""What the packaged text model was trained on: its words, and the prompts that it answers.
-
-The tasks themselves, with what is a right answer, are in `paradec.tools.evaluation.tasks`. This module imports nothing
-heavy.
-"""
+"""Words and prompts of the packaged text model. Imports nothing heavy. Tasks: `paradec.tools.evaluation.tasks`."""
 
 from __future__ import annotations
 
@@ -18,9 +14,9 @@ WORDS: tuple[str, ...] = tuple(
     radish rose seal sheep tiger viper whale wolf zebra
     """.split()
 )
-"""The nouns that lists are made of, in alphabetical order."""
+"""Nouns of the lists, in alphabetical order."""
 SYMBOLS: tuple[str, ...] = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-"""The symbols of the Latin squares."""
+"""Symbols of the Latin squares."""
 LIST_LENGTHS: tuple[int, ...] = (3, 4, 5, 6)
 SQUARE_SIZES: tuple[int, ...] = (3, 4)
 TEMPLATES: dict[str, str] = {
@@ -40,27 +36,22 @@ TEMPLATES: dict[str, str] = {
     "replace_random": "Replace any with {word}: {items}",
     "latin_square": "Latin square: {items}",
 }
-"""By task: its prompt."""
+"""Prompt of each task."""
 VERBS = ("Copy", "Reverse", "Sort", "Insert", "Remove", "Replace", "Rotations", "Shuffle", "Latin square")
-"""How a prompt begins."""
+"""First words of the prompts."""
 EXAMPLE = {"items": "pear fig apple", "word": "kiwi", "target": "fig", "index": 1}
 
 
 def example_prompt(task: str) -> str:
-    """A prompt of a task."""
     return TEMPLATES[task].format(**EXAMPLE if task != "latin_square" else {"items": "A B C"})
 
 
-def vocabulary_hint(words: Sequence[str], known: Container[str]) -> str:
-    """What to tell somebody who asked the packaged model with words that it does not know; empty for other models.
-
-    Args:
-        words: those words. known: the vocabulary of the model that was asked.
-    """
-    if not all(word in known for word in WORDS):
+def vocabulary_hint(words: Sequence[str], vocabulary: Container[str]) -> str:
+    """Advice on `words` that the packaged model does not know; empty for other vocabularies."""
+    if not all(word in vocabulary for word in WORDS):
         return ""
-    meant = [(word, difflib.get_close_matches(word.lower(), WORDS, n=1, cutoff=0.7)) for word in words]
-    hints = ", ".join(f"{near[0]!r} for {word!r}" for word, near in meant if near)
+    suggestions = [(word, difflib.get_close_matches(word.lower(), WORDS, n=1, cutoff=0.7)) for word in words]
+    hints = ", ".join(f"{matches[0]!r} for {word!r}" for word, matches in suggestions if matches)
     return (
         (f". Did you mean {hints}?" if hints else ".")
         + f" The packaged model answers {', '.join(VERBS)} with lists of {LIST_LENGTHS[0]} to {LIST_LENGTHS[-1]} of "
@@ -70,18 +61,18 @@ def vocabulary_hint(words: Sequence[str], known: Container[str]) -> str:
 
 
 def describe_lengths(task: str) -> str:
-    """How long the lists of a task are, in words: "3 to 6"."""
+    """Describe the list lengths of a task: "3 to 6"."""
     sizes = SQUARE_SIZES if task == "latin_square" else LIST_LENGTHS
     return f"{sizes[0]} to {sizes[-1]}"
 
 
 def unknown_words_error(tokenizer: Any, text: str) -> ValueError:
-    """The error that names the words of a text that a tokenizer cannot express; byte-level ones never have such."""
+    """Make the error that names the words of a text that a tokenizer cannot express."""
     unk = tokenizer.unk_token_id
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    plain = text
+    plain_text = text
     for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
-        plain = plain.replace(special, " ")
-    words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
-    what = repr(", ".join(words) or text)
-    return ValueError(f"prompt has words outside the model's vocabulary: {what}{vocabulary_hint(words, vocabulary)}")
+        plain_text = plain_text.replace(special, " ")
+    words = sorted({w for w in plain_text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+    quoted = repr(", ".join(words) or text)
+    return ValueError(f"prompt has words outside the model's vocabulary: {quoted}{vocabulary_hint(words, vocabulary)}")

@@ -1,4 +1,4 @@
-"""Prompts of ids: tensors, lists, padded batches, and what tokenizers and processors return."""
+"""Prompts of ids: tensors, lists, padded batches, and outputs of tokenizers and processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BYTES = (bytes, bytearray, memoryview)
-"""Sequences of small integers that nobody means as ids."""
+"""Sequences of integers that are not ids."""
 
 
 def is_rows_of_ids(prompt: Any) -> bool:
@@ -42,31 +42,28 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 
 def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """The rows of a tensor without its padding, and whether it is one row, [length], or a batch, [batch, length].
-
-    Raises:
-        TypeError, ValueError: another tensor, or a mask that does not fit it or has holes.
-    """
+    """Rows of a tensor without padding, and whether it is one row ([length]) rather than a batch ([batch, length]).
+    Raises TypeError or ValueError for another tensor, or a mask that does not fit or has holes."""
     if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
     if ids.ndim not in (1, 2) or ids.numel() == 0:
         raise ValueError(f"input ids have shape {tuple(ids.shape)}; expected [length] or [batch, length], not empty")
     single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
-    keep = torch.ones_like(ids, dtype=torch.bool)
+    is_token = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
         mask = torch.atleast_2d(to_tensor("attention_mask", attention_mask)).cpu()
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
         if not ((mask == 0) | (mask == 1)).all():
             raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only")
-        keep = mask.bool()
-        if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
+        is_token = mask.bool()
+        if (is_token.int().diff(dim=1).abs().sum(1) > 1).any():
             raise ValueError("attention_mask has holes; padding must be on the left or on the right of a row")
-    return [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)], single
+    return [row[row_mask].tolist() for row, row_mask in zip(ids, is_token, strict=True)], single
 
 
 def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """The same of a list of ids, or of rows of ids. Raises TypeError for a list of anything else."""
+    """Rows of a list of ids or of rows of ids, and whether it is one row. Raises TypeError for other lists."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
     if is_rows_of_ids(prompt):
@@ -80,18 +77,16 @@ def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[li
 
 
 TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What processors return beside images; token types say nothing that ids do not."""
 
 
 IGNORED_FIELDS = ("special_tokens_mask", "offset_mapping", "length")
-"""What tokenizers return when asked, and nothing here needs."""
 
 
 IMAGE_FIELDS = ("pixel_values", "image_position_ids")
 
 
 def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and attention mask of what a tokenizer or processor returns, which holds nothing else than is known."""
+    """Read ids and attention mask from the output of a tokenizer or processor. Raises ValueError for unknown fields."""
     ids, mask = _read_tokenized(inputs, attention_mask)
     for name in sorted(map(str, inputs)):
         if name not in (*TEXT_FIELDS, *IMAGE_FIELDS, *IGNORED_FIELDS):
@@ -102,21 +97,18 @@ def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any,
 
 
 def embed_images(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -> list[Tensor | None] | None:
-    """The embeddings of the images that a processor returned, at their tokens in each row; None on models without."""
-    pictures = [inputs.get(name) for name in IMAGE_FIELDS]
+    """Embed a processor's images at their tokens in each row; None for models without images."""
+    values = [inputs.get(name) for name in IMAGE_FIELDS]
     if hasattr(model, "embed_images"):
-        return model.embed_images(rows, *pictures)
-    if any(value is not None for value in pictures):
+        return model.embed_images(rows, *values)
+    if any(value is not None for value in values):
         raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
     return None
 
 
 def _read_tokenized(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
-
-    Raises:
-        TypeError: another mapping. ValueError: two attention masks.
-    """
+    """Read ids and attention mask from a tokenizer's output (BatchEncoding), as tensors or lists. Raises TypeError for
+    another mapping, ValueError for two masks."""
     if "input_ids" not in encoding:
         hint = "; a message of a chat must be in a list" if {"role", "content"} <= {*encoding} else ""
         raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")

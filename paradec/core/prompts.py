@@ -29,36 +29,35 @@ from paradec.core.prompt_ids import (
 
 @dataclass
 class Prompts:
-    """Rows of prompt ids without padding, and whether the user gave one prompt or a batch."""
+    """Rows of prompt ids without padding. single: whether the user gave one prompt rather than a batch."""
 
     rows: list[list[int]]
     single: bool
     starts: list[int]
-    """Where the text of an infill begins in each row: at its last turn."""
+    """Start of each row's last turn, for infilling."""
     copy_indices: list[int] | None = None
-    """Equal rows before each row, those of other batches included; None where this is the only batch."""
+    """Number of equal rows before each row, in other batches too; None without other batches."""
     images: list[Tensor | None] | None = None
-    """The embeddings at the image tokens of each row, [N, D], on models that read images."""
+    """[N, D] embeddings at the image tokens of each row."""
     joins_batch: bool = False
-    """Whether they join a running batch (`paradec.batching`)."""
+    """Whether the rows join a running batch."""
 
     def repeat(self, times: int) -> Prompts:
-        """Every row `times` times, copies side by side."""
+        """Repeat every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         images = None if self.images is None else [part for part in self.images for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts, images=images)
 
     def number_duplicates(self) -> Prompts:
-        """The same rows, so that `select_rows` of them draws as among all."""
-        seen = defaultdict[tuple[int, ...], Any](itertools.count)
-        return replace(self, copy_indices=[next(seen[row]) for row in map(tuple, self.rows)])
+        """Set `copy_indices`, so that a part of the rows draws as it does among all."""
+        counters = defaultdict[tuple[int, ...], Any](itertools.count)
+        return replace(self, copy_indices=[next(counters[row]) for row in map(tuple, self.rows)])
 
-    def select_rows(self, first: int, stop: int) -> Prompts:
-        """The rows from `first` to `stop` (exclusive)."""
-        before = None if self.copy_indices is None else self.copy_indices[first:stop]
-        images = None if self.images is None else self.images[first:stop]
-        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before, images)
+    def slice_rows(self, start: int, stop: int) -> Prompts:
+        copy_indices = None if self.copy_indices is None else self.copy_indices[start:stop]
+        images = None if self.images is None else self.images[start:stop]
+        return Prompts(self.rows[start:stop], self.single, self.starts[start:stop], copy_indices, images)
 
 
 def check_rows(model: Any, rows: list[list[int]]) -> None:
@@ -73,9 +72,9 @@ def check_rows(model: Any, rows: list[list[int]]) -> None:
             raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
 
 
-def align_right(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tensor:
-    """Rows [B, L] that start at column 0 and have `length` [B] entries -> [B, L] rows that end at the last column."""
-    source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(length)).unsqueeze(1)
+def align_right(tensor: Tensor, lengths: np.ndarray, fill: int | bool) -> Tensor:
+    """Move rows [B, L] with `lengths` [B] entries from the first columns to the last ones."""
+    source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(lengths)).unsqueeze(1)
     return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
 
 
@@ -85,17 +84,16 @@ def encode(
     """Turn a prompt into rows of ids.
 
     Args:
-        prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
-            these; or a mapping with "input_ids" (of a transformers tokenizer or processor). Ids may include the mask id
+        prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), a list of
+            these, or a mapping with "input_ids" (of a transformers tokenizer or processor). Ids may include the mask id
             (-1 for models with canvases). `Prompts` are returned unchanged.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
-        chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
-        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings are no chats
-            unless `chat` is True, and an assistant's turn at the end of a chat stays open.
+        chat: whether a string becomes a user turn of the chat template; None: if there is one.
+        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings are chats only
+            if `chat` is True, and an assistant's turn at the end of a chat stays open.
 
-    Raises:
-        ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
-            with holes, masks in text without a placeholder. TypeError: a prompt of another kind.
+    Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
+    with holes, or masks in text without a placeholder; TypeError for a prompt of another kind.
     """
     if isinstance(prompt, Prompts):
         return prompt
@@ -144,7 +142,7 @@ def _from_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
 
 
 def encode_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
-    """The ids of a text, and the start of its last turn in them."""
+    """Encode a text. Returns its ids, and the start of its last turn."""
     tokenizer = _tokenizer(model)
     if not text.strip():
         raise ValueError(f"prompt={text!r} is empty; give at least one word")
@@ -161,7 +159,7 @@ def encode_text(model: Any, text: str, chat: bool | None, placeholder: str | Non
 
 
 def encode_chat(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
-    """The ids of a chat, and the start of its last turn in them."""
+    """Encode a chat. Returns its ids, and the start of its last turn."""
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
@@ -174,13 +172,13 @@ def encode_chat(model: Any, messages: Sequence[dict[str, Any]], placeholder: str
     if messages[-1]["role"] != "assistant":
         return tokenize(tokenizer, render_chat(tokenizer, messages)), 0
     ids = tokenize(tokenizer, render_chat(tokenizer, messages, open_turn=False))
-    before = tokenize(tokenizer, render_chat(tokenizer, messages[:-1])) if len(messages) > 1 else []
+    earlier_ids = tokenize(tokenizer, render_chat(tokenizer, messages[:-1])) if len(messages) > 1 else []
     # a tokenizer may merge tokens across turns; then the text includes the earlier turns
-    return ids, len(before) if ids[: len(before)] == before else 0
+    return ids, len(earlier_ids) if ids[: len(earlier_ids)] == earlier_ids else 0
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
-    """The chat as text, tokenized later, so that no special token is added twice. variables: of the template."""
+    """Render a chat as text; tokenizing it later adds no special token twice. variables: of the template."""
     from jinja2 import TemplateError  # transformers' template engine
 
     try:
@@ -194,7 +192,7 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: b
 
 
 def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Tokenize a text, with special tokens if `special`. Raises ValueError for words without a token."""
+    """Tokenize a text; `special` adds special tokens. Raises ValueError for words without a token."""
     if HOLE_TEXT in text:  # of a model without a mask token
         parts = [tokenize(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
         return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]

@@ -15,12 +15,12 @@ from paradec.core.trace import Span, Trace, to_spans
 
 def record_step(sampler: Any, model: Any, state: Any, trace: Trace) -> Any:
     """Take one step with its commit, and append it to the trace."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     proposal = sampler.step(model, state)
     notes = sampler.observe(state, proposal) if state.has_notes else None
     commit = sampler.commit(state, proposal)
     commits, pictures = commit.to_list(), None
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
         pictures = preview_latent(commit.values, len(trace.steps))
     forwarded = proposal.cost.forwarded.tolist()
@@ -29,8 +29,7 @@ def record_step(sampler: Any, model: Any, state: Any, trace: Trace) -> Any:
 
 
 def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
-    """List the positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits
-    for the device."""
+    """List the positions of each row that model calls evaluate; None without positions. Waits for the device."""
     positions: list[set[int]] = [set() for _ in range(batch)]
     has_positions = False
     for query in queries:
@@ -41,6 +40,8 @@ def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | No
         count = len(query.rows)  # of every branch and draft the same
         valid = getattr(query, "valid", None)
         is_real = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
-        for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), is_real, strict=True):
-            positions[row].update(places[real].tolist())
-    return [to_spans(places) for places in positions] if has_positions else None
+        for row, row_positions, row_is_real in zip(
+            query.rows.tolist(), columns[:count].cpu().numpy(), is_real, strict=True
+        ):
+            positions[row].update(row_positions[row_is_real].tolist())
+    return [to_spans(row_positions) for row_positions in positions] if has_positions else None

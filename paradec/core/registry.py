@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 MAX_LISTED = 24
-"""Names that a message lists; of longer lists, and of registries with more than `NUM_NEAREST`, it shows the nearest."""
+"""A message lists at most this many names, else the nearest."""
 NUM_NEAREST = 3
 MAX_GUESSED_LENGTH = 80
 
 
 class Component:
-    """Base of what registries make by name: a frozen dataclass whose fields are its settings."""
+    """Base of registered classes: a frozen dataclass whose fields are its settings."""
 
     kind: ClassVar[str] = ""
-    """Of its registry: "sampler", "cache" or "order"."""
+    """Name of its registry: "sampler", "cache" or "order"."""
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     arxiv: ClassVar[str] = ""
@@ -30,17 +30,17 @@ class Component:
 
     @classmethod
     def settings(cls) -> dict[str, Any]:
-        """Every setting with its default."""
+        """All settings with their defaults."""
         entries = [entry for entry in fields(cls) if entry.init]  # type: ignore[arg-type]
         return {entry.name: None if entry.default is MISSING else entry.default for entry in entries}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data: the name under the `kind`, then every setting."""
+        """The name under `kind`, then every setting, as plain data."""
         return {self.kind: self.name} | {key: to_data(getattr(self, key)) for key in self.settings()}
 
 
 def to_data(value: Any) -> Any:
-    """Turn a setting into JSON data: a sampler becomes its `to_dict`, a model or function its name."""
+    """Convert a setting to JSON data: a component by `to_dict`, a model or function to its name."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "facts"):
@@ -51,10 +51,10 @@ def to_data(value: Any) -> Any:
 
 
 class Registry:
-    """Names of one kind, each with its class, or "module:Class" that is imported on first use."""
+    """Classes of one kind by name; a text "module:Class" is imported on first use."""
 
     by_kind: ClassVar[dict[str, Registry]] = {}
-    """Every registry, for code that must not import the modules that fill them."""
+    """All registries, for code that must not import their modules."""
 
     def __init__(self, kind: str, targets: Mapping[str, str | type]):
         self.kind = kind
@@ -64,18 +64,19 @@ class Registry:
 
     @classmethod
     def from_stub(cls, kind: str, package: str, **names: str) -> Self:
-        """Register the classes in a package's classes.pyi under the names of their files, or `names` by class. package:
-        its `__file__`."""
+        """Register the classes of a package's classes.pyi under their module names, or as `names` says by class."""
         modules = read_stub(Path(package).with_name("classes.pyi"))
-        return cls(kind, {names.get(key, at.rpartition(".")[2]): f"{at}:{key}" for key, at in modules.items()})
+        return cls(
+            kind, {names.get(key, module.rpartition(".")[2]): f"{module}:{key}" for key, module in modules.items()}
+        )
 
     def names(self) -> list[str]:
-        """All names, those of other packages too."""
+        """List all names, with those of plugins."""
         self._find_plugins()
         return list(self._targets)
 
     def _module(self) -> str:
-        """Module of this kind in paradec, and group of its entry points."""
+        """Module of this kind in paradec, and entry-point group."""
         return "attention" if self.kind == "attention" else f"{self.kind}s"
 
     def __iter__(self) -> Iterator[str]:
@@ -87,7 +88,7 @@ class Registry:
         return name in self._targets
 
     def _find_plugins(self) -> None:
-        """Add the entry points of installed packages, once. Warns of a name that is taken, and leaves it out."""
+        """Add the entry points of installed packages, once; warn of a taken name and skip it."""
         if self._has_plugins:
             return
         self._has_plugins = True
@@ -105,11 +106,8 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class, or the text "module:Class".
-
-        Raises:
-            ValueError: the name is taken, or the text has another form. TypeError: as `check_class`.
-        """
+        """Add a class or a text "module:Class". Raises ValueError for a taken name or another text, TypeError as
+        `check_class`."""
         if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
@@ -134,14 +132,16 @@ class Registry:
         return target
 
     def classes(self) -> dict[str, str]:
-        """Map class names, without importing the classes, to registered names."""
+        """Registered names by class name, without importing the classes."""
         targets = self._targets.items()
-        return {at.partition(":")[2] if isinstance(at, str) else at.__name__: name for name, at in targets}
+        return {
+            target.partition(":")[2] if isinstance(target, str) else target.__name__: name for name, target in targets
+        }
 
     def attribute(self, name: str, package: str) -> Any:
-        """The registered class or the module called `name`, for the `__getattr__` of `package`."""
-        if name in (known := self.classes()):
-            return self.get(known[name])
+        """The registered class or the module `name`, for the `__getattr__` of `package`."""
+        if name in (classes := self.classes()):
+            return self.get(classes[name])
         if not name.startswith("_"):
             try:
                 return importlib.import_module(f"{package}.{name}")
@@ -151,45 +151,39 @@ class Registry:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless `create` takes the name, with the settings in it."""
+        """Raise ValueError unless `create` accepts the name and the settings in it."""
         if is_composed(name) and name not in self:
             self.create(name)
         elif name not in self:
             raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
-        """Make one by name. Settings win over the preset, which wins over the defaults.
+        """Make a component by name. Settings win over the preset, which wins over the defaults.
 
-        The name may hold settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into the registered
-        `union`: "credit(threshold=0.95)+localleap".
-
-        Raises:
-            ValueError: unknown name, preset or setting, a setting given twice or out of its range, or names that cannot
-                be joined.
+        The name may hold settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into a `union`:
+        "credit(threshold=0.95)+localleap". Raises ValueError for an unknown name, preset or setting, a setting given
+        twice or out of its range, or names that cannot be joined.
         """
         if is_composed(name) and name not in self:
             from paradec.core.component_text import create_composed
 
             return create_composed(self, name, settings if preset is None else settings | {"preset": preset})
         cls = self.get(name)
-        what = f"{self.kind} {name!r}"
+        description = f"{self.kind} {name!r}"
         presets = getattr(cls, "presets", {})
         if preset is not None:
             if not isinstance(preset, str) or preset not in presets:
-                raise ValueError(unknown_name(f"preset of {what}", preset, presets))
+                raise ValueError(unknown_name(f"preset of {description}", preset, presets))
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
         for setting in settings:
             if setting not in allowed:
-                raise ValueError(unknown_name(f"setting of {what}", setting, allowed))
+                raise ValueError(unknown_name(f"setting of {description}", setting, allowed))
         return cls(**settings)
 
     def from_dict(self, data: Mapping[str, Any]) -> Any:
-        """Make one from plain data: its name under the registry's kind ("sampler", "cache"), then settings.
-
-        Raises:
-            ValueError: no mapping, no such key, or as for `create`.
-        """
+        """Make a component from plain data: its name under the registry's kind, then settings. Raises ValueError for
+        other data, or as `create`."""
         if not isinstance(data, Mapping) or self.kind not in data:
             keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"data has no key {self.kind!r}; give a mapping as to_dict makes it, not {keys}")
@@ -197,44 +191,42 @@ class Registry:
 
 
 def is_composed(name: object) -> bool:
-    """Whether an unregistered name has settings, or joins several names."""
+    """Whether a name has settings, or joins several names."""
     return isinstance(name, str) and ("(" in name or "+" in name)
 
 
 def read_stub(file: Path) -> dict[str, str]:
-    """Map each NAME in a stub's lines `from MODULE import NAME as NAME` to its module. It serves type checkers and
-    lazy imports (as `attach_stub` of the package lazy_loader)."""
+    """Map each NAME in a stub's lines `from MODULE import NAME as NAME` to its module."""
     imports = re.findall(r"^from (\S+) import (\w+) as \2$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: module for module, name in imports}
 
 
-def unknown_name(what: str, given: object, allowed: Any, listed: str = "") -> str:
-    """The message for a name that is not one of `allowed`, with the closest names, and where all are `listed`."""
+def unknown_name(kind: str, name: object, allowed: Any, listing: str = "") -> str:
+    """Message for a `name` that is not in `allowed`, with the closest names. listing: the call that lists all."""
     names = sorted(allowed)
-    text, said = str(given)[:MAX_GUESSED_LENGTH], repr(given)
-    said = said if len(said) <= 80 else f"{said[:77]}..."
-    close = difflib.get_close_matches(text, names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    if len(names) <= (NUM_NEAREST if listed else MAX_LISTED):
-        return f"unknown {what}: {said}{hint}; allowed: {', '.join(names) or 'none'}"
-    near = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
-    where = f"; {listed} lists all" if listed else ""
-    return f"unknown {what}: {said}{hint}; the nearest of {len(names)} names: {near}{where}"
+    text, quoted = str(name)[:MAX_GUESSED_LENGTH], repr(name)
+    quoted = quoted if len(quoted) <= 80 else f"{quoted[:77]}..."
+    closest = difflib.get_close_matches(text, names, n=1)
+    hint = f" (did you mean {closest[0]!r}?)" if closest else ""
+    if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
+        return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
+    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
+    where = f"; {listing} lists all" if listing else ""
+    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{where}"
 
 
 def check_class(kind: str, cls: type) -> None:
-    """Raise TypeError for a class of a sampler or cache without a name, or with settings but no dataclass."""
+    """Raise TypeError for a component class without a name, or with settings but no dataclass."""
     if not getattr(cls, "name", ""):
         raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')
-    own = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
-    if own and "__dataclass_params__" not in vars(cls):
+    annotated = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
+    if annotated and "__dataclass_params__" not in vars(cls):
         raise TypeError(
-            f"{kind} class {cls.__name__} is no dataclass, so {', '.join(sorted(own))} cannot be set; put "
+            f"{kind} class {cls.__name__} is no dataclass, so {', '.join(sorted(annotated))} cannot be set; put "
             "@dataclass(frozen=True) before it"
         )
 
 
 def import_lazily(target: str) -> Any:
-    """Import "module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Fields of a request: checks of their values, names that are no field, and values as data for JSON."""
+"""Checks of a request's fields and names, and conversion to JSON."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ NAMES_ELSEWHERE = {
     "sampler": ("alg", "algorithm", "remasking"),
     "num_return_sequences": ("num_samples", "n"),
 }
-"""Fields, and their names in other libraries."""
+"""Names of fields in other libraries."""
 
 
 def check_lazily(target: str) -> Callable[[str, Any], Any]:
-    """A check that another module makes, "module:function"."""
+    """Make a check from "module:function", imported on first use."""
     return lambda name, value: import_lazily(target)(name, _to_lists(value))
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name}={shown(value)} must be callable")
 
 
 def check_generator(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a `torch.Generator`."""
     if not isinstance(value, import_lazily("torch:Generator")):
         raise ValueError(f"{name}={shown(value)} must be a torch.Generator")
 
 
 def _to_lists(value: Any) -> Any:
-    """Convert an array or a tensor to lists; others are unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_integers(name: str, value: Any, can_be_single: bool = False, **bounds: Any) -> Any:
-    """Check token ids, or one seed or several; a sequence or an array becomes a tuple."""
+    """Check token ids, or one or several seeds; sequences become tuples."""
     value = _to_lists(value)
     kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
     is_sequence = isinstance(value, kinds) and not isinstance(value, (str, bytes))
@@ -54,7 +51,7 @@ def check_integers(name: str, value: Any, can_be_single: bool = False, **bounds:
 
 
 def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
-    """Check a text or several; a sequence becomes a tuple."""
+    """Check one or several texts; sequences become tuples."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
@@ -62,20 +59,14 @@ def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
 
 
 def field_data(name: str, value: Any, is_live: bool) -> Any:
-    """A field as JSON can hold it.
-
-    Args:
-        is_live: whether the field holds an object of this process.
-
-    Raises:
-        ValueError: a value that JSON cannot hold.
-    """
+    """Convert a field to JSON data. is_live: whether it holds an object of this process. Raises ValueError for such
+    objects and data that JSON cannot hold."""
     if is_live:
         raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
-    for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
-        if (model := getattr(value, other, None)) is not None and not hasattr(model, "to_dict"):  # no network
+    for model_field in ("drafter", "draft", "teacher") if name == "sampler" else ():
+        if (model := getattr(value, model_field, None)) is not None and not hasattr(model, "to_dict"):  # no network
             raise ValueError(
-                f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
+                f"sampler={value.name!r} has a {model_field}, {shown(model)}, which cannot be saved: leave it out"
             )
     if name == "blocks":
         return import_lazily("paradec.samplers.masked.policies:policy_data")(value)
@@ -88,12 +79,12 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
 
 
 def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
-    """The error for a name that is none of the `allowed` arguments, with what was probably meant."""
-    for ours, others in NAMES_ELSEWHERE.items():
-        if name in others and ours in allowed:
+    """Make the error for a name that is not in `allowed`, with the likely one."""
+    for field, other_names in NAMES_ELSEWHERE.items():
+        if name in other_names and field in allowed:
             # of text; the codes of image models add 1 or not
-            value = f", and {ours} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
-            return TypeError(f"unknown argument: {name!r}; it is called {ours!r} here{value}")
+            conversion = f", and {field} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
+            return TypeError(f"unknown argument: {name!r}; it is called {field!r} here{conversion}")
     if name == "do_sample":
         return TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
     samplers = Registry.by_kind["sampler"]

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: a draw is a function of (row key, step, position, number), not of history.
+"""Counter-based random numbers: a draw depends on (row key, step, position, number) alone.
 
-So a step that is repeated draws the same numbers, and a row draws the same numbers whatever its neighbours, its
-padding or the device. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+A repeated step draws the same numbers, whatever the neighbours, padding or device. Philox4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 PAIR = np.array(MULTIPLIERS, np.uint64)
 KEYS = np.multiply.outer(np.arange(10), WEYL).astype(np.uint32)
-"""[10, 2]: what is added to a key in each round."""
+"""[10, 2]: added to the key in each round."""
 LOWER_HALF = int(sys.byteorder == "big")
-"""Where the lower half of a 64-bit number lies."""
+"""Index of the lower half of a 64-bit number."""
 CALLS_IN_CACHE = 3 * 2**12
-"""Calls of philox at once on the CPU."""
+"""Philox calls per piece on the CPU."""
 
 TOKEN_STREAM = 0
-"""Draws that choose a token."""
 POSITION_STREAM = 1
-"""Draws that choose positions. A stream of its own: another temperature leaves the order alone."""
+"""Separate from `TOKEN_STREAM`, so that the temperature does not change the order."""
 
 
 Integers = TypeVar("Integers", Tensor, np.ndarray)
@@ -37,8 +36,7 @@ Integers = TypeVar("Integers", Tensor, np.ndarray)
 
 
 def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
-    """Ten rounds of Philox4x32. What it is given is broadcastable, all tensors or all arrays, but that a number of the
-    counter may be a plain number; so is the result."""
+    """Ten rounds of Philox4x32 on broadcastable tensors or arrays; numbers of the counter may be ints."""
     if isinstance(key[0], np.ndarray):
         return _philox_of_pairs(counter, key)
     c0, c1, c2, c3 = counter
@@ -54,8 +52,7 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any]:
-    """The same of arrays. Entries 0 and 2 of the counter take the same steps, and so do 1 and 3: pairs of them are half
-    as many calls, which is what few numbers cost."""
+    """`philox` on arrays: entries 0 and 2, and 1 and 3, of the counter are computed in pairs, in half as many calls."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
     even, odd, mixed = np.empty((2, *shape), np.uint64), *np.empty((2, 2, *shape), np.uint32)
     even[0], odd[0], even[1], odd[1] = counter
@@ -75,53 +72,49 @@ def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple
 
 
 def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int | Tensor) -> Tensor:
-    """Uniform float64 draws in (0, 1) with 53 random bits.
+    """Uniform float64 draws in (0, 1) with 53 random bits: [R, W, size].
 
     Args:
-        keys: [R, 2] int64 row keys.
-        step: [R] int64 steps of the rows; or [R, W], of each position.
-        position: [R, W] int64 positions.
-        size: how many draws per position (the vocabulary for Gumbel noise, 1 for a score).
+        keys: [R, 2] int64 row keys. position: [R, W] int64.
+        step: [R] int64, or [R, W].
+        size: draws per position (the vocabulary for Gumbel noise, 1 for a score).
         stream: `TOKEN_STREAM` or `POSITION_STREAM`; or [W] int64, of each position.
-
-    Returns:
-        [R, W, size] float64.
     """
     rows, width = position.shape
     count = (size + 1) // 2
     step = step if step.ndim == 2 else step.unsqueeze(1)
     if keys.is_cpu:
         kind = stream.numpy() if isinstance(stream, Tensor) else stream
-        each = (position.numpy(), step.numpy(), *keys.numpy().T[:, :, None], kind)
+        rows_of_host = (position.numpy(), step.numpy(), *keys.numpy().T[:, :, None], kind)
         host = np.empty((5, rows, width), np.uint64)
-        for index, numbers in enumerate(each):
+        for index, numbers in enumerate(rows_of_host):
             host[index] = numbers
         draws = torch.from_numpy(_uniform_on_cpu(host.reshape(5, -1, 1), count))
     else:
-        wide = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
-        place: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in wide]
-        place += [] if isinstance(stream, Tensor) else [stream]  # a tensor of it would wait for the device
-        bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), place), -1)
+        parts = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
+        columns: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in parts]
+        columns += [] if isinstance(stream, Tensor) else [stream]  # a tensor of it would wait for the device
+        bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), columns), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
 def _two_draws(calls: Integers, place: Sequence[Any]) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per call; one of philox gives four 32-bit words. place: position, step, keys, stream."""
+    """Two draws of 53 bits per philox call. place: position, step, keys, stream."""
     position, step, key0, key1, stream = place
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _uniform_on_cpu(place: np.ndarray, count: int) -> np.ndarray:
-    """Draws [N, count, 2] of N places; in pieces that stay in the processor's cache, which is several times faster."""
-    draws = np.empty((place.shape[1], count, 2))
-    wide = min(max(count, 1), CALLS_IN_CACHE)
-    tall = CALLS_IN_CACHE // wide
-    for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
-        part = draws[top : top + tall, left : left + wide]
+def _uniform_on_cpu(places: np.ndarray, count: int) -> np.ndarray:
+    """Draws [N, count, 2] of N places, in pieces that fit into the processor's cache."""
+    draws = np.empty((places.shape[1], count, 2))
+    width = min(max(count, 1), CALLS_IN_CACHE)
+    height = CALLS_IN_CACHE // width
+    for top, left in product(range(0, len(draws), height), range(0, count, width)):
+        part = draws[top : top + height, left : left + width]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _two_draws(calls, [*place[:, top : top + tall]])
+        part[..., 0], part[..., 1] = _two_draws(calls, [*places[:, top : top + height]])
         part += 0.5
         part *= 2.0**-53
     return draws

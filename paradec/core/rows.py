@@ -1,14 +1,12 @@
-"""Select, replace and clear rows of states, so that a batch stays full while its rows come and go.
+"""Select, replace and clear rows of states, so that a batch stays full while its rows change.
 
-A field of a dataclass that has rows says so in its metadata: `field(metadata=ROWS)`, or `row_layout(...)` where they
-are not along the first axis, where there is a column for every position, or where rows that hold nothing are not zero.
-Its value is an array on the host, a tensor, a list with an entry per row, another dataclass with such fields, a dict or
-tuple of these (of a tuple's dataclasses one of each type), or None. Under guidance an axis may have the rows of
-several branches, branch after branch.
+A dataclass field with rows says so in its metadata: `field(metadata=ROWS)`, or `row_layout(...)` for another axis, an
+axis of positions, or a fill other than 0. Its value is an array on the host, a tensor, a list with an entry per row,
+another such dataclass, a dict or tuple of these (of a tuple's dataclasses one per type), or None. Under guidance an
+axis holds the rows of each branch in turn.
 
-A class with values that follow from its rows has methods for that: `before_row_change(other)`, before rows are
-selected or cleared (`other` is None) or replaced by those of `other`, and `after_row_change()`, of the value that
-results.
+Classes with derived values define `before_row_change(other)`, called before rows are selected or cleared (`other` is
+None) or replaced by those of `other`, and `after_row_change()`, called on the result.
 """
 
 from __future__ import annotations
@@ -29,41 +27,38 @@ Values = TypeVar("Values", np.ndarray, Tensor)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where a field's values have their rows."""
+    """Position of a field's rows."""
 
     axis: int = 0
-    """The axis of the rows."""
     columns: int | None = None
-    """The axis with an entry for every position of the canvas; None where there is none."""
+    """The axis of canvas positions, if any."""
     fill: Any = 0
-    """The value of rows and columns that hold nothing; in lists the entry."""
+    """Value of empty rows and columns; in lists the entry."""
     shared: bool = False
-    """Whether proposals hold the same tensor, so that it is never written to."""
+    """Whether proposals hold the same tensor, which is therefore never written to."""
 
 
 Layout: TypeAlias = RowLayout | Callable[[Any, Any], RowLayout | None]
-"""A field's layout, or a function that gives it for the owner and, in a dict, a part's key; None has no rows."""
+"""A field's layout, or a function of the owner and, in a dict, the key; None has no rows."""
 
 
 def row_layout(axis: int = 0, columns: int | None = None, fill: Any = 0) -> dict[str, Layout]:
-    """Metadata of a field with rows."""
     return {"rows": RowLayout(axis, columns, fill)}
 
 
 ROWS = row_layout()
-"""Metadata of a field with rows along the first axis, and nothing else to say of them."""
+"""Metadata of a field with rows along the first axis."""
 
 
 def has_rows(value: Any, batch: int | None = None) -> bool:
-    """Whether rows of a value can be exchanged: an array or tensor of `batch` rows, or a dataclass that says of a field
-    that it has rows."""
+    """Whether the rows of a value can be exchanged: an array of `batch` rows, or a dataclass with row fields."""
     if isinstance(value, (np.ndarray, Tensor)):
         return value.ndim > 0 and len(value) == batch
     return bool(_row_fields(value))
 
 
 def count_rows(owner: Any) -> int:
-    """The rows of a dataclass, or of its branches where the first of its values has these; 0 where it has none."""
+    """Count the rows of a dataclass, those of all branches where its first value has these; 0 without row fields."""
     for value, layout in _values(owner):
         if isinstance(value, (np.ndarray, Tensor)):
             return value.shape[layout.axis]
@@ -73,22 +68,19 @@ def count_rows(owner: Any) -> int:
 
 
 def resize_axis(values: Values, size: int, fill: Any, axis: int = 1) -> Values:
-    """Cut an axis off, or fill it up with `fill`; unchanged where it has this size."""
+    """Cut an axis to `size`, or extend it with `fill`."""
     count = values.shape[axis]
     if count == size:
         return values
-    more = _full_like(values, axis, max(size - count, 0), fill)
+    filler = _full_like(values, axis, max(size - count, 0), fill)
     if isinstance(values, np.ndarray):
-        return np.concatenate((values.take(np.arange(min(size, count)), axis), more), axis)
-    return torch.cat((values.narrow(axis, 0, min(size, count)), more), axis)
+        return np.concatenate((values.take(np.arange(min(size, count)), axis), filler), axis)
+    return torch.cat((values.narrow(axis, 0, min(size, count)), filler), axis)
 
 
 def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
-    """Copy a state with the `rows` [N] alone, in this order; a row may be there several times.
-
-    Args:
-        added_columns: columns that the copy has more than the state; negative where it has fewer.
-    """
+    """Copy a state with only `rows` [N], which may repeat, in this order, and with `added_columns` more columns
+    (negative: fewer)."""
     _call_hook(owner, "before_row_change", None)
     other, count = object.__new__(type(owner)), count_rows(owner)
     vars(other).update(vars(owner))
@@ -104,16 +96,16 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
             return tuple(select(part, layout) for part in value)
         if not isinstance(value, (np.ndarray, Tensor)):
             return select_rows(value, branch_rows(rows, count, count_rows(value)), added_columns)
-        if (at := _layout_of(layout, owner, key)) is None:
+        if (place := _layout_of(layout, owner, key)) is None:
             return value
-        index = branch_rows(rows, count, value.shape[at.axis])
+        index = branch_rows(rows, count, value.shape[place.axis])
         if isinstance(value, np.ndarray):
-            found: Any = value.take(index, at.axis)
+            selected: Any = value.take(index, place.axis)
         else:
-            found = value.index_select(at.axis, torch.as_tensor(index, device=value.device))
-        if at.columns is not None:
-            found = resize_axis(found, found.shape[at.columns] + added_columns, at.fill, at.columns)
-        return found
+            selected = value.index_select(place.axis, torch.as_tensor(index, device=value.device))
+        if place.columns is not None:
+            selected = resize_axis(selected, selected.shape[place.columns] + added_columns, place.fill, place.columns)
+        return selected
 
     for name, layout in _row_fields(owner).items():
         vars(other)[name] = select(getattr(owner, name), layout)
@@ -122,18 +114,18 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
 
 
 def replace_rows(owner: T, slots: np.ndarray, other: T) -> None:
-    """Replace the rows `slots` [N] of a state by all rows of another one, in place. What is larger in `other` grows,
-    and what one of the two lacks is filled."""
+    """Replace the rows `slots` [N] of a state by all rows of another one, in place. Smaller axes grow; missing values
+    are filled."""
     _exchange(owner, slots, other, _count_columns(owner) - _count_columns(other))
 
 
 def clear_rows(owner: Any, slots: np.ndarray) -> None:
-    """Fill the rows `slots` [N] of a state with what rows have that hold nothing, in place."""
+    """Empty the rows `slots` [N] of a state in place."""
     _exchange(owner, slots, None, 0)
 
 
-def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
-    """`replace_rows`, with `more` columns in `owner` than in `other`; `clear_rows` where that is None."""
+def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> None:
+    """Replace rows where `owner` has `added_columns` more than `other`; clear them where `other` is None."""
     _call_hook(owner, "before_row_change", other)
     count, other_count = count_rows(owner), count_rows(other)
 
@@ -142,57 +134,60 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, more: int) -> None:
         if sample is None:
             return None
         if isinstance(sample, (dict, tuple)):
-            mine, theirs = _index_parts(own), _index_parts(new)
-            made = {key: exchange(mine.get(key), theirs.get(key), layout, key) for key in mine | theirs}
-            return made if isinstance(sample, dict) else tuple(made.values())
+            parts, new_parts = _index_parts(own), _index_parts(new)
+            exchanged = {key: exchange(parts.get(key), new_parts.get(key), layout, key) for key in parts | new_parts}
+            return exchanged if isinstance(sample, dict) else tuple(exchanged.values())
         if not isinstance(sample, (list, np.ndarray, Tensor)):
             if own is None:
                 size = count_rows(new) * count // max(other_count, 1)
-                own = select_rows(new, np.zeros(size, np.int64), more)
+                own = select_rows(new, np.zeros(size, np.int64), added_columns)
                 clear_rows(own, np.arange(size))
-            _exchange(own, branch_rows(slots, count, count_rows(own)), new, more)
+            _exchange(own, branch_rows(slots, count, count_rows(own)), new, added_columns)
             return own
-        if (at := _layout_of(layout, owner, key)) is None:
+        if (place := _layout_of(layout, owner, key)) is None:
             return own
         if isinstance(sample, list):
-            own = [_copy_entry(at.fill) for _ in range(count)] if own is None else own
+            own = [_copy_entry(place.fill) for _ in range(count)] if own is None else own
             for index, slot in enumerate(slots.tolist()):
-                own[slot] = _copy_entry(at.fill if new is None else new[index])
+                own[slot] = _copy_entry(place.fill if new is None else new[index])
             return own
         if own is None:
-            own = _full_like(new, at.axis, count * new.shape[at.axis] // other_count, at.fill)
-            own = own if at.columns is None else resize_axis(own, own.shape[at.columns] + more, at.fill, at.columns)
-        elif at.shared:
+            own = _full_like(new, place.axis, count * new.shape[place.axis] // other_count, place.fill)
+            own = (
+                own
+                if place.columns is None
+                else resize_axis(own, own.shape[place.columns] + added_columns, place.fill, place.columns)
+            )
+        elif place.shared:
             own = own.clone()
-        return _exchange_values(own, branch_rows(slots, count, own.shape[at.axis]), new, at)
+        return _exchange_values(own, branch_rows(slots, count, own.shape[place.axis]), new, place)
 
     for name, layout in _row_fields(owner).items():
         vars(owner)[name] = exchange(getattr(owner, name), getattr(other, name, None), layout)
     _call_hook(owner, "after_row_change")
 
 
-def _exchange_values(own: Any, index: np.ndarray, new: Any, at: RowLayout) -> Any:
-    """Replace the entries `index` of an axis by those of `new`, which may be smaller along the others; None fills."""
-    inside: list[Any] = [slice(None)] * own.ndim
-    for axis in range(own.ndim) if new is not None else ():
-        if axis != at.axis:
-            own = resize_axis(own, max(own.shape[axis], new.shape[axis]), at.fill, axis)
-            inside[axis] = slice(new.shape[axis])
-    rows: tuple[Any, ...] = (slice(None),) * at.axis
-    if isinstance(own, np.ndarray):
-        own[(*rows, index)] = at.fill
+def _exchange_values(values: Any, index: np.ndarray, new: Any, layout: RowLayout) -> Any:
+    """Replace the entries `index` of the row axis by those of `new`, which may be smaller along others; None fills."""
+    region: list[Any] = [slice(None)] * values.ndim
+    for axis in range(values.ndim) if new is not None else ():
+        if axis != layout.axis:
+            values = resize_axis(values, max(values.shape[axis], new.shape[axis]), layout.fill, axis)
+            region[axis] = slice(new.shape[axis])
+    rows: tuple[Any, ...] = (slice(None),) * layout.axis
+    if isinstance(values, np.ndarray):
+        values[(*rows, index)] = layout.fill
         if new is not None:
-            own[tuple(inside)][(*rows, index)] = new
-        return own
-    where = torch.as_tensor(index, device=own.device)
-    own.index_fill_(at.axis, where, at.fill)
+            values[tuple(region)][(*rows, index)] = new
+        return values
+    rows_index = torch.as_tensor(index, device=values.device)
+    values.index_fill_(layout.axis, rows_index, layout.fill)
     if new is not None:
-        own[tuple(inside)].index_copy_(at.axis, where, new.to(own.device, own.dtype))
-    return own
+        values[tuple(region)].index_copy_(layout.axis, rows_index, new.to(values.device, values.dtype))
+    return values
 
 
 def _full_like(like: Values, axis: int, size: int, fill: Any) -> Values:
-    """Nothing but `fill`, of another size along an axis."""
     shape = [*like.shape]
     shape[axis] = size
     return np.full(shape, fill, like.dtype) if isinstance(like, np.ndarray) else like.new_full(shape, fill)
@@ -201,22 +196,21 @@ def _full_like(like: Values, axis: int, size: int, fill: Any) -> Values:
 def _row_fields(owner: Any) -> dict[str, Layout]:
     if not is_dataclass(owner):
         return {}
-    return {each.name: each.metadata["rows"] for each in fields(owner) if "rows" in each.metadata}
+    return {entry.name: entry.metadata["rows"] for entry in fields(owner) if "rows" in entry.metadata}
 
 
 def _values(owner: Any) -> Iterator[tuple[Any, Any]]:
-    """The values of a dataclass's fields with rows, those of a dict one by one, and their layouts."""
+    """Yield the values of a dataclass's row fields, with their layouts; those of a dict one by one."""
     for name, layout in _row_fields(owner).items():
         value = getattr(owner, name)
         for key, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            if part is not None and (at := _layout_of(layout, owner, key)):
-                yield part, at
+            if part is not None and (place := _layout_of(layout, owner, key)):
+                yield part, place
 
 
 def _count_columns(owner: Any) -> int:
-    """The columns of the first value that has them; 0 where none has."""
-    arrays = ((value, at) for value, at in _values(owner) if isinstance(value, (np.ndarray, Tensor)))
-    return next((value.shape[at.columns] for value, at in arrays if at.columns is not None), 0)
+    arrays = ((value, place) for value, place in _values(owner) if isinstance(value, (np.ndarray, Tensor)))
+    return next((value.shape[place.columns] for value, place in arrays if place.columns is not None), 0)
 
 
 def _layout_of(layout: Layout, owner: Any, key: Any) -> RowLayout | None:
@@ -225,7 +219,7 @@ def _layout_of(layout: Layout, owner: Any, key: Any) -> RowLayout | None:
 
 def _index_parts(value: dict[Any, Any] | tuple[Any, ...] | None) -> dict[Any, Any]:
     if isinstance(value, tuple):
-        return {at if isinstance(part, Tensor) else type(part): part for at, part in enumerate(value)}
+        return {index if isinstance(part, Tensor) else type(part): part for index, part in enumerate(value)}
     return value or {}
 
 

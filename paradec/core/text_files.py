@@ -1,6 +1,6 @@
-"""Files of text, of lines and of JSON: reading them, as dataclasses too, and writing them.
+"""Reading and writing files of text, lines and JSON, and dataclasses from JSON.
 
-A line ends at "\\n" alone. `str.splitlines` ends lines at form feeds, U+0085, U+2028 and others too, which texts hold.
+Lines end at "\n" alone: `str.splitlines` also splits at characters that texts contain, such as U+2028.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from paradec.core.checks import shown
 
 T = TypeVar("T")
 MAX_DEPTH = 100
-"""Lists and objects inside of each other that JSON may have: what handles the data calls itself once for each."""
+"""Nesting limit of JSON, for recursive readers."""
 
 
 def decode_utf8(data: bytes, name: str) -> str:
-    """UTF-8 as text, without a mark of the byte order at its start.
-
-    Raises:
-        ValueError: other bytes; the message begins with `name`.
-    """
+    """Decode UTF-8 without byte-order mark. Raises ValueError for other bytes; the message begins with `name`."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -36,52 +32,44 @@ def decode_utf8(data: bytes, name: str) -> str:
 
 
 def read_text(file: str | os.PathLike[str]) -> str:
-    """The text of a file in UTF-8, its line ends as they are.
-
-    Raises:
-        ValueError: other bytes; the message begins with the file's name. OSError: it cannot be read.
-    """
+    """Read a UTF-8 file with unchanged line ends. Raises ValueError as `decode_utf8`, OSError."""
     return decode_utf8(Path(file).read_bytes(), repr(os.fspath(file)))
 
 
 def number_lines(text: str) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1; "\\n" and a "\\r" before it are no part of them."""
+    """List the lines that are not blank with their numbers from 1, without line ends ("\n" or "\r\n")."""
     return [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def read_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
-    """What `read` makes of each line of a file that is not blank. Raises what it raises; ValueErrors name the line."""
-    found = []
+    """Apply `read` to each line of a file that is not blank; ValueErrors name the line."""
+    values = []
     for number, line in number_lines(read_text(file)):
         try:
-            found.append(read(line))
+            values.append(read(line))
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)!r}, line {number}: {error}") from None
-    return found
+    return values
 
 
 def parse_json(text: str) -> Any:
-    """The data of a JSON text.
-
-    Raises:
-        ValueError: another text, or lists and objects more than `MAX_DEPTH` deep.
-    """
+    """Parse JSON. Raises ValueError for other text, or more than `MAX_DEPTH` nested lists and objects."""
     try:
         data = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:  # an integer of thousands of digits is one too
         raise ValueError(f"no JSON: {error}") from None
-    inside = [data]
+    level = [data]
     for _ in range(MAX_DEPTH):
-        inside = [
+        level = [
             value
-            for outer in inside
+            for outer in level
             if isinstance(outer, (dict, list))
             for value in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(value, (dict, list))
         ]
-        if not inside:
+        if not level:
             return data
     raise _too_deep()
 
@@ -91,35 +79,23 @@ def _too_deep() -> ValueError:
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:
-    """The data of a file of JSON.
-
-    Raises:
-        ValueError: as `parse_json` and `read_text`; the message begins with the file's name. OSError: as `read_text`.
-    """
+    """Read a JSON file. Raises as `parse_json` and `read_text`; messages begin with the file's name."""
     try:
         return parse_json(read_text(file))
     except ValueError as error:
-        said = str(error)
-        raise ValueError(f"{os.fspath(file)!r} is {said}" if said.startswith("no JSON") else said) from None
+        message = str(error)
+        raise ValueError(f"{os.fspath(file)!r} is {message}" if message.startswith("no JSON") else message) from None
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
-    """Data as JSON in UTF-8 with a line end after it: one line without `indent`. Lone surrogates, which UTF-8 cannot
-    have, are escaped.
-
-    Raises:
-        TypeError, ValueError: something that JSON does not have.
-    """
+    """Encode JSON in UTF-8 with a line end, lone surrogates escaped. Raises TypeError or ValueError for other data."""
     return (json.dumps(data, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextmanager
 def replace_file(file: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path next to a file, of this call alone, that takes the file's place at the end unless an error is raised.
-
-    Of several processes that write one file the last one wins. One that is killed may leave its draft behind, which
-    nothing reads.
-    """
+    """Yield a draft path next to a file, which replaces the file unless an error is raised. The last of several
+    processes wins; a killed one may leave its draft behind."""
     path = Path(os.path.realpath(file))
     draft = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -131,7 +107,7 @@ def replace_file(file: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole or not at all: the old content stays until the new content is complete."""
+    """Write a file completely or not at all."""
     path = Path(os.path.realpath(file))
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_bytes(data)
@@ -141,7 +117,7 @@ def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_json(file: str | os.PathLike[str], data: Any, indent: int | None = 1) -> None:
-    """Write data as JSON, as `write_bytes` does. Raises: as `json_bytes`, before anything is written."""
+    """Write a JSON file, as `write_bytes`. Raises as `json_bytes`, before writing."""
     write_bytes(file, json_bytes(data, indent))
 
 
@@ -154,11 +130,9 @@ KEY_TYPES = {int: "an integer", str: "a text"}
 def from_fields(cls: type[T], data: Any) -> T:
     """Build a dataclass from a mapping with its fields, with tuples for lists; other names are ignored.
 
-    Annotations may be int, float, str, Any, `X | None`, lists, tuples, dicts with texts or ints as keys, dataclasses,
-    and `Annotated[X, check]`: `check` is called with a value and returns it, or raises ValueError.
-
-    Raises:
-        ValueError: a field that is missing, or a value of another type; the message begins with where it is.
+    Annotations: int, float, str, Any, `X | None`, lists, tuples, dicts with str or int keys, dataclasses, and
+    `Annotated[X, check]`, where `check` returns its argument or raises ValueError. Raises ValueError for a missing
+    field or another type; the message begins with the path.
     """
     kind: Any = cls
     try:
@@ -169,7 +143,6 @@ def from_fields(cls: type[T], data: Any) -> T:
 
 
 def value_error(value: Any, allowed: str) -> ValueError:
-    """Make the error of a check."""
     return ValueError(f"={shown(value)} must be {allowed}")
 
 
@@ -193,22 +166,22 @@ def _read_text(value: Any) -> Any:
 
 @functools.cache
 def _reader(kind: Any) -> Reader:
-    """Make the function that checks and converts data for one annotation."""
-    origin, inside = get_origin(kind), get_args(kind)
+    """Make the reader of one annotation."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind in (int, float, str, Any):
         return {int: _read_int, float: _read_float, str: _read_text, Any: lambda value: value}[kind]
     if origin is Annotated:
-        read, check = _reader(inside[0]), inside[1]
+        read, check = _reader(arguments[0]), arguments[1]
         return lambda value: check(read(value))
-    if origin in (UnionType, Union) and inside[1:] == (NoneType,):
-        read = _reader(inside[0])
+    if origin in (UnionType, Union) and arguments[1:] == (NoneType,):
+        read = _reader(arguments[0])
         return lambda value: None if value is None else read(value)
     if origin is list:
-        return functools.partial(_read_list, _reader(inside[0]))
+        return functools.partial(_read_list, _reader(arguments[0]))
     if origin is tuple:
-        return functools.partial(_read_tuple, [_reader(entry) for entry in inside])
+        return functools.partial(_read_tuple, [_reader(entry) for entry in arguments])
     if origin is dict:
-        return functools.partial(_read_dict, inside[0], _reader(inside[1]))
+        return functools.partial(_read_dict, arguments[0], _reader(arguments[1]))
     assert is_dataclass(kind), kind
     hints = get_type_hints(kind, include_extras=True)
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
@@ -216,7 +189,7 @@ def _reader(kind: Any) -> Reader:
 
 
 def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:
-    """Read entries (place, reader, value); an error's message begins with the place."""
+    """Read (place, reader, value) entries; errors begin with the place."""
     values = []
     for place, read, value in entries:
         try:

@@ -1,4 +1,4 @@
-"""Pictures of tensors by pillow, and small ones inside of traces, as data URIs."""
+"""Images of tensors with pillow, and previews in traces, as data URIs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from paradec.core.trace import Notes, Trace
 
 MAX_SIDE = 512
-"""Pixels along the longer side of a final picture, at most."""
+"""Pixels along the longer side of a final image."""
 MAX_LATENT_SIDE = 64
-"""The same of a latent's, after each step."""
+"""The same for a latent after each step."""
 MAX_STEP_SIDE = 128
-"""The same of a picture's, after each step."""
+"""The same for an image after each step."""
 MAX_ROWS = 8
-"""Rows of a latent or picture that are drawn after each step."""
+"""Rows previewed after each step."""
 MAX_STEPS = 200
-"""Steps of a latent that are drawn: the first ones."""
+"""Steps with a preview of the latent."""
 MAX_PNG_PIXELS = 2**16
-"""Of what is kept without loss."""
+"""Larger images are JPEGs."""
 PREFIX = "data:image/"
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Dark blue to yellow, evenly bright steps apart."""
+"""Dark blue to yellow, in even steps of brightness."""
 
 
 def import_pillow() -> Any:
-    """The library's `Image`, or an ImportError that says what to do."""
+    """Import `PIL.Image`. Raises ImportError with advice."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -41,18 +41,14 @@ def import_pillow() -> Any:
 
 
 def to_pil(images: Tensor) -> list[Any]:
-    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB".
-
-    Raises:
-        ImportError: pillow is missing.
-    """
+    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB". Raises ImportError without pillow."""
     library = import_pillow()
     pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
 
 
 def to_uri(image: Any, side: int = MAX_SIDE) -> str:
-    """A PIL image as text: PNG where it is small, JPEG where it is large; no longer than `side` pixels."""
+    """Encode a PIL image of at most `side` pixels: PNG if small, else JPEG."""
     if image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     if max(image.size) > side:
@@ -64,7 +60,7 @@ def to_uri(image: Any, side: int = MAX_SIDE) -> str:
 
 
 def from_uri(text: str) -> Any:
-    """The PIL image again; None of a text that holds none."""
+    """Decode a PIL image; None for other texts."""
     if not text.startswith(PREFIX):
         return None
     try:
@@ -74,7 +70,7 @@ def from_uri(text: str) -> Any:
 
 
 def images_to_uris(images: Any) -> list[str] | None:
-    """Of what `generate_images` returns, PIL images or a tensor [B, C, H, W] in [0, 1]; None of anything else."""
+    """Encode PIL images or a tensor [B, C, H, W] in [0, 1]; None for anything else."""
     if isinstance(images, Tensor):
         if images.ndim != 4 or images.shape[1] not in (1, 3):
             return None
@@ -83,28 +79,28 @@ def images_to_uris(images: Any) -> list[str] | None:
 
 
 def trace_from_steps(steps: Any, images: Any, sampler: Any) -> Trace:
-    """The trace of pictures of which no more is known than the step [B, h, w] int64 that made each token final, from 0,
-    -1 where none did; and what came of them. `unit` is the tokens that a step made final."""
+    """Make the trace of images of which only the step [B, h, w] int64 of each token (from 0; -1 for none) and the
+    result are known. `unit` is the tokens that a step made final."""
     rows, height, width = steps.shape
     flat = steps.reshape(rows, -1)
     trace = Trace([[None] * (height * width) for _ in range(rows)], sampler.to_dict(), family="masked")  # type: ignore[list-item]
     trace.grid, trace.cells = (height, width), [list(range(height * width)) for _ in range(rows)]
     trace.unit, trace.images = "tokens", images_to_uris(images)
     for index in range(int(flat.max(initial=-1)) + 1):
-        made = [(int(row), int(cell), 1, 1.0) for row, cell in np.argwhere(flat == index)]
-        counts = np.bincount([row for row, *_ in made], minlength=rows).tolist()
-        trace.add(made, counts, "full", Notes([1] * rows))
+        commits = [(int(row), int(cell), 1, 1.0) for row, cell in np.argwhere(flat == index)]
+        counts = np.bincount([row for row, *_ in commits], minlength=rows).tolist()
+        trace.add(commits, counts, "full", Notes([1] * rows))
     return trace
 
 
 def preview_images(images: Tensor) -> list[str]:
-    """Of the first rows of pictures [B, C, H, W] in [0, 1] as they are after a step."""
+    """Encode the first rows of images [B, C, H, W] in [0, 1] after a step."""
     return [to_uri(image, MAX_STEP_SIDE) for image in to_pil(images[:MAX_ROWS])]
 
 
 def preview_latent(latent: Tensor, step: int) -> list[str] | None:
-    """Of the first rows of a latent [B, C, H, W] after a step, each by its own brightest and darkest value: the first
-    three channels as colours, one as grey. None where it is no raster, after too many steps, and without pillow."""
+    """Encode the first rows of a latent [B, C, H, W] after a step, each scaled to its own range: three channels as
+    colours, one as grey. None for other shapes, after `MAX_STEPS`, and without pillow."""
     try:
         library = import_pillow()
     except ImportError:
@@ -112,10 +108,10 @@ def preview_latent(latent: Tensor, step: int) -> list[str] | None:
     if latent.ndim != 4 or step >= MAX_STEPS:
         return None
     rows = latent[:MAX_ROWS, : 3 if latent.shape[1] >= 3 else 1].float().cpu().numpy()
-    found = []
+    uris = []
     for row in rows:
         low, high = float(row.min()), float(row.max())
         pixels = np.round((row - low) / max(high - low, 1e-12) * 255).astype(np.uint8).transpose(1, 2, 0)
         image = library.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
-        found.append(to_uri(image, MAX_LATENT_SIDE))
-    return found
+        uris.append(to_uri(image, MAX_LATENT_SIDE))
+    return uris

@@ -1,7 +1,4 @@
-"""A replayable record of a decoding: what each step evaluated and what it made final.
-
-`paradec.tools.traces` draws it: pages, animations, plots. This module knows data alone.
-"""
+"""A replayable record of a decoding. `paradec.tools.traces` draws it."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from paradec.core.registry import Registry
 from paradec.core.text_files import from_fields, parse_json, read_text, value_error, write_bytes
 
 MAX_COUNT = 2**53
-"""What browsers count exactly."""
+"""Largest integer that browsers represent exactly."""
 Span = tuple[int, int]
-"""First position, and the one after the last."""
+"""Start and end (exclusive)."""
 
 
 def _check_token(value: Any) -> Any:
@@ -36,65 +33,56 @@ def _check_counts(value: Any) -> Any:
 
 
 Token = Annotated[Any, _check_token]
-"""An id; of continuous tokens the numbers, None where undecided."""
+"""An id, or the numbers of a continuous token; None where undecided."""
 Counts = Annotated[list[int], _check_counts]
 
 
 @dataclass
 class TraceStep:
-    """One step. Rows count from 0; positions count from a row's first prompt token.
-
-    What comes after `kind` is None in records that do not have it, and is left out where steps are compared.
-    """
+    """One step. Positions count from a row's first prompt token. Fields after `kind` are optional and not compared."""
 
     commits: list[tuple[int, int, Token, float]]
-    """(row, position, token, confidence) of everything that was written, sorted; the mask id where a sampler took a
-    token back."""
+    """(row, position, token, confidence) of everything written, sorted; the mask id where a token was taken back."""
     forwarded: Counts
-    """Positions evaluated for each row, in both branches of a guidance pair and in every draft, padding excluded; 0
-    where the row took no part. Steps and rows together make `Output.forwarded_tokens`."""
+    """Evaluated positions of each row, over all branches and drafts, without padding. The sum over steps and rows is
+    `Output.forwarded_tokens`."""
     kind: str
-    """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
+    """ "full" (whole sequences), "window" (a part, over a store), "forecast" (nothing evaluated), ..."""
     nfe: Counts | None = field(default=None, compare=False)
-    """Forward calls that each row took part in."""
+    """Forward calls of each row."""
     draft_nfe: Counts | None = field(default=None, compare=False)
-    """Forward calls of a model that drafts, of each row, in all steps until this one was evaluated."""
+    """A drafter's forward calls for each row, summed until this step."""
     seconds: float | None = field(default=None, compare=False)
-    """Wall time of the step."""
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
-    """Which positions of each row were evaluated."""
+    """Evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
-    """The open block of each row, or its window of drafts; None where the row took no part."""
+    """Open block or draft window of each row; None if the row took no part."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
-    """With pipelined blocks, where each row's open blocks begin, from left to right: `blocks` reaches from the first of
-    them to the end of the last. None where the row took no part."""
+    """Starts of each row's open blocks with pipelined blocks, ascending; `blocks` spans them all. None if the row took
+    no part."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
-    """(row, position, token) of the drafts that were evaluated and did not become final."""
+    """(row, position, token) of evaluated drafts that did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
-    """What each entry of `commits` is due to: a place in `Trace.rules`."""
+    """Index in `Trace.rules` of what wrote each entry of `commits`."""
     logprobs: list[list[Any]] | None = field(default=None, compare=False)
-    """With `generate(logprobs=k)`, for every entry of `commits`: [its log-probability, [[token, log-probability], ...]]
-    of the k likeliest, None for what is not finite."""
+    """With `generate(logprobs=k)`, for each entry of `commits`: [log-probability, [[token, log-probability], ...]] with
+    the k likeliest tokens; None if not finite."""
     pictures: list[str] | None = field(default=None, compare=False)
-    """Of a latent: a small picture of each row after the step, as a data URI."""
+    """Preview of each row's latent after the step, as data URIs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that JSON can hold, without what is None."""
+        """The fields other than None, as JSON data."""
         return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TraceStep:
-        """Inverse of `to_dict`; names of later versions are passed over.
-
-        Raises:
-            ValueError: a field that is missing, or of another type; the message names it.
-        """
+        """Inverse of `to_dict`; ignores unknown names. Raises ValueError for a missing or wrong field."""
         return from_fields(cls, data)
 
 
 @dataclass
 class Notes:
-    """What is seen of a step before it is committed, for its `TraceStep`."""
+    """Facts of a step before its commit, for its `TraceStep`."""
 
     nfe: list[int]
     evaluated: list[list[Span]] | None = None
@@ -102,58 +90,55 @@ class Notes:
     starts: list[list[int] | None] | None = None
     draft_nfe: list[int] | None = None
     drafts: set[tuple[int, int, int]] | None = None
-    """(row, position, token) of all drafts that are evaluated; None where nothing is drafted."""
+    """(row, position, token) of all evaluated drafts; None without drafting."""
     rules: Mapping[tuple[int, int], str] | None = None
-    """What writes at (row, position), where that is not the sampler as a whole."""
+    """Name of the rule that writes at (row, position), for combined samplers."""
 
 
 DRAFTED_RULE, SAMPLED_RULE = "accepted draft", "own token"
-"""Names in `Trace.rules` of tokens that were drafted, and of those that the model chose itself."""
+"""Names in `Trace.rules` of accepted drafts, and of tokens that the model chose."""
 
 
 @dataclass
 class Trace:
-    """All steps of one request, and what is needed to replay them: the canvas before the first step.
-
-    What comes after `steps` says how to draw it.
-    """
+    """All steps of one request, with the canvas to replay them on. Fields after `steps` are for drawing."""
 
     canvas: list[list[Token]]
-    """The ids that decoding started from, one list per row, without padding."""
+    """Ids before the first step, one list per row, without padding."""
     settings: dict[str, Any] = field(default_factory=dict)
     steps: list[TraceStep] = field(default_factory=list)
     family: str = ""
-    """Of the sampler."""
+    """The sampler's family."""
     score: str = "confidence"
-    """What the commits' fourth number is, by the name that samplers give it."""
+    """Name of the commits' fourth number."""
     cache: str = ""
     unit: str = "positions"
-    """What `TraceStep.forwarded` counts."""
+    """Unit of `TraceStep.forwarded`."""
     mask_id: int | None = None
-    """The id at undecided positions, of masked samplers."""
+    """Id of undecided positions, for masked samplers."""
     filled: list[list[Span]] | None = None
-    """What decoding is to fill, of each row; None where the mask ids in `canvas` say it."""
+    """Spans to fill, by row; None where the mask ids in `canvas` show them."""
     ends: list[int] | None = None
-    """The position after each row's last token: what is after it is padding."""
+    """End of each row; padding follows."""
     rules: list[str] = field(default_factory=list)
-    """Names of what `TraceStep.rules` points to."""
+    """Names for `TraceStep.rules`."""
     texts: dict[int, str] = field(default_factory=dict)
-    """Of every token in the trace, where there was a tokenizer."""
+    """Text of every token in the trace, with a tokenizer."""
     special: list[int] = field(default_factory=list)
-    """Which of them are special tokens."""
+    """Ids of special tokens."""
     joined: list[list[tuple[int, int, str]]] | None = None
-    """(first position, the one after the last, text) of final tokens that are a text together alone, of each row."""
+    """(start, end, text) of final tokens that form a character only together, by row."""
     cells: list[list[int]] | None = None
-    """Of pictures: the positions of each row's image tokens, in reading order."""
+    """For images: positions of each row's image tokens, in reading order."""
     grid: tuple[int, int] | None = None
-    """Of pictures: rows and columns of image tokens."""
+    """For images: rows and columns of image tokens."""
     images: list[str] | None = None
-    """Of pictures: what came of each row, as a data URI."""
+    """For images: each row's result, as data URIs."""
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def replay(self, until: int | None = None) -> list[list[int]]:
-        """The canvas after the first `until` steps (all by default). Later writes win: edits and remasks replay too."""
+        """The canvas after the first `until` steps (default: all). Later writes replace earlier ones."""
         canvas = [list(row) for row in self.canvas]
         for step in self.steps[:until]:
             for row, position, token, _ in step.commits:
@@ -162,22 +147,24 @@ class Trace:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """The spans that decoding is to fill in a row; without `family`, those that it wrote to."""
+        """Spans to fill in a row; without `family`, the spans written."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:
             return []
         if self.family and (self.mask_id is not None or None in self.canvas[row]):
             return to_spans(i for i, token in enumerate(self.canvas[row]) if token in (self.mask_id, None))
-        return to_spans({position for step in self.steps for at, position, _, _ in step.commits if at == row})
+        return to_spans(
+            {position for step in self.steps for commit_row, position, _, _ in step.commits if commit_row == row}
+        )
 
     @property
     def row_nfe(self) -> list[int]:
-        """Forward calls that each row took part in; of steps without `nfe`, those that evaluated something of it."""
+        """Forward calls of each row; a step without `nfe` counts where it evaluated something."""
         counts = [0] * self.batch
         for step in self.steps:
             for row, forwarded in enumerate(step.forwarded):
@@ -196,7 +183,7 @@ class Trace:
         pictures: list[str] | None = None,
         logprobs: list[list[Any]] | None = None,
     ) -> None:
-        """Append a step. `notes`: what was seen before its commit; None notes no more than the first three."""
+        """Append a step. notes: None records no more than the first three arguments."""
         step = TraceStep(commits, forwarded, kind, logprobs=logprobs)
         self.steps.append(step)
         if notes is None:
@@ -206,14 +193,14 @@ class Trace:
         )  # fmt: skip
         step.seconds, step.pictures, step.starts = seconds, pictures, notes.starts
         if notes.drafts is not None:
-            written = {(row, position, token) for row, position, token, _ in commits}
-            step.rejected = sorted(notes.drafts - written)
-            named = [DRAFTED_RULE if entry[:3] in notes.drafts else SAMPLED_RULE for entry in commits]
+            commit_keys = {(row, position, token) for row, position, token, _ in commits}
+            step.rejected = sorted(notes.drafts - commit_keys)
+            names = [DRAFTED_RULE if entry[:3] in notes.drafts else SAMPLED_RULE for entry in commits]
         elif notes.rules is not None:
-            named = [notes.rules.get(entry[:2], "") for entry in commits]
+            names = [notes.rules.get(entry[:2], "") for entry in commits]
         else:
             return
-        step.rules = [self._rule(name) for name in named]
+        step.rules = [self._rule(name) for name in names]
 
     def _rule(self, name: str) -> int:
         if name not in self.rules:
@@ -223,25 +210,25 @@ class Trace:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that JSON can hold: canvas, settings and steps, and what else there is."""
-        always, default = ("canvas", "settings", "steps"), vars(Trace([]))
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        found = {
+        """As JSON data; optional fields with their default are left out."""
+        required, default = ("canvas", "settings", "steps"), vars(Trace([]))
+        data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        data = {
             name: value
-            for name, value in found.items()
-            if name in always or value not in (None, "", [], {}) or value != default[name]
+            for name, value in data.items()
+            if name in required or value not in (None, "", [], {}) or value != default[name]
         }
-        return found | {"steps": [step.to_dict() for step in self.steps]}
+        return data | {"steps": [step.to_dict() for step in self.steps]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        """Inverse of `to_dict`, of this version or an earlier one; names of later ones are passed over."""
+        """Inverse of `to_dict`; ignores unknown names. Raises ValueError for inconsistent data."""
         trace = from_fields(cls, data)
         trace._check()
         return trace
 
     def _check(self) -> None:
-        """Raise ValueError where numbers do not fit each other, as in a file that something else wrote."""
+        """Raise ValueError for sizes and positions that do not fit each other."""
         sizes, batch = [len(row) for row in self.canvas], self.batch
         if not isinstance(self.settings.get("sampler", ""), str):
             raise ValueError(f"settings['sampler']={shown(self.settings['sampler'])} must be a text")
@@ -254,13 +241,13 @@ class Trace:
             if sizes and rows != batch:
                 raise ValueError(f"steps[{index}].forwarded has {rows} rows; the trace has {batch}")
             for name in ("nfe", "draft_nfe", "evaluated", "blocks", "starts"):
-                own = getattr(step, name)
-                if own is not None and len(own) != rows:
-                    raise ValueError(f"steps[{index}].{name} has {len(own)} rows; forwarded has {rows}")
+                values = getattr(step, name)
+                if values is not None and len(values) != rows:
+                    raise ValueError(f"steps[{index}].{name} has {len(values)} rows; forwarded has {rows}")
             for name in ("rules", "logprobs"):
-                own = getattr(step, name)
-                if own is not None and len(own) != len(step.commits):
-                    raise ValueError(f"steps[{index}].{name} has {len(own)} entries for {len(step.commits)} commits")
+                values = getattr(step, name)
+                if values is not None and len(values) != len(step.commits):
+                    raise ValueError(f"steps[{index}].{name} has {len(values)} entries for {len(step.commits)} commits")
             if step.rules and not 0 <= min(step.rules) <= max(step.rules) < len(self.rules):
                 raise ValueError(f"steps[{index}].rules names others than the {len(self.rules)} in rules")
         for name, row, start, stop in self._places():
@@ -272,7 +259,7 @@ class Trace:
                 raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
 
     def _places(self) -> Iterator[tuple[str, int, int, int]]:
-        """(field, row, first position, the one after the last) of all that a file says of positions."""
+        """Yield (field, row, start, end) of all positions in the trace."""
         for name in ("filled", "joined"):
             for row, entries in enumerate(getattr(self, name) or ()):
                 yield from ((name, row, start, stop) for start, stop, *_ in entries)
@@ -282,9 +269,9 @@ class Trace:
         for index, step in enumerate(self.steps):
             for name in ("commits", "rejected"):
                 entries = getattr(step, name) or ()
-                yield from ((f"steps[{index}].{name}", row, at, at + 1) for row, at, *_ in entries)
-            for row, found in enumerate(step.evaluated or ()):
-                yield from ((f"steps[{index}].evaluated", row, start, stop) for start, stop in found)
+                yield from ((f"steps[{index}].{name}", row, position, position + 1) for row, position, *_ in entries)
+            for row, row_spans in enumerate(step.evaluated or ()):
+                yield from ((f"steps[{index}].evaluated", row, start, stop) for start, stop in row_spans)
             for row, block in enumerate(step.blocks or ()):
                 if block is not None:
                     yield f"steps[{index}].blocks", row, *block
@@ -292,7 +279,7 @@ class Trace:
                 yield from ((f"steps[{index}].starts", row, start, start) for start in starts or ())
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """JSON text; also written to `path` when one is given."""
+        """JSON text; also written to `path`, if any."""
         text = json.dumps(self.to_dict())
         if path is not None:
             write_bytes(path, text.encode())
@@ -300,24 +287,19 @@ class Trace:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Trace:
-        """Read a file written by `to_json`, or its text.
-
-        Raises:
-            ValueError: no trace.
-        """
+        """Read a file of `to_json`, or its text. Raises ValueError for anything else."""
         text = str(source)
-        named = not text.lstrip().startswith("{")
+        is_path = not text.lstrip().startswith("{")
         try:
-            return cls.from_dict(parse_json(read_text(source) if named else text))
+            return cls.from_dict(parse_json(read_text(source) if is_path else text))
         except ValueError as error:
-            raise ValueError(f"{repr(text) if named else 'the text'} is no trace that paradec wrote: {error}") from None
+            raise ValueError(
+                f"{repr(text) if is_path else 'the text'} is no trace that paradec wrote: {error}"
+            ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: .json (which `load` reads), .html, .gif, or a plot as .png, .pdf or .svg.
-
-        Raises:
-            ValueError: another suffix. ImportError: pillow or matplotlib is missing for what they draw.
-        """
+        """Write a file: .json (for `load`), .html, .gif, or a plot as .png, .pdf or .svg. Raises ValueError for another
+        suffix, ImportError without pillow or matplotlib."""
         get_drawing("file")([self], path)
 
     load = from_json
@@ -332,12 +314,12 @@ class Trace:
         beside: Trace | Sequence[Trace] = (),
         names: Sequence[str] = (),
     ) -> str:
-        """A page to step through: one file that needs nothing else. See `paradec.tools.traces.files.page`.
+        """A self-contained page to step through (`paradec.tools.traces.files.page`).
 
         Args:
-            path: where to write it too.
-            beside: further runs, stepped through together with this one.
-            names: what to call the runs; by default their samplers.
+            path: file to write it to, too.
+            beside: further runs to step through in parallel.
+            names: names of the runs; by default their samplers.
         """
         text: str = get_drawing("page")(self._with(beside), names)
         if path is not None:
@@ -352,22 +334,13 @@ class Trace:
         names: Sequence[str] = (),
         **how: Any,
     ) -> None:
-        """An animation.
-
-        Args:
-            how: what `paradec.tools.traces.gif.write` takes: row, width, seconds, font.
-
-        Raises:
-            ImportError: pillow is missing. ValueError: as `paradec.tools.traces.gif.write`.
-        """
+        """Write an animation. how: row, width, seconds, font, as in `paradec.tools.traces.gif.write`. Raises
+        ImportError without pillow; ValueError as `write`."""
         get_drawing("animation")(self._with(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
-        """A matplotlib figure: when each position became final, and what the steps cost.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
+        """A matplotlib figure of when positions became final, and of each step's cost. Raises ModuleNotFoundError
+        without matplotlib."""
         return get_drawing("plot")(self._with(beside), names)
 
     def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
@@ -385,31 +358,31 @@ class Trace:
 
 
 def get_drawing(name: str) -> Callable[..., Any]:
-    """A function that draws; `paradec.tools.traces` says which there are."""
+    """Import a drawing function of `paradec.tools.traces`."""
     return Registry.by_kind["drawing"].get(name)
 
 
 def to_spans(positions: Iterable[int]) -> list[Span]:
-    """Runs of neighbours among positions, ascending."""
-    found: list[Span] = []
+    """Merge positions into ascending spans."""
+    runs: list[Span] = []
     for position in sorted(positions):
-        if found and found[-1][1] == position:
-            found[-1] = (found[-1][0], position + 1)
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
         else:
-            found.append((position, position + 1))
-    return found
+            runs.append((position, position + 1))
+    return runs
 
 
 # ---- texts of tokens, for those who look at a trace without the model ------------------------------------------------
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MAX_MERGED_TOKENS = 8
-"""Tokens that one character can be spread over."""
+"""Most tokens that share one character."""
 METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def record_token_texts(trace: Trace, tokenizer: Any) -> None:
-    """Write down the text of every token of a trace, and which final tokens make a character together alone."""
+    """Record the text of every token of a trace, and which final tokens form characters together."""
     if tokenizer is None or not trace.canvas:
         return
     ids = {token for row in trace.canvas for token in row}
@@ -424,21 +397,21 @@ def record_token_texts(trace: Trace, tokenizer: Any) -> None:
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """The text of each token by itself, with the space before it where it has one."""
-    found = {}
+    """The text of each token, with its leading space."""
+    texts = {}
     for token in ids:
         text = tokenizer.decode([token], skip_special_tokens=False)
         piece = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else None
         # decoders take the space off what they believe to be the first word
         if isinstance(piece, str) and piece.startswith(METASPACE) and not text.startswith(" "):
             text = " " + text
-        found[token] = text
-    return found
+        texts[token] = text
+    return texts
 
 
 def merge_characters(tokenizer: Any, row: Sequence[int], texts: dict[int, str]) -> list[tuple[int, int, str]]:
-    """(first position, the one after the last, text) of neighbours that are parts of one character each."""
-    found, start = [], 0
+    """List (start, end, text) of neighbouring tokens that form one character."""
+    merged, start = [], 0
     while start < len(row):
         stop = start + 1
         if BROKEN in texts.get(row[start], ""):
@@ -447,8 +420,8 @@ def merge_characters(tokenizer: Any, row: Sequence[int], texts: dict[int, str]) 
                     break
                 text = tokenizer.decode(row[start:end], skip_special_tokens=False)
                 if BROKEN not in text:
-                    found.append((start, end, text))
+                    merged.append((start, end, text))
                     stop = end
                     break
         start = stop
-    return found
+    return merged

@@ -1,4 +1,4 @@
-"""Lock between requests and updates of a module's weights, and a fingerprint of these."""
+"""Lock between requests and weight updates, and a fingerprint of weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
-"""Properties of peft's layers that name the adapters they apply."""
+"""Properties of peft's layers that name the applied adapters."""
 
 
 class WeightsLock:
-    """Re-entrant lock of one module's weights, held by each request while it runs."""
+    """Re-entrant lock of one module's weights, held by each running request."""
 
     def __init__(self) -> None:
         self.batches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -42,8 +42,8 @@ class WeightsLock:
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """Wait until no request runs, and let none begin. Raises RuntimeError inside of a request, and where a batch
-        (`paradec.batching`) decodes rows."""
+        """Wait until no request runs, and block new ones. Raises RuntimeError inside a request, or while a batch has
+        rows."""
         with self:
             if self._depth > 1:
                 raise RuntimeError(
@@ -57,7 +57,7 @@ class WeightsLock:
             self.updates += 1
 
     def version(self, module: nn.Module) -> int:
-        """How often the weights were seen to have changed."""
+        """Number of changes seen."""
         fingerprint = fingerprint_weights(module)
         self._version += self._fingerprint not in (None, fingerprint)
         self._fingerprint = fingerprint
@@ -68,18 +68,17 @@ _locks: weakref.WeakKeyDictionary[nn.Module, WeightsLock] = weakref.WeakKeyDicti
 
 
 def get_lock(module: nn.Module) -> WeightsLock:
-    """The lock of a module's weights, shared by all models of it."""
     return _locks.setdefault(module, WeightsLock())
 
 
 def weights_lock(model: Any) -> WeightsLock:
-    """The lock of a model's weights; a new one for models whose weights nothing replaces."""
+    """The lock of a model's weights; a new one for models without."""
     return getattr(model, "weights_lock", None) or WeightsLock()
 
 
 def fingerprint_weights(module: nn.Module) -> int:
-    """Fingerprint that changes when a parameter is exchanged, moves or is written in place (not through its `data`),
-    by an update, and when an adapter of peft is added, removed, switched, merged or scaled."""
+    """Fingerprint that changes when a parameter is exchanged, moved or written in place (not through its `data`), by an
+    update, and when a peft adapter is added, removed, switched, merged or scaled."""
     states: list[Any] = [get_lock(module).updates]
     seen, parts = {module}, [module]
     for part in parts:  # `module.parameters()` spells every name on the way, for each request
@@ -98,11 +97,11 @@ def fingerprint_weights(module: nn.Module) -> int:
 
 
 def _fingerprint_value(value: Any) -> Any:
-    """Something hashable that changes with a number, or when a tensor moves or is written."""
+    """A hashable value that changes with a number, or when a tensor is moved or written."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str) else id(value)
-    version = 0 if value.is_inference() else value._version
+    write_count = 0 if value.is_inference() else value._version
     try:
-        return value.data_ptr(), value.get_device(), version
+        return value.data_ptr(), value.get_device(), write_count
     except RuntimeError:  # sharded or offloaded: no storage
-        return id(value), value.device, version
+        return id(value), value.device, write_count

@@ -224,7 +224,7 @@ class _Work:
             with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).release_stores_on_exit():
                 pass
         return spaces.build_space(
-            self.model, self.choosing.prompts.select_rows(0, 1), self.base, names, cache_names, lengths
+            self.model, self.choosing.prompts.slice_rows(0, 1), self.base, names, cache_names, lengths
         )
 
     def setup(self, space: Space, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:

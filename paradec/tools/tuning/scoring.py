@@ -155,7 +155,7 @@ class Half:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # advice for one request; here they are compared
                 sampler = make_sampler(self.model, request.sampler)
-                output = decode_request(self.model, self.prompts.select_rows(first, stop), request, sampler)
+                output = decode_request(self.model, self.prompts.slice_rows(first, stop), request, sampler)
         except FAILURES as error:
             raise Failed(str(error) or type(error).__name__) from error
         filled = [
