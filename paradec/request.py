@@ -10,8 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
-from paradec.core.registry import Registry, import_lazily, unknown_name
+from paradec.core.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_temperature,
+    shown,
+    unknown_name,
+)
+from paradec.core.registry import Registry, import_lazily
 from paradec.core.request_fields import (
     check_callable,
     check_generator,

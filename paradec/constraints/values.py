@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import check_int, check_text, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_int, check_text, shown, unknown_name
 
 if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton

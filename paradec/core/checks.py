@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paradec.core.registry import unknown_name
-
+MAX_LISTED = 24
+"""A message lists at most this many names, else the nearest."""
+NUM_NEAREST = 3
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
     "canvas": ("a model of canvases of noise (DiffusionGemma)", "paradec.generate, sampler='diffusion_gemma'"),
@@ -61,6 +63,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def unknown_name(kind: str, name: object, allowed: Any, listing: str = "") -> str:
+    """Message for a `name` that is not in `allowed`, with the closest names. listing: the call that lists all."""
+    names = sorted(allowed)
+    text, quoted = str(name)[:80], shown(name)
+    closest = difflib.get_close_matches(text, names, n=1)
+    hint = f" (did you mean {closest[0]!r}?)" if closest else ""
+    if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
+        return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
+    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
+    where = f"; {listing} lists all" if listing else ""
+    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{where}"
+
+
 def format_count(number: int, noun: str) -> str:
     """Format a count: "1 token", "2 tokens"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
@@ -96,12 +111,9 @@ def check_number(
     """Raise ValueError unless `value` is a finite number in [low, high] (in (low, high] with `open_low`)."""
     if value is None and none:
         return
-    allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not is_finite(value):
-        raise ValueError(f"{name}={shown(value)} must be {allowed}")
-    number = float(value)
-    if number < low or number > high or (open_low and number == low):
-        raise ValueError(f"{name}={shown(value)} must be {allowed}")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and is_finite(value)
+    if not is_number or not low <= float(value) <= high or (open_low and float(value) == low):
+        raise ValueError(f"{name}={shown(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
 def check_temperature(name: str, value: Any, none: bool = False) -> None:
@@ -115,9 +127,8 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     choices = list(allowed)
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        if isinstance(value, str):
-            raise ValueError(unknown_name(name, value, choices))
-        raise ValueError(f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}")
+        message = f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}"
+        raise ValueError(unknown_name(name, value, choices) if isinstance(value, str) else message)
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -6,7 +6,8 @@ import ast
 import re
 from typing import Any, NamedTuple
 
-MAX_SHOWN = 76
+from paradec.core.checks import shown
+
 TERM = re.compile(r"(\w+\+*)\s*(\(.*\))?", re.DOTALL)
 FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
 
@@ -31,36 +32,28 @@ def parse_components(kind: str, text: str) -> list[ParsedComponent]:
                 terms.append(part)
         return [_parse_term(term) for term in terms]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        raise unreadable_error(kind, text) from None
-
-
-def unreadable_error(kind: str, text: str) -> ValueError:
-    join_hint = "; samplers are joined by '+'" if kind == "sampler" else ""
-    quoted = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
-    return ValueError(
-        f"{kind} {quoted} cannot be read; settings go in parentheses, each once, as Python literals or "
-        f"words: 'name(setting=1)'{join_hint}"
-    )
+        raise ValueError(
+            f"{kind} {shown(text)} cannot be read; settings go in parentheses, each once, as Python literals or "
+            f"words: 'name(setting=1)'" + ("; samplers are joined by '+'" if kind == "sampler" else "")
+        ) from None
 
 
 def parse_component(kind: str, text: str) -> ParsedComponent:
     """Parse one name with or without settings. Raises ValueError as `parse_components`."""
     components = parse_components(kind, text)
     if len(components) > 1:
-        raise ValueError(f"{kind} {text[:MAX_SHOWN]!r} cannot be joined; give one name")
+        raise ValueError(f"{kind} {shown(text)} cannot be joined; give one name")
     return components[0]
 
 
 def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
     """Make a component from a text with settings or several names, as `Registry.create`."""
     components = parse_components(registry.kind, name)
-    if len(components) > 1:
-        if "union" not in registry:
-            raise ValueError(f"{registry.kind} {name!r} cannot be joined; give one name")
+    if len(components) > 1 and "union" in registry:
         for setting in settings:
             raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
         return registry.get("union")(rules=tuple(registry.create(part.name, **part.settings) for part in components))
-    ((name, text_settings),) = components
+    name, text_settings = parse_component(registry.kind, name)
     for setting in text_settings.keys() & settings:
         raise ValueError(f"{registry.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
     return registry.create(name, **text_settings, **settings)
@@ -91,15 +84,13 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 def _parse_term(term: str) -> ParsedComponent:
     parts = TERM.fullmatch(term.strip())
-    if parts is None:
+    call = ast.parse(f"settings{parts[2] or '()'}", mode="eval").body if parts else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or parts is None:
         raise ValueError(term)
     settings: dict[str, Any] = {}
-    match ast.parse(f"settings{parts[2] or '()'}", mode="eval").body:
-        case ast.Call(func=ast.Name(), args=[], keywords=keywords):
-            for keyword in keywords:
-                if keyword.arg is None or keyword.arg in settings:
-                    raise ValueError(term)
-                value = keyword.value  # a name is a text: a shell takes quotes away
-                settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
-            return ParsedComponent(parts[1], settings)
-    raise ValueError(term)
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in settings:
+            raise ValueError(term)
+        value = keyword.value  # a name is a text: a shell takes quotes away
+        settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
+    return ParsedComponent(parts[1], settings)

@@ -75,7 +75,7 @@ class RankedQuery(AnyOrderQuery):
 
 @dataclass
 class LatentQuery:
-    """One call of a continuous model: `N` rows of the state, `R = branches * N` in all, the N conditional ones first."""
+    """One call of a continuous model: `N` rows of the state, `R = branches * N` in all, the conditional N first."""
 
     rows: np.ndarray
     latent: Tensor

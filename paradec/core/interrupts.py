@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 EXIT_CODE = 130
 _held = False
@@ -36,14 +35,14 @@ def exit_on_interrupt() -> None:
     """Let Ctrl-C end the process until `restore_interrupt`, if it is the command."""
     if not is_command(getattr(sys, "argv", []), getattr(sys, "orig_argv", [])):
         return
-    # ignored is ignored: shells start background jobs so
-    if threading.current_thread() is threading.main_thread() and _handler() is signal.default_int_handler:
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background jobs of shells ignore it
+    if threading.current_thread() is threading.main_thread() and is_default:
         signal.signal(signal.SIGINT, _exit)
 
 
 def restore_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again."""
-    if _handler() is _exit:
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -51,7 +50,7 @@ def restore_interrupt() -> None:
 def hold_interrupt() -> Iterator[None]:
     """Delay Ctrl-C to the end of the outermost block, so that no output is cut off."""
     global _held
-    is_ignored = _handler() is signal.SIG_IGN  # and stays so, as in background jobs of shells
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # and stays so, as in background jobs of shells
     if threading.current_thread() is not threading.main_thread() or _held or is_ignored:
         yield
         return
@@ -65,10 +64,6 @@ def hold_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous_handler)
     if caught:
         raise KeyboardInterrupt
-
-
-def _handler() -> Any:
-    return signal.getsignal(signal.SIGINT)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -84,23 +84,21 @@ class StepLogProbs:
 
     def fill(self, where: Tensor) -> StepLogProbs:
         """Replace the values at `where` [R, W] bool by NaN, tokens by -1."""
-
-        def fill(tensors: list[Tensor]) -> Tensor:
-            (tensor,) = tensors
-            mask = where if tensor.ndim == 2 else where.unsqueeze(-1)
-            return tensor.masked_fill(mask, torch.nan if tensor.is_floating_point() else -1)
-
-        return self.combine([self], fill)
+        filled = replace(self)
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                mask = where if tensor.ndim == 2 else where.unsqueeze(-1)
+                setattr(filled, name, tensor.masked_fill(mask, torch.nan if tensor.is_floating_point() else -1))
+        return filled
 
     def to_lists(self, index: Tensor, column: Tensor) -> list[list[Any]]:
         """As trace entries at (index [N], column [N]): [log-probability, [[token, log-probability], ...]], None if not
         finite. Waits for the device."""
-        chosen, best, tokens = (getattr(self, name).cpu()[index, column].tolist() for name in NAMES)
+        log_p = (tensor.cpu()[index, column].numpy() for tensor in (self.chosen, self.best))
+        chosen, best = (np.where(np.isfinite(values), values, np.array(None)).tolist() for values in log_p)
+        tokens = self.best_tokens.cpu()[index, column].tolist()
         return [
-            [
-                _finite_or_none(value),
-                [[token, _finite_or_none(alternative)] for token, alternative in zip(ids, values, strict=True)],
-            ]
+            [value, [list(pair) for pair in zip(ids, values, strict=True)]]
             for value, values, ids in zip(chosen, best, tokens, strict=True)
         ]
 
@@ -118,10 +116,6 @@ def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     columns = torch.cat((columns, remainder), -1)
     best, index = logits.gather(-1, columns).topk(count, -1)
     return best, columns.gather(-1, index)
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @dataclass

@@ -79,8 +79,8 @@ class Memory:
         return name in self.tensors
 
     def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-        """Read the tensors [R, *dims] of `rows` [R] int64, ascending; "window" dimensions are cut to `width`. Do not
-        write to the result: all rows are not copied."""
+        """Read the tensors [R, *dims] of `rows` [R] int64, ascending; "window" dimensions are cut to `width`. The
+        result is read-only: it may share memory."""
         tensors = {}
         for name, tensor in self.tensors.items():
             for axis, dim in enumerate(self.specs[name].dims, start=1):
@@ -140,9 +140,8 @@ class Memory:
 def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, offsets: np.ndarray, fill: float) -> Tensor:
     index = torch.as_tensor(rows, device=tensor.device)
     selected = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
-    source = torch.arange(selected.shape[1], device=tensor.device) + torch.as_tensor(
-        offsets, device=tensor.device
-    ).unsqueeze(1)
+    columns = torch.arange(selected.shape[1], device=tensor.device)
+    source = columns + torch.as_tensor(offsets, device=tensor.device).unsqueeze(1)
     shape = (*source.shape, *(1,) * (selected.ndim - 2))
     is_inside = (source < selected.shape[1]).view(shape)
     source = source.clamp(max=selected.shape[1] - 1).view(shape).expand_as(selected)
@@ -169,8 +168,5 @@ def check_memory(needed: int, device: Any, max_memory: int | None, what: str) ->
 
 
 def _format_bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    exponent = next((exponent for exponent in (3, 2, 1) if count >= 1024**exponent), 0)
+    return f"{count / 1024**exponent:.{min(exponent, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[exponent]}"

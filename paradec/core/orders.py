@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,28 +33,18 @@ from paradec.core.registry import Component, Registry
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
 
-class OrderDraws(Protocol):
-    """Random choices of one row. The same call gives the same answer."""
-
-    def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
-        """`cells` [N] int64 in a random order, for this group."""
-        ...
-
-    def choose(self, step: int, cells: np.ndarray) -> int:
-        """One of `cells` [N] int64, for this group."""
-        ...
-
-
 @dataclass(frozen=True)
-class KeyedDraws:
-    """Draws by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
+class OrderDraws:
+    """Random choices of one row, by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
 
     key: tuple[int, int]
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
+        """`cells` [N] int64 in a random order, for the group `step`."""
         return cells[self._numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
 
     def choose(self, step: int, cells: np.ndarray) -> int:
+        """One of `cells` [N] int64, for the group `step`."""
         return int(cells[self._numbers(step, cells)[:, 1].argmax()])
 
     def _numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
@@ -64,10 +54,10 @@ class KeyedDraws:
 
 def draws_from_keys(keys: Any) -> list[OrderDraws]:
     """Make the draws of each row from its key: [B, 2] int64."""
-    return [KeyedDraws((int(first), int(second))) for first, second in keys.tolist()]
+    return [OrderDraws((int(first), int(second))) for first, second in keys.tolist()]
 
 
-SINGLE_ROW: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
+SINGLE_ROW: Sequence[OrderDraws] = (OrderDraws((0, 0)),)
 
 
 # ---- sizes of groups ------------------------------------------------------------------------------------------------
@@ -255,17 +245,11 @@ def lpd_order(
 
 def _nearness(is_decided: np.ndarray) -> np.ndarray:
     """[H, W] float64: sum of 1 / distance over each cell's decided neighbours (is_decided: [H, W] bool)."""
-    height, width = is_decided.shape
     padded = np.pad(is_decided, 1).astype(int)
-
-    def count(moves: Sequence[tuple[int, int]]) -> np.ndarray:
-        return sum(
-            (padded[1 + y : 1 + y + height, 1 + x : 1 + x + width] for y, x in moves), np.zeros_like(is_decided, int)
-        )
-
+    above, middle, below = padded[:-2], padded[1:-1], padded[2:]
     # counts first: equal neighbourhoods must have equal sums, whichever neighbour is which
-    adjacent = count([(-1, 0), (1, 0), (0, -1), (0, 1)])
-    diagonal = count([(-1, -1), (-1, 1), (1, -1), (1, 1)])
+    adjacent = (above + below)[:, 1:-1] + middle[:, :-2] + middle[:, 2:]
+    diagonal = (above + below)[:, :-2] + (above + below)[:, 2:]
     return adjacent + diagonal / math.sqrt(2)
 
 
@@ -443,10 +427,7 @@ class Diagonal(Order):
     summary = "one anti-diagonal after the other"
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
-        row, column = np.divmod(np.arange(height * width), width)
-        diagonal = row + column
-        order = diagonal.argsort(kind="stable")
-        return Groups(_stack_rows([order], len(draws)), tuple(np.bincount(diagonal).tolist()))
+        return ZipAR(window=1).groups(height, width, draws)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -12,10 +11,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-MAX_LISTED = 24
-"""A message lists at most this many names, else the nearest."""
-NUM_NEAREST = 3
-MAX_GUESSED_LENGTH = 80
+from paradec.core.checks import check_choice, unknown_name
 
 
 class Component:
@@ -58,6 +54,7 @@ class Registry:
 
     def __init__(self, kind: str, targets: Mapping[str, str | type]):
         self.kind = kind
+        self._module = kind if kind == "attention" else f"{kind}s"  # in paradec, and of entry points
         self._targets: dict[str, str | type] = dict(targets)
         self._has_plugins = False
         self.by_kind.setdefault(kind, self)
@@ -75,10 +72,6 @@ class Registry:
         self._find_plugins()
         return list(self._targets)
 
-    def _module(self) -> str:
-        """Module of this kind in paradec, and entry-point group."""
-        return "attention" if self.kind == "attention" else f"{self.kind}s"
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
@@ -94,7 +87,7 @@ class Registry:
         self._has_plugins = True
         import importlib.metadata  # slow
 
-        for entry in importlib.metadata.entry_points(group=f"paradec.{self._module()}"):
+        for entry in importlib.metadata.entry_points(group=f"paradec.{self._module}"):
             if entry.name not in self._targets:
                 self._targets[entry.name] = entry.value
             elif self._targets[entry.name] != entry.value:
@@ -118,8 +111,7 @@ class Registry:
 
     def get(self, name: str) -> type[Any]:
         """The class of a name. Raises ValueError for an unknown name."""
-        if not isinstance(name, str) or name not in self:
-            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
+        self._check_known(name)
         target = self._targets[name]
         if isinstance(target, str):
             try:
@@ -154,8 +146,12 @@ class Registry:
         """Raise ValueError unless `create` accepts the name and the settings in it."""
         if is_composed(name) and name not in self:
             self.create(name)
-        elif name not in self:
-            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
+        else:
+            self._check_known(name)
+
+    def _check_known(self, name: Any) -> None:
+        if not isinstance(name, str) or name not in self:
+            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make a component by name. Settings win over the preset, which wins over the defaults.
@@ -172,13 +168,11 @@ class Registry:
         description = f"{self.kind} {name!r}"
         presets = getattr(cls, "presets", {})
         if preset is not None:
-            if not isinstance(preset, str) or preset not in presets:
-                raise ValueError(unknown_name(f"preset of {description}", preset, presets))
+            check_choice(f"preset of {description}", preset, presets)
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
         for setting in settings:
-            if setting not in allowed:
-                raise ValueError(unknown_name(f"setting of {description}", setting, allowed))
+            check_choice(f"setting of {description}", setting, allowed)
         return cls(**settings)
 
     def from_dict(self, data: Mapping[str, Any]) -> Any:
@@ -199,20 +193,6 @@ def read_stub(file: Path) -> dict[str, str]:
     """Map each NAME in a stub's lines `from MODULE import NAME as NAME` to its module."""
     imports = re.findall(r"^from (\S+) import (\w+) as \2$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: module for module, name in imports}
-
-
-def unknown_name(kind: str, name: object, allowed: Any, listing: str = "") -> str:
-    """Message for a `name` that is not in `allowed`, with the closest names. listing: the call that lists all."""
-    names = sorted(allowed)
-    text, quoted = str(name)[:MAX_GUESSED_LENGTH], repr(name)
-    quoted = quoted if len(quoted) <= 80 else f"{quoted[:77]}..."
-    closest = difflib.get_close_matches(text, names, n=1)
-    hint = f" (did you mean {closest[0]!r}?)" if closest else ""
-    if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
-        return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
-    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
-    where = f"; {listing} lists all" if listing else ""
-    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{where}"
 
 
 def check_class(kind: str, cls: type) -> None:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
-from paradec.core.checks import check_int, shown
-from paradec.core.registry import Registry, import_lazily, to_data, unknown_name
+from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.registry import Registry, import_lazily, to_data
 
 NAMES_ELSEWHERE = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),

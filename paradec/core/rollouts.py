@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
-from paradec.core.facts import ModelFacts
 from paradec.core.registry import to_data
 from paradec.core.rows import resize_axis
 
@@ -99,35 +99,22 @@ class Rollout:
         first = rollouts[0]
         for other in rollouts[1:]:
             for name in (*SHARED, "version", "approximation"):
-                first_value, other_value = (
-                    rollout.settings.get(name) if name in SHARED else getattr(rollout, name)
-                    for rollout in (first, other)
-                )
-                if first_value != other_value:
-                    raise ValueError(f"rollouts differ in {name}: {shown(first_value)} and {shown(other_value)}")
-        width = max(rollout.tokens.shape[1] for rollout in rollouts)
-        count = max(rollout.suppressed.shape[1] for rollout in rollouts)
-        changes: dict[str, Any] = {
-            name: torch.cat([resize_axis(getattr(rollout, name), width, TENSORS[name]) for rollout in rollouts])
-            for name, _ in first._present(TENSORS)
-        }
-        suppressed = [resize_axis(rollout.suppressed, count, -1) for rollout in rollouts]
-        for name in ROW_FIELDS:
-            changes[name] = torch.cat([getattr(rollout, name) for rollout in rollouts])
+                pair = [part.settings.get(name) if name in SHARED else getattr(part, name) for part in (first, other)]
+                if pair[0] != pair[1]:
+                    raise ValueError(f"rollouts differ in {name}: {shown(pair[0])} and {shown(pair[1])}")
+        fills = {**TENSORS, "suppressed": -1}
+        changes: dict[str, Any] = {}
+        for name, value in first._present((*fills, *ROW_FIELDS, *WRITES)):
+            values = [getattr(part, name) for part in rollouts]
+            if name in fills:
+                width = max(value.shape[1] for value in values)
+                values = [resize_axis(value, width, fills[name]) for value in values]
+            changes[name] = torch.cat(values)
         if first.writes is not None:
-            changes |= {
-                name: torch.cat([getattr(rollout, name) for rollout in rollouts]) for name, _ in first._present(WRITES)
-            }
-            rows = [len(rollout) for rollout in rollouts]
-            counts = torch.tensor([len(rollout.writes) for rollout in rollouts if rollout.writes is not None])
-            offsets = torch.tensor([sum(rows[:index]) for index in range(len(rows))])
-            changes["writes"][:, 0] += offsets.repeat_interleave(counts).to(changes["writes"].device)
-        return replace(first, **changes, suppressed=torch.cat(suppressed))
-
-    @staticmethod
-    def model_settings(facts: ModelFacts, sampler: Any) -> dict[str, Any]:
-        """The `settings` of a model and a sampler."""
-        return {"model": facts.name, "sampler": sampler.name, "topology": facts.topology}
+            offsets = np.cumsum([0, *(len(part) for part in rollouts[:-1])])
+            counts = [0 if part.writes is None else len(part.writes) for part in rollouts]
+            changes["writes"][:, 0] += torch.as_tensor(offsets.repeat(counts), device=changes["writes"].device)
+        return replace(first, **changes)
 
     def with_request(self, request: Any) -> Rollout:
         """The same with the settings of a row's `paradec.Request`."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from paradec.core.checks import shown
@@ -54,10 +54,11 @@ def read_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T
 
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError for other text, or more than `MAX_DEPTH` nested lists and objects."""
+    too_deep = ValueError(f"no JSON that can be used: lists and objects are more than {MAX_DEPTH} deep")
     try:
         data = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep from None
     except ValueError as error:  # an integer of thousands of digits is one too
         raise ValueError(f"no JSON: {error}") from None
     level = [data]
@@ -71,11 +72,7 @@ def parse_json(text: str) -> Any:
         ]
         if not level:
             return data
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"no JSON that can be used: lists and objects are more than {MAX_DEPTH} deep")
+    raise too_deep
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:
@@ -134,34 +131,31 @@ def from_fields(cls: type[T], data: Any) -> T:
     `Annotated[X, check]`, where `check` returns its argument or raises ValueError. Raises ValueError for a missing
     field or another type; the message begins with the path.
     """
-    kind: Any = cls
     try:
-        value: T = _reader(kind)(data)
+        return cast(T, _reader(cast(Any, cls))(data))
     except ValueError as error:
         raise ValueError(str(error).removeprefix(".")) from None
+
+
+def check_value(is_valid: bool, value: Any, allowed: str) -> None:
+    """Raise ValueError unless `is_valid`; `from_fields` puts the path before the message."""
+    if not is_valid:
+        raise ValueError(f"={shown(value)} must be {allowed}")
+
+
+def _read_int(value: Any, allowed: str = "an integer of 64 bits") -> Any:
+    is_int = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    check_value(is_int, value, allowed)
     return value
 
 
-def value_error(value: Any, allowed: str) -> ValueError:
-    return ValueError(f"={shown(value)} must be {allowed}")
-
-
-def _read_int(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
-        return value
-    raise value_error(value, "an integer of 64 bits")
-
-
 def _read_float(value: Any) -> Any:
-    if isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
-        return value
-    raise value_error(value, "a number, or an integer of 64 bits")
+    return value if isinstance(value, float) else _read_int(value, "a number, or an integer of 64 bits")
 
 
 def _read_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    raise value_error(value, "a text")
+    check_value(isinstance(value, str), value, "a text")
+    return value
 
 
 @functools.cache
@@ -200,20 +194,17 @@ def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:
 
 
 def _read_list(read: Reader, value: Any) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise value_error(value, "a list")
+    check_value(isinstance(value, (list, tuple)), value, "a list")
     return _read_entries((index, read, entry) for index, entry in enumerate(value))
 
 
 def _read_tuple(readers: list[Reader], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != len(readers):
-        raise value_error(value, f"a list of {len(readers)}")
+    check_value(isinstance(value, (list, tuple)) and len(value) == len(readers), value, f"a list of {len(readers)}")
     return tuple(_read_entries(zip(range(len(value)), readers, value, strict=True)))
 
 
 def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise value_error(value, "an object")
+    check_value(isinstance(value, Mapping), value, "an object")
     keys = []
     for name in value:
         try:
@@ -225,8 +216,7 @@ def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
 
 
 def _read_object(cls: Any, readers: Mapping[str, Reader], required: list[str], value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise value_error(value, "an object")
+    check_value(isinstance(value, Mapping), value, "an object")
     for name in required:
         if name not in value:
             raise ValueError(f".{name} is missing")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from paradec.core.checks import format_count, shown
 from paradec.core.registry import Registry
-from paradec.core.text_files import from_fields, parse_json, read_text, value_error, write_bytes
+from paradec.core.text_files import check_value, from_fields, parse_json, read_text, write_bytes
 
 MAX_COUNT = 2**53
 """Largest integer that browsers represent exactly."""
@@ -20,16 +20,16 @@ Span = tuple[int, int]
 
 
 def _check_token(value: Any) -> Any:
-    numbers = isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
-    if value is None or numbers or isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise value_error(value, "an id, the numbers of a continuous token, or null")
+    is_continuous = isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
+    is_valid = value is None or is_continuous or isinstance(value, int) and not isinstance(value, bool)
+    check_value(is_valid, value, "an id, the numbers of a continuous token, or null")
+    return value
 
 
 def _check_counts(value: Any) -> Any:
-    if 0 <= min(value, default=0) and max(value, default=0) < MAX_COUNT:
-        return value
-    raise value_error(value, f"counts from 0 to {MAX_COUNT}")
+    is_valid = 0 <= min(value, default=0) and max(value, default=0) < MAX_COUNT
+    check_value(is_valid, value, f"counts from 0 to {MAX_COUNT}")
+    return value
 
 
 Token = Annotated[Any, _check_token]
@@ -200,12 +200,8 @@ class Trace:
             names = [notes.rules.get(entry[:2], "") for entry in commits]
         else:
             return
-        step.rules = [self._rule(name) for name in names]
-
-    def _rule(self, name: str) -> int:
-        if name not in self.rules:
-            self.rules.append(name)
-        return self.rules.index(name)
+        self.rules = [*dict.fromkeys([*self.rules, *names])]
+        step.rules = [self.rules.index(name) for name in names]
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
@@ -232,22 +228,10 @@ class Trace:
         sizes, batch = [len(row) for row in self.canvas], self.batch
         if not isinstance(self.settings.get("sampler", ""), str):
             raise ValueError(f"settings['sampler']={shown(self.settings['sampler'])} must be a text")
-        for name in ("filled", "ends", "joined", "cells"):
-            rows = getattr(self, name)
-            if rows is not None and len(rows) != batch:
-                raise ValueError(f"{name} has {len(rows)} rows; the trace has {batch}")
+        for name, values, count in self._lists():
+            if values is not None and len(values) != count:
+                raise ValueError(f"{name} has {len(values)} entries; it must have {count}")
         for index, step in enumerate(self.steps):
-            rows = len(step.forwarded)
-            if sizes and rows != batch:
-                raise ValueError(f"steps[{index}].forwarded has {rows} rows; the trace has {batch}")
-            for name in ("nfe", "draft_nfe", "evaluated", "blocks", "starts"):
-                values = getattr(step, name)
-                if values is not None and len(values) != rows:
-                    raise ValueError(f"steps[{index}].{name} has {len(values)} rows; forwarded has {rows}")
-            for name in ("rules", "logprobs"):
-                values = getattr(step, name)
-                if values is not None and len(values) != len(step.commits):
-                    raise ValueError(f"steps[{index}].{name} has {len(values)} entries for {len(step.commits)} commits")
             if step.rules and not 0 <= min(step.rules) <= max(step.rules) < len(self.rules):
                 raise ValueError(f"steps[{index}].rules names others than the {len(self.rules)} in rules")
         for name, row, start, stop in self._places():
@@ -257,6 +241,15 @@ class Trace:
             height, width = self.grid
             if min(self.grid) < 1 or any(len(cells) != height * width for cells in self.cells):
                 raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
+
+    def _lists(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
+        """Yield (field, list, number of entries it must have): one per row or commit."""
+        yield from ((name, getattr(self, name), self.batch) for name in ("filled", "ends", "joined", "cells"))
+        for index, step in enumerate(self.steps):
+            counts = dict.fromkeys(("nfe", "draft_nfe", "evaluated", "blocks", "starts"), len(step.forwarded))
+            counts |= dict.fromkeys(("rules", "logprobs"), len(step.commits))
+            counts |= {"forwarded": self.batch} if self.canvas else {}
+            yield from ((f"steps[{index}].{name}", getattr(step, name), count) for name, count in counts.items())
 
     def _places(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield (field, row, start, end) of all positions in the trace."""

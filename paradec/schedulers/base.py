@@ -18,10 +18,10 @@ from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import shown
+from paradec.core.checks import shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
-from paradec.core.registry import to_data, unknown_name
+from paradec.core.registry import to_data
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import MaskedProposal

@@ -20,11 +20,10 @@ from torch.nn.functional import pad
 
 from paradec import samplers
 from paradec.batching.slots import MASKED_ROW_FIELDS, Group
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
-from paradec.core.registry import unknown_name
 from paradec.core.rows import select_rows
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.masked.loop import MaskedSampler

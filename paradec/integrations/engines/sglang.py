@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import MemorySpec
-from paradec.core.registry import unknown_name
 from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
 from paradec.request import Request
 from paradec.samplers.masked.loop import MaskedSampler

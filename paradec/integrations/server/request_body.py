@@ -12,9 +12,8 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, S
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
-from paradec.core.checks import shown
+from paradec.core.checks import shown, unknown_name
 from paradec.core.component_text import parse_components
-from paradec.core.registry import unknown_name
 from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens

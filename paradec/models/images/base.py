@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query, WindowQuery, take_columns
-from paradec.core.registry import unknown_name
 from paradec.models.decoder import Decoder, needs_hidden
 from paradec.models.images.grid import Grid, pixels_to_codes
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.registry import unknown_name
+from paradec.core.checks import unknown_name
 
 if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
     from paradec.models.images.base import PictureModel

@@ -19,8 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention, silu
 
-from paradec.core.checks import check_bool, check_int, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_bool, check_int, shown, unknown_name
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.loading import count_blocks
 from paradec.models.weights import read_weights

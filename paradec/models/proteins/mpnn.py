@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.query import Query, take_columns
-from paradec.core.registry import unknown_name
 from paradec.core.rows import row_layout
 from paradec.models.adapter import Opaque
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit

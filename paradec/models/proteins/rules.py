@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_int, check_number, shown, unknown_name
 from paradec.models.proteins.structure import LETTERS, Structure
 
 AMINO_ACIDS = LETTERS[:20]

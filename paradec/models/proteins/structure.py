@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.text_files import number_lines
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"

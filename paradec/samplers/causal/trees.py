@@ -26,10 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, shown, unknown_name
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import StoreCall
-from paradec.core.registry import unknown_name
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.distributions import probability, residual

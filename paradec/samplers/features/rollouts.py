@@ -61,7 +61,9 @@ class RecordedRollout(Feature):
             logp=logp,
             drawn=logp.clone(),
             writes=[[] for _ in range(state.batch)] if masked and sampler.needs.revises else None,
-            settings=request_settings(state.request, Rollout.model_settings(state.facts, sampler)),
+            settings=request_settings(
+                state.request, {"model": state.facts.name, "sampler": sampler.name, "topology": state.facts.topology}
+            ),
             version=getattr(model, "weights_version", 0),
             approximation=None if exact else f"cache={state.cache.name!r}",
         )

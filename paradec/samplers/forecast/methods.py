@@ -8,9 +8,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, shown, unknown_name
 from paradec.core.component_text import parse_component
-from paradec.core.registry import unknown_name
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast, read_bytes
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification

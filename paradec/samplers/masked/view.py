@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice
+from paradec.core.checks import check_choice, unknown_name
 from paradec.core.facts import TOPOLOGIES
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Proposal
-from paradec.core.registry import unknown_name
 from paradec.kernels.token_stats import QUANTITIES
 from paradec.samplers.features.pipelined_blocks import best_of_blocks
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec.constraints.values import Constraint, one_constraint
-from paradec.core.checks import check_int, check_text, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_int, check_text, shown, unknown_name
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 

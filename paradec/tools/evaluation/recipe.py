@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paradec import samplers
-from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
-from paradec.core.registry import unknown_name
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown, unknown_name
 from paradec.core.text_files import read_text
 from paradec.request import FIELDS, Preset, Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS

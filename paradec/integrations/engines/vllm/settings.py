@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec import samplers
-from paradec.core.checks import LARGEST_INT64, check_int, shown
+from paradec.core.checks import LARGEST_INT64, check_int, shown, unknown_name
 from paradec.core.protocol import Sampler
-from paradec.core.registry import unknown_name
 from paradec.integrations.engines.hosted import FIELDS
 from paradec.request import Request
 

@@ -16,7 +16,7 @@ import numpy as np
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
-from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scale_sizes
+from paradec.core.orders import OrderDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scale_sizes
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 from paradec.samplers.masked.state import MaskedState
 
@@ -116,7 +116,7 @@ def lpd_ranks(
 ) -> np.ndarray:
     """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); of these it is 0."""
     there = np.frombuffer(decided, bool)
-    order = lpd_order(height, width, sizes, KeyedDraws(key), repulsion, proximity, there)
+    order = lpd_order(height, width, sizes, OrderDraws(key), repulsion, proximity, there)
     rank = np.zeros(height * width, np.int64)
     rank[order] = np.arange(len(order))
     rank.setflags(write=False)
