@@ -348,7 +348,7 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
     session = accelerate(pipe, Forecast(when=Every(4, 2)))
     first = run(pipe)
     assert not torch.equal(first, plain[name]) and torch.equal(run(pipe), first)
-    assert session.report().bytes > 0 and not any(transformer.nbytes for transformer in session.transformers)
+    assert session.report().bytes > 0 and not any(transformer.state.nbytes for transformer in session.transformers)
 
     calls = 0
 

@@ -1,8 +1,7 @@
-"""Which run and step a call of the transformer belongs to.
+"""Runs and solver steps of a pipeline, one run at a time, in one thread.
 
-The scheduler's `set_timesteps` begins a run and its `step` ends a solver step. Where it makes no step (a transformer
-alone, custom loops, pipelines that step copies of it), a new timestep is a new step, and a timestep against the
-direction of the run begins the next run. One run at a time, in one thread.
+The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. Without these calls a new timestep is a
+new step, and a timestep against the run's direction begins the next run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Run:
     index: int = 0  # the solver step
     is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)  # of the transformers, by name
-    foreign_calls: int = 0  # calls of the transformers that were not the run's
+    foreign_calls: int = 0  # calls of the transformers that are not part of the run
     thread: int | None = None
     is_stepped: bool = False  # whether the scheduler has made a step
     is_named: bool | None = None  # whether its calls are made in a `cache_context`; None before the first
@@ -33,7 +32,7 @@ class Run:
 
 
 class Clock:
-    """Counts runs and steps. on_begin is called when a run begins."""
+    """A counter of runs and steps. on_begin: called at the start of a run."""
 
     def __init__(self, on_begin: Callable[[], None] = lambda: None):
         self.pipe: Any = None  # whose scheduler is observed; None for a transformer alone
@@ -41,27 +40,23 @@ class Clock:
         self.runs = 0
         self.run = Run(is_open=False)
         self.lock = threading.RLock()  # held during a call of the transformer
-        self.displaced: set[int] = set()  # threads in the middle of whose run another one was begun
+        self.displaced: set[int] = set()  # threads whose run was ended by the start of another one
         self.scheduler: Any = None
         self.before: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
 
     @property
     def total(self) -> int | None:
-        """Solver steps of this run, where the scheduler knows them."""
+        """Solver steps of this run; None if the scheduler does not tell."""
         timesteps = getattr(self.scheduler, "timesteps", None)
         return None if timesteps is None else len(timesteps) - self.first
 
     @property
     def first(self) -> int:
-        """Steps of the scheduler that this run leaves out at its start."""
+        """Timesteps of the scheduler before the run's first one."""
         return getattr(self.scheduler, "begin_index", None) or 0
 
     def begin(self) -> Run:
-        """Begin a run; the one before it is over.
-
-        Raises:
-            RuntimeError: a call of that one is going on in another thread.
-        """
+        """Begin a run and end the one before. Raises RuntimeError during a call in another thread."""
         if not self.lock.acquire(blocking=False):
             raise self._thread_error()
         try:
@@ -80,17 +75,17 @@ class Clock:
         return self.run
 
     def end(self) -> None:
-        """End the run, if one is going on, and free its histories."""
+        """End an open run and free its histories."""
         if self.run.is_open:
             self.run.is_open = False
             for state in self.run.states.values():
                 state.forget()
 
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
-        """The run of the coming call with this timestep and `cache_context`; None outside of runs.
+        """Return the run of a call with this timestep and `cache_context`; None outside of runs.
 
         Raises:
-            RuntimeError: the run is another thread's. ValueError: no pipeline, and no timestep either.
+            RuntimeError: the run is another thread's. ValueError: neither a pipeline nor a timestep.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
@@ -110,12 +105,12 @@ class Clock:
         return run
 
     def observe(self, pipe: Any) -> None:
-        """Observe a pipeline's scheduler from now on."""
+        """Observe a pipeline's scheduler."""
         self.pipe = pipe
         self._observe(pipe.scheduler)
 
     def release(self) -> None:
-        """Leave the scheduler as it was."""
+        """Restore the scheduler."""
         for name, before in self.before.items():
             placed = vars(self.scheduler).get(name)
             if isinstance(placed, functools.partial) and placed.args[0] is self:
@@ -140,7 +135,7 @@ class Clock:
                     "none; attach to the pipeline instead"
                 )
             return run
-        # of all of them: frames may have times of their own
+        # the mean: frames may have different timesteps
         value = float(timestep.double().mean()) if isinstance(timestep, Tensor) else float(timestep)
         direction = 0.0 if run.timestep is None else float((value > run.timestep) - (value < run.timestep))
         if direction * run.direction < 0:
@@ -159,7 +154,7 @@ class Clock:
             raise self._thread_error()
 
     def _check_displaced(self) -> None:
-        """Raise RuntimeError, once, in a thread in the middle of whose run another one was begun."""
+        """Raise RuntimeError, once, in a thread whose run was ended by the start of another one."""
         if threading.get_ident() in self.displaced:
             self.displaced.discard(threading.get_ident())
             raise self._thread_error()
@@ -176,12 +171,11 @@ class Clock:
 
 
 def _is_observed(clock: Clock, method: Callable[..., Any]) -> bool:
-    # not a copy's
+    # False for copies of the scheduler
     return getattr(inspect.unwrap(method), "__self__", clock.scheduler) is clock.scheduler
 
 
 def _set_timesteps(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace the scheduler's method."""
     if not _is_observed(clock, method):
         return method(*args, **kwargs)
     clock.begin()
@@ -193,12 +187,10 @@ def _set_timesteps(clock: Clock, method: Callable[..., Any], *args: Any, **kwarg
 
 
 def _step(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace the scheduler's method."""
-    if not _is_observed(clock, method):
-        return method(*args, **kwargs)
-    clock._check_displaced()
     run = clock.run
-    if not run.is_open:
+    if _is_observed(clock, method):
+        clock._check_displaced()
+    if not _is_observed(clock, method) or not run.is_open:
         return method(*args, **kwargs)
     clock.check_thread(run)
     result = method(*args, **kwargs)

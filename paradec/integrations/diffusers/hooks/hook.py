@@ -17,10 +17,9 @@ Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class Hook(ModelHook):
-    """Calls `around(forward, args, kwargs)` instead of a module's forward, or of its compiled code, until `remove`.
+    """Calls `around(forward, args, kwargs)` instead of a module's forward or compiled code, until `remove`.
 
-    name: in the registry; another one for a second hook on the same module. on_reset: called when a pipeline of
-    diffusers has run and resets the hooks' state.
+    name: in the registry, where a module has one hook of a name. on_reset: called at the end of a pipeline's run.
     """
 
     def __init__(self, module: nn.Module, around: Around, name: str = NAME, on_reset: Callable[[], None] | None = None):
@@ -42,11 +41,11 @@ class Hook(ModelHook):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(self, name)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replace the module's forward."""
+        """Run `around`; called by diffusers in place of the module's forward."""
         return self.around(self.compiled if self.slot else self.fn_ref.original_forward, args, kwargs)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
-        """Called by diffusers at the end of a pipeline's call."""
+        """Reset the context; called by diffusers at the end of a run."""
         self.states.reset()
         if self.on_reset is not None:
             self.on_reset()
@@ -64,7 +63,7 @@ class Hook(ModelHook):
         return self.slot is None and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
-        """Restore the module; hooks that others registered since stay."""
+        """Restore the module. Hooks that were registered since stay."""
         module = self.module
         if self.slot is not None:
             if vars(module).get(self.slot) is self.placed:
@@ -89,14 +88,14 @@ class Hook(ModelHook):
 
 
 class Attached:
-    """Base of what attaches to a pipeline: a context manager that detaches when it is left."""
+    """Base of sessions on a pipeline: a context manager that detaches at its end."""
 
     def report(self) -> Any:
-        """The report of the latest run, or so far; `.short` is one line."""
+        """Return the report of the latest run, or so far; `.short` is one line."""
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Restore the pipeline; detaching twice does nothing."""
+        """Restore the pipeline. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -111,7 +110,7 @@ class Attached:
 
 @contextmanager
 def beneath_offloading(module: nn.Module) -> Iterator[None]:
-    """Change the forward below accelerate's hook on a module, which that hook restores when it is removed."""
+    """Change the forward that accelerate's offloading hook on a module calls, and restores when it is removed."""
     attributes = vars(module)
     outer, inner = attributes.get("forward"), attributes.get("_old_forward")
     if inner is None:

@@ -1,4 +1,4 @@
-"""MagCache's calibration: how the magnitude of a model's residual changes from step to step of a plain run."""
+"""MagCache's calibration: magnitude ratios of a model's residual, from plain runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from paradec.samplers.forecast.rules import MagRatios
 
 @dataclass(frozen=True, eq=False)
 class _Magnitudes(Probe):
-    """Evaluates every step, and takes down the ratios."""
+    """Evaluates every step, and records the ratios."""
 
-    ratios: dict[int, list[float]] = field(default_factory=dict)
-    """By step: of all calls and runs."""
+    ratios: dict[int, list[float]] = field(default_factory=dict)  # by step, of all its calls
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         return True
@@ -36,14 +35,14 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer alone;
-            restored at the end.
+        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer; restored at
+            the end.
         run: makes one plain run with all steps.
         runs: calls of `run`. Runs, and the calls of a step (guidance), are averaged.
 
     Raises:
-        ValueError: a setting out of its range, a transformer without blocks, or runs of unequal lengths.
-        TypeError: `pipe` is neither.
+        ValueError: `runs` out of its range, a transformer without blocks, or runs of unequal lengths. TypeError: `pipe`
+            is neither.
     """
     check_int("runs", runs, low=1)
     total: list[float] = []

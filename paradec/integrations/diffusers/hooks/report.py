@@ -1,4 +1,4 @@
-"""The report of a session of `accelerate`: every call of a transformer, and a summary."""
+"""The report of a session of `accelerate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CallRecord:
 
     @property
     def seconds(self) -> float:
-        """How long the call took; on a GPU, waits for it."""
+        """Duration of the call; on a GPU, waits for it."""
         if isinstance(self.clocked, float):
             return self.clocked
         start, end = self.clocked
@@ -45,9 +45,9 @@ class CallRecord:
 class Report:
     """The latest run of a session."""
 
-    settings: dict[str, Forecast]  # of each transformer, with the place and order that `max_memory` chose
+    settings: dict[str, Forecast]  # by transformer, with the place and order that `max_memory` chose
     modules: dict[str, list[str]]
-    coverage: dict[str, float]  # share of each transformer's parameters that a forecast step leaves out
+    coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step leaves out
     runs: int
     calls: list[CallRecord]
     notes: list[str]  # automatic decisions
@@ -59,12 +59,12 @@ class Report:
 
     @property
     def evaluated_share(self) -> float:
-        """Share of the calls that were evaluated, in part or in full; 1 without any call."""
+        """Share of calls that were evaluated, in part or in full; 1 without calls."""
         return sum(call.kind != "forecast" for call in self.calls) / len(self.calls) if self.calls else 1.0
 
     @property
     def why_nothing(self) -> str | None:
-        """Why nothing was skipped, in one line; None where something was."""
+        """Why nothing was skipped, in one line; None if something was."""
         if any(call.kind != "full" for call in self.calls):
             return None
         steps = len({call.step for call in self.calls})
@@ -81,15 +81,13 @@ class Report:
 
     @property
     def bytes(self) -> int:
-        """The most that all histories took at once."""
-        peak: dict[str, int] = {}
-        for call in self.calls:
-            peak[call.transformer] = max(peak.get(call.transformer, 0), call.bytes)
-        return sum(peak.values())
+        """Largest size of the histories, summed over the transformers."""
+        names = {call.transformer for call in self.calls}
+        return sum(max(call.bytes for call in self.calls if call.transformer == name) for name in names)
 
     @property
     def summary(self) -> str:
-        """The lines above the table of calls."""
+        """The text above the table of calls."""
         lines = []
         for name, settings in self.settings.items():
             where = "named modules" if isinstance(settings.where, Modules) else settings.where
@@ -111,10 +109,7 @@ class Report:
         )
 
     def trace(self, images: Any = None) -> Trace:
-        """The run as a trace with a step for each of the pipeline's.
-
-        images: the pipeline's, PIL images or a tensor [B, C, H, W] in [0, 1], to be shown with it.
-        """
+        """Make a trace of the run. images: PIL images or a tensor [B, C, H, W] in [0, 1], shown with it."""
         steps: dict[int, list[CallRecord]] = {}
         for call in self.calls:
             steps.setdefault(call.step, []).append(call)
@@ -148,19 +143,19 @@ class Report:
 
 
 class Stopwatch:
-    """Time of a call with these inputs: CUDA events where tensors are there, so that nothing waits."""
+    """Time of a call with these inputs; of tensors on a GPU by events, so that nothing waits."""
 
     def __init__(self, inputs: list[Any]):
-        tensor = next((leaf for leaf in inputs if isinstance(leaf, Tensor)), None)
-        self.cuda = tensor is not None and tensor.is_cuda
+        self.is_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in inputs)
         self.start: Any = time.perf_counter()
-        if self.cuda:
-            self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if self.is_cuda:
+            self.start = torch.cuda.Event(enable_timing=True)
             self.start.record()
 
     def stop(self) -> Any:
-        """Seconds, or the two events."""
-        if not self.cuda:
+        """Return seconds, or the two events."""
+        if not self.is_cuda:
             return time.perf_counter() - self.start
-        self.end.record()
-        return self.start, self.end
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        return self.start, end

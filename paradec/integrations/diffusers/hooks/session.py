@@ -10,7 +10,6 @@ from torch import nn
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
-from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
@@ -28,35 +27,32 @@ class Session(Attached):
         if sampler.where is None:
             sampler = replace(sampler, where=sampler.rule.where or "module")
         self.pipe, self.sampler = pipe, sampler
-        components = find_transformers(pipe)
+        find_transformers(pipe)  # raises, before the scheduler is checked
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         if isinstance(sampler.rule, Probe):
             sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
-        self.clock = Clock(self._begin)
+        self.clock = Clock(self._attach)
         try:
-            self._attach(components)
+            self._attach()
         except BaseException:
             self.detach()
             raise
         if observed is not None:
             self.clock.observe(observed)
 
-    def _attach(self, components: dict[str, nn.Module]) -> None:
-        for name, module in components.items():
-            self.transformers.append(Transformer(name, module, self.sampler, self.clock, choose_fitting))
-
-    def _begin(self) -> None:
-        """Attach to transformers that were exchanged since the last run."""
+    def _attach(self) -> None:
+        """Attach to the transformers, if they were exchanged since the last run."""
         components = find_transformers(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
             for transformer in self.transformers:
                 transformer.remove()
             self.transformers = []
-            self._attach(components)
+            for name, module in components.items():
+                self.transformers.append(Transformer(name, module, self.sampler, self.clock))
 
     def report(self) -> Report:
-        """The report of the latest run so far; `print` shows it as a table, `.short` is one line."""
+        """Return the report of the latest run so far; `print` shows a table, `.short` is one line."""
         run, transformers = self.clock.run, self.transformers
         calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
         notes = [note for transformer in transformers for note in transformer.notes.values()]
@@ -72,11 +68,11 @@ class Session(Attached):
         )
 
     def reset(self) -> None:
-        """End the present run and free its histories, where a custom loop was broken off."""
+        """End the run and free its histories, after a custom loop was broken off."""
         self.clock.end()
 
     def detach(self) -> None:
-        """Restore the pipeline. The last report stays readable; detaching twice does nothing."""
+        """Restore the pipeline; the report stays. A second call does nothing."""
         with self.clock.lock:
             self.clock.end()
             self.clock.release()
@@ -91,19 +87,19 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     >>> pipe("a tiger"); print(session.report()); session.detach()               # doctest: +SKIP
 
     Args:
-        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer alone: there the
-            argument `timestep` gives the step, and a run begins when timesteps change direction.
-        sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule, which means
-            `Forecast(when=rule)`, a config of diffusers (`TaylorSeerCacheConfig(...)`), or a name, as
-            "taylorseer(interval=3)"; for AmusedPipeline `ReCAP`.
+        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer: there the argument
+            `timestep` gives the step, and a run begins when timesteps change direction.
+        sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
+            config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; for AmusedPipeline
+            `ReCAP`.
         cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
         prior: for GlmImagePipeline: the sampler of its prior, or a mapping with more settings
             (`hooks.prior.PriorSession`); alone, or next to a sampler for its DiT.
         settings: of the named sampler.
 
     Returns:
-        The session. Each call of a step (guidance may take two) has its own history, which starts empty in every run
-        and when shapes change.
+        The session. Each call of a step (guidance may take two) has a history, which starts empty in every run and when
+        shapes change.
 
     Raises:
         TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is
@@ -139,7 +135,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
 
 
 def find_transformers(pipe: Any) -> dict[str, nn.Module]:
-    """The modules to attach to, by name."""
+    """Return the modules to attach to, by name. Raises TypeError without one."""
     if isinstance(pipe, nn.Module):
         return {type(getattr(pipe, "_orig_mod", pipe)).__name__: pipe}
     components = {name: getattr(pipe, name, None) for name in TRANSFORMERS}

@@ -1,9 +1,8 @@
-"""All blocks of a transformer as one stack, whose residual is forecast as a whole.
+"""All blocks of a transformer as one stack with one residual.
 
-The blocks between the rule's probe and the last ones are all evaluated or all forecast: at a forecast step they return
-their inputs, and the last of them adds the residual (output of the last minus input of the first, with what a pipeline
-adds between blocks). A segment with its own residual ends where a block's streams have other shapes, or where another
-list of blocks is given other tensors than the last block returned (frames instead of rows, a refined text).
+At a forecast step the blocks between the rule's probe and the last ones return their inputs; the last of them adds the
+residual (output of the last minus input of the first). A segment with its own residual ends where a block's streams
+have other shapes, or where another list of blocks gets other tensors than the last block returned.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class OutputForm:
 
 @dataclass(eq=False)
 class StackHistory:
-    """The stack's history in one call of a step. Positions count the calls of blocks."""
+    """The stack's history in one branch. Positions count the calls of blocks."""
 
     rule_progress: RunProgress = field(default_factory=RunProgress)
     places: dict[int, Place] = field(default_factory=dict)  # the blocks of the latest evaluation
@@ -71,11 +70,7 @@ class StackCall:
 
 
 class Stack:
-    """The hooks on all blocks (`blocks.find_places`) of a `Transformer` (owner), and the decision that they share.
-
-    Raises:
-        ValueError: the rule always evaluates all blocks.
-    """
+    """The hooks on all blocks of a `Transformer` (owner). A rule that always evaluates all is a ValueError."""
 
     def __init__(self, owner: Any, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
@@ -94,7 +89,7 @@ class Stack:
         self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
 
     def finish(self) -> None:
-        """Close the last segment at the end of a call."""
+        """End a call."""
         walk, self.walk = self.walk, None
         if walk is None:
             return
@@ -108,7 +103,7 @@ class Stack:
     def _call(
         self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Replace a block's forward."""
+        """Evaluate or forecast a block in place of its forward."""
         if not self.owner.is_inside:  # used by itself
             return inner(*args, **kwargs)
         streams = find_streams(module, args, kwargs)
@@ -143,17 +138,17 @@ class Stack:
         self, walk: StackCall, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> bool:
         """Whether the blocks between the probe and the last ones are evaluated in this call."""
-        owner, history = self.owner, walk.history
+        owner, history, rule = self.owner, walk.history, self.rule
         is_fresh = not history.ends
-        if self.rule is None:
+        if rule is None:
             full, walk.step = owner.decide(place, inner, args, kwargs) or is_fresh, owner.run_progress.index
         else:
             state, progress = history.rule_progress, owner.run_progress
             state.index, state.total, state.first = progress.index, progress.total, progress.first
             state.latent, state.level = owner.latent, owner.level
             entry = walk.entry[main_stream_name(walk.entry)]
-            full = self.rule.is_full(state, entry, entry if walk.probe is None else walk.probe, is_fresh)
-            walk.step = progress.index if full else self.rule.forecast_at(state)
+            full = rule.is_full(state, entry, entry if walk.probe is None else walk.probe, is_fresh)
+            walk.step = progress.index if full else rule.forecast_at(state)
             state.finish_step(full)
             state.latent = None
             owner.state.decision = full or bool(owner.state.decision)  # the step's, of all its calls
@@ -162,7 +157,7 @@ class Stack:
         return full
 
     def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The input of a segment's first block, or of the probe if the rule replaces that too."""
+        """Return the input of a segment's first block, or of the probe if a forecast replaces that too."""
         is_whole = self.rule is not None and self.rule.whole and walk.position == self.first
         # not where the probe has changed the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
@@ -170,7 +165,7 @@ class Stack:
     def _split(
         self, module: nn.Module, streams: dict[str, Tensor], output: Any
     ) -> tuple[OutputForm, dict[str, Tensor]]:
-        """How an output is put together, and its streams."""
+        """Split an output into its form and streams."""
         leaves, spec = tree_flatten(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         names = match_outputs(module, streams, shapes)
@@ -186,7 +181,7 @@ class Stack:
         return OutputForm(names, constants, spec), returned
 
     def _close(self, walk: StackCall) -> None:
-        """Remember the residual of the segment that was evaluated, if one is open."""
+        """End the open segment, if any, and update its histories."""
         if walk.begin < 0:
             return
         owner, history = self.owner, walk.history
@@ -229,7 +224,7 @@ class Stack:
 
 
 def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
-    """Whether a block goes on with the segment: with its shapes, and the first one of a list with its tensors."""
+    """Whether a block belongs to the segment: the shapes are equal, and a list's first block gets its tensors."""
     if _shapes(streams) != _shapes(walk.start):
         return False
     assert walk.place is not None
@@ -238,7 +233,7 @@ def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> boo
 
 
 def _copies(streams: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What blocks, and the transformer between them, may not write into."""
+    # blocks, and the transformer between them, may write into the streams
     return {name: tensor.clone() for name, tensor in streams.items()}
 
 

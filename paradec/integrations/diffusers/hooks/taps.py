@@ -1,4 +1,4 @@
-"""A hook on one module that evaluates it, forecasts its output, or leaves it out."""
+"""A hook on one module that evaluates it, forecasts its output, or skips it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paradec.samplers.forecast.refresh import relative_error
 class ModuleHistory:
     """The flattened output of a module, in one branch."""
 
-    leaves: list[Any]  # values of the output; None where there is a history
+    leaves: list[Any]  # of the output; None where there is a history
     histories: list[History | None]
     spec: Any
 
@@ -31,14 +31,14 @@ class ModuleHistory:
 
 
 class Tap:
-    """One hooked module of a `Transformer` (owner); a verified one is evaluated at forecast steps too."""
+    """One hooked module of a `Transformer` (owner). verified: it is evaluated at forecast steps too."""
 
     def __init__(self, owner: Any, place: Place, module: nn.Module, verified: bool = False):
         self.owner, self.place, self.module, self.verified = owner, place, module, verified
         self.hook = Hook(module, self.call) if place.name else None
 
     def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace the module's forward."""
+        """Evaluate, forecast or skip the module in place of its forward."""
         owner, place = self.owner, self.place
         if not owner.is_inside:  # used by itself
             return inner(*args, **kwargs)
@@ -76,22 +76,21 @@ class Tap:
         self, history: ModuleHistory | None, output: Any, args: tuple, kwargs: dict[str, Any]
     ) -> ModuleHistory:
         leaves, spec = tree_flatten(output)
-        if self.place.kind == "skip":
-            return ModuleHistory([self._make_placeholder(leaf) for leaf in leaves], [None] * len(leaves), spec)
-        before: list[History | None] = [None] * len(leaves)
-        if history is not None and len(history.histories) == len(leaves):
-            before = history.histories
-        starts = self._residual_starts(leaves, args, kwargs)
         histories: list[History | None] = [None] * len(leaves)
-        for i, (leaf, start, previous) in enumerate(zip(leaves, starts, before, strict=True)):
+        if self.place.kind == "skip":
+            return ModuleHistory([self._make_placeholder(leaf) for leaf in leaves], histories, spec)
+        is_same = history is not None and len(history.histories) == len(leaves)
+        before = history.histories if history is not None and is_same else histories.copy()
+        for i, start in enumerate(self._residual_starts(leaves, args, kwargs)):
+            leaf = leaves[i]
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 value = leaf.detach().clone() if start is None else leaf.detach() - start.detach()
-                histories[i] = self.owner.basis.update(previous, value, self.owner.run_progress.index)
+                histories[i] = self.owner.basis.update(before[i], value, self.owner.run_progress.index)
                 leaves[i] = None
         return ModuleHistory(leaves, histories, spec)
 
     def _residual_starts(self, values: list[Any], args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
-        """The inputs to which residuals are added, one for each output; None where an output continues no input."""
+        """Return the input that each output adds a residual to, or None."""
         if self.place.kind != "residual":
             return [None] * len(values)
         tensors = [value.tensors[0] if isinstance(value, History) else value for value in values]
@@ -102,7 +101,7 @@ class Tap:
         return [streams[name] if name else None for name in match_outputs(self.module, streams, shapes)]
 
     def _make_placeholder(self, leaf: Any) -> Any:
-        """The output of a skipped module: width 0 where that is enough, else NaN, which is noticed where it is used."""
+        """Make the output of a skipped module: of width 0 where that is enough, else NaN."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         if self.place.narrow:

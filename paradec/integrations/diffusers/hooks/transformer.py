@@ -1,8 +1,7 @@
 """One transformer of a session: the hooks on its modules, and the state of its run.
 
-The pipeline owns the loop. The first hooked module that is called in a solver step asks the sampler; the answer holds
-for all modules and both guidance branches (a `BlockSchedule` lists the steps of each module instead). A step ends with
-the first call of the next one.
+The first hooked module that is called in a solver step asks the sampler, for all modules and both guidance branches (a
+`BlockSchedule` has the steps of each module).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WATCH = "paradec_watch"  # the name of hooks on modules that may be forecast too
 
 
 class _InputReached(Exception):
-    """The watched tensor, which leaves a block early."""
+    """The watched tensor, raised out of a block."""
 
 
 @dataclass(eq=False)
@@ -53,13 +52,13 @@ class RunState:
     watched: Tensor | None = None
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
-    counts: dict[str | None, int] = field(default_factory=dict)  # calls in this step, by their `cache_context`
+    counts: dict[str | None, int] = field(default_factory=dict)  # calls in this step by `cache_context`
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
     is_deciding: bool = False  # whether the present call decided for its step
 
     def advance_to_step(self, index: int) -> None:
-        """Begin a call at this solver step, and end the step before if it is the first call."""
+        """Begin a call at this solver step; the first one ends the step before."""
         if self.decision is not None:
             if self.run_progress.index == index:
                 return
@@ -77,34 +76,29 @@ class RunState:
 
 
 class Transformer:
-    """One transformer of a session. choose: `memory.choose_fitting`, where the settings have a `max_memory`.
+    """One transformer of a session.
 
     Raises:
         ValueError: it is accelerated already, has a diffusers cache, is compiled as a whole (unless `where` is
             "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, choose: Any = None):
-        self.name, self.module, self.asked, self.clock = name, module, settings, clock
+    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
+        self.name, self.module, self.requested, self.clock = name, module, settings, clock
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
-        self.choose = choose
-        self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
-        self.is_inside = False  # whether it is being called for a run; else its modules are left alone
+        self.sizes: dict[str, dict[str | Modules | None, Any]] = {}  # of histories, by signature and where
+        self.is_inside = False  # whether it is called in a run; else its modules are left alone
         self.run_progress = RunProgress()
         self.state = RunState(self.run_progress)
-        self.latent: Tensor | None = None  # of the present call, and the noise level of its step
-        self.level = 0.0
-        self.histories: dict[str, Any] = {}  # of the branch that is being called
+        self.latent: Tensor | None = None  # of the present call
+        self.level = 0.0  # the noise level of the present step
+        self.histories: dict[str, Any] = {}  # of the present branch
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.call_counts: dict[str, int] = {}
         self.hooks: list[Hook] = []
-        self.taps: list[Tap] = []
-        self.stack: Stack | None = None
-        self.attention: nn.Module | None = None  # its input is watched where blocks decide
-        self.hidden: Tensor | None = None  # the first block's input, watched where modules inside blocks decide
         self.compiled: list[tuple[nn.Module, Any]] = []  # run eagerly while modules inside them are hooked
         self._check()
         try:
@@ -125,11 +119,11 @@ class Transformer:
             raise ValueError(f"{self.name} is accelerated already; detach that session first")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
             self._check_compiled()
-        if isinstance(self.asked.rule, Probe):
-            self.asked.rule.check_model(self.base)
+        if isinstance(self.requested.rule, Probe):
+            self.requested.rule.check_model(self.base)
 
     def _check_compiled(self) -> None:
-        if self.asked.where != "output":
+        if self.requested.where != "output":
             raise ValueError(
                 f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
                 "where='output', or compile its blocks: transformer.compile_repeated_blocks()"
@@ -138,6 +132,10 @@ class Transformer:
     def _hook_modules(self, settings: Forecast) -> None:
         """Hook the modules that these settings name."""
         self._unhook_modules()
+        self.taps: list[Tap] = []
+        self.stack: Stack | None = None
+        self.attention: nn.Module | None = None  # its input is watched where blocks decide
+        self.hidden: Tensor | None = None  # the first block's input, watched where modules inside blocks decide
         places, rule = select_places(self.base, settings), settings.rule
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
@@ -173,7 +171,7 @@ class Transformer:
         self.coverage = sum(covered.values()) / max(total, 1)
 
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
-        """Prepare to read a tensor that is not the input of the module that decides."""
+        """Hook what is needed to read a tensor that is not the input of the module that decides."""
         if watch == "hidden" and self.settings.where == "module":
             block = modules[find_places(self.base, "block", True)[0].name]
             self.hooks.append(Hook(block, partial(self._record_hidden, block), WATCH))
@@ -185,7 +183,7 @@ class Transformer:
         return inner(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
-        """Run the parents of hooked modules eagerly: a compiled graph would contain the hooks."""
+        """Run the parents of hooked modules without their compiled graphs, which would contain the hooks."""
         inner = [place for place in places if place.kind not in ("residual", "stack", "output")]
         holders = {place.name[:i] for place in inner for i, letter in enumerate(place.name) if letter == "."}
         self.holders = [modules[name] for name in sorted(holders)]
@@ -203,7 +201,7 @@ class Transformer:
     def _unhook_modules(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        self.hooks, self.taps, self.stack, self.attention, self.hidden = [], [], None, None, None
+        self.hooks, self.hidden = [], None
         for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
         self.compiled = []
@@ -226,7 +224,7 @@ class Transformer:
         self.histories = {}
 
     def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace the transformer's forward."""
+        """Make a call of the transformer, in a run or plain."""
         clock = self.clock
         with clock.lock:
             if self.is_inside:
@@ -240,7 +238,6 @@ class Transformer:
         return inner(*args, **kwargs)
 
     def _call_in_run(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Make a call that belongs to a run."""
         if self.root.is_overtaken:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
@@ -252,7 +249,7 @@ class Transformer:
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
-        filters = isinstance(self.asked.rule, Probe) and self.asked.rule.filters
+        filters = isinstance(self.requested.rule, Probe) and self.requested.rule.filters
         self.latent = unpack_latent(self.clock.pipe, args, kwargs) if filters else find_latent(args, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
@@ -273,7 +270,7 @@ class Transformer:
             if self.stack is not None:
                 self.stack.finish()
         except BaseException:
-            self.clock.end()  # what was remembered belongs to a run that did not end
+            self.clock.end()
             raise
         finally:
             self.is_inside, self.latent = False, None
@@ -289,7 +286,7 @@ class Transformer:
         return output
 
     def _begin(self, run: Run) -> RunState:
-        rule, clock = self.asked.rule, self.clock
+        rule, clock = self.requested.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
             self._note(
                 "schedule", f"the run does not tell its {', '.join(unknown)}, so that the steps may be those of another"
@@ -300,9 +297,9 @@ class Transformer:
                 "steps",
                 f"a run of {clock.total} steps: models distilled to a few steps bear few forecasts; compare pictures",
             )
-        if self.settings is not self.asked:
+        if self.settings is not self.requested:
             self.notes.pop("memory", None)
-            self._hook_modules(self.asked)
+            self._hook_modules(self.requested)
         state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
         if isinstance(rule, Probe):
@@ -310,7 +307,7 @@ class Transformer:
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
-        """The branch that is called: each call of a step has its own histories, and other shapes begin new ones."""
+        """Return the name of the branch: each call of a step has its histories, and other shapes begin new ones."""
         state, context = self.state, self.root.context
         count = state.counts[context] = state.counts.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
@@ -318,17 +315,17 @@ class Transformer:
         if state.signatures.get(branch) != signature:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
-        if branch not in state.branches and self.asked.max_memory is not None:
+        if branch not in state.branches and self.requested.max_memory is not None:
             self._choose_settings(str(signature), args, kwargs)
         return branch
 
     def call_index(self, name: str) -> str:
-        """A suffix for a module's second and later calls within one call of the transformer: blocks may share it."""
+        """Count a module's calls in this call of the transformer; return a suffix of its name from the second on."""
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
     def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a module is evaluated in this call. The first module of a step decides for all and every branch."""
+        """Whether a module is evaluated in this call. A step's first module decides for all modules and branches."""
         state = self.state
         if self.schedule is not None:
             state.decision = True
@@ -345,7 +342,6 @@ class Transformer:
         return state.decision
 
     def _watched_input(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """The tensor that the rule watches: by default the input of the module that decides."""
         if self.attention is not None:
             return read_modulated_input(self.attention, inner, args, kwargs)
         if self.hidden is not None:
@@ -358,7 +354,7 @@ class Transformer:
         return find_main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
 
     def _probe(self, output: Any) -> None:
-        """Check once per attachment that no stand-in of a skipped module has reached the output."""
+        """Check once that no placeholder of a skipped module has reached the output."""
         skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
         if not self.must_check_skipped or not set(skipped).intersection(self.forecast):
             return
@@ -371,21 +367,21 @@ class Transformer:
                 "module must feed nothing but modules that are forecast"
             )
 
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes
-
     def _choose_settings(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Choose what fits into `max_memory`, before a branch's first call."""
+        from paradec.integrations.diffusers.hooks.memory import choose_fitting
+
         branches, sizes = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
-        chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, sizes)
+        chosen, choice = choose_fitting(self.base, self.requested, branches, args, kwargs, sizes)
         order = chosen.forecaster.order
         if (chosen.where, order) == (self.settings.where, self.settings.forecaster.order):
             return
         if chosen.where != self.settings.where:  # at the first step, when guidance makes its second call
             self.state.branches = {branch: {} for branch in self.state.branches}
         self._hook_modules(chosen)
-        self._note("memory", f"max_memory={self.asked.max_memory} chose where={chosen.where}, order {order} {choice}")
+        self._note(
+            "memory", f"max_memory={self.requested.max_memory} chose where={chosen.where}, order {order} {choice}"
+        )
 
     def _note(self, topic: str, text: str) -> None:
         """Note an automatic decision in the report, and once in the log."""
