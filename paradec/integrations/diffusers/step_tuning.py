@@ -1,4 +1,4 @@
-"""`tune_steps`: which solver steps of a diffusers pipeline are evaluated, searched over several seeds."""
+"""`tune_steps`: search the evaluated solver steps of a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,33 +28,33 @@ from paradec.tools.tuning.step_search import Steps, even_starts, search
 from paradec.tools.tuning.study import differs
 
 SCHEMA = "paradec-tune-steps/1"
+# Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
-"""Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more."""
 
 Progress = Callable[[str, float], None]
-"""Called after every set: what is measured, and the share of the work that is done."""
+"""Called after every set with a description, and the share of the work that is done."""
 
 
 @dataclass(frozen=True)
 class StepTuning:
-    """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents, for each seed."""
+    """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
 
     even: StepSchedule  # the best even steps on the choosing seeds
     found: StepSchedule  # the best of all steps on these seeds
     seeds: tuple[int, ...]
     report: tuple[int, ...]
-    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"
+    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"; of each seed
     looked_at: int  # number of evaluated sets
     sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """Mean of found minus even on the reporting seeds, and the ends of its paired 95 % interval (Student's t)."""
+        """Mean of found minus even on the reporting seeds, and the ends of its paired 95 % interval."""
         return paired(self.errors["found"]["report"], self.errors["even"]["report"])
 
     @property
     def chosen(self) -> str:
-        """ "found" where the whole interval is below 0, else "even"."""
+        """ "found" if the interval is below 0, else "even"."""
         return "found" if self.difference[2] < 0 else "even"
 
     @property
@@ -66,7 +67,6 @@ class StepTuning:
         self.schedule.save(Path(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
         mean, low, high = self.difference
         return {
             "even": self.even.to_dict(),
@@ -103,53 +103,53 @@ def tune_steps(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> StepTuning:
-    """Search the solver steps that a pipeline's transformer is evaluated at, instead of even ones.
+    """Search the solver steps at which to evaluate a pipeline's transformer.
 
     >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
-    A set of steps is judged by the final latents (the last `scheduler.step`) of several seeds against those of full
-    runs. The search anneals from the best of several even sets, then climbs. On other seeds, the best set is chosen if
-    it is better than the best even one beyond the paired interval.
+    Sets of steps are compared by the final latents (the last `scheduler.step`) of several seeds with those of full
+    runs. The search anneals from the best even set, then climbs. The result is chosen if its paired interval on other
+    seeds is below the best even set's.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
         run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use.
         budget: n: steps to evaluate.
-        seeds: those that choose, or their number (from 0). report: those that report, or their number.
-        sampler: what forecasts, or its name, without a schedule or rule; by default `Forecast(where="output")`.
-        runs: new sets to look at; full runs, even starts and the report come on top.
-        study: a JSON file of the measurements; the same call goes on with it.
+        seeds, report: those that choose and those that report, or their numbers (from 0).
+        sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
+        runs: new sets to evaluate, besides full runs, even starts and the report.
+        study: a JSON file of the measurements; the same call continues with it.
         seed: of the search.
-        progress: called with what is measured and the share that is done.
+        progress: called with a description and the share that is done.
 
     Raises:
         TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
-            budget above the run's steps, runs of unequal lengths, or a study of something else.
+            budget above the run's steps, runs of unequal lengths, or a study of another call.
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
     settings: Forecast = method.to_forecast()
     sampler = replace(settings, when=None, where=settings.where or "module")
-    with Session(pipe, replace(sampler, when=(0,))):  # whatever is wrong with the pipeline is an error now
+    with Session(pipe, replace(sampler, when=(0,))):  # raises what is wrong with the pipeline
         pass
-    work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
-    work.begin(budget, runs, seed)
-    even, found_steps = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
-    bound = {name: work.schedule(steps) for name, steps in (("even", even), ("found", found_steps))}
+    work = _Work(pipe, run, sampler, choosing, None if study is None else Path(study), progress)
+    work.max_errors = (runs + 3) * len(choosing)
+    work.make_full_runs((*choosing, *reporting), budget)
+    even, found = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
     errors = {
-        name: {"choose": work.errors(schedule.steps, choosing), "report": work.errors(schedule.steps, reporting)}
-        for name, schedule in bound.items()
+        name: {"choose": work.errors(steps, choosing), "report": work.errors(steps, reporting)}
+        for name, steps in (("even", even), ("found", found))
     }
-    looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
-    result = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
+    num_sets = sum(any(seed in row for seed in choosing) for row in work.known.values())
+    result = StepTuning(work.schedule(even), work.schedule(found), choosing, reporting, errors, num_sets, sampler)
     return replace(result, sampler=replace(sampler, when=result.schedule))
 
 
 def _check(
     pipe: Any, budget: Any, seeds: Any, report: Any, sampler: Any, runs: Any, seed: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The seeds of both halves. Raises: as `tune_steps`."""
+    """Return the choosing and the reporting seeds. Raises as `tune_steps`."""
     if not hasattr(pipe, "scheduler"):
         raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler tells the steps")
     find_transformers(pipe)
@@ -180,27 +180,25 @@ def _check(
 
 @dataclass
 class _Work:
-    """Runs of the pipeline and their errors."""
-
     pipe: Any
     run: Callable[[int], Any]
     sampler: Forecast
     choosing: tuple[int, ...]
-    reporting: tuple[int, ...]
     study: Path | None
     progress: Progress | None
     total: int = 0
     guidance: float | None = None
+    max_errors: int = 1  # the number of errors to measure, at most
     known: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
     full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, and distance from the noise
 
-    def begin(self, budget: int, runs: int, seed: int) -> None:
+    def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
         """Make the full runs, and read the study."""
         saved = read_json(self.study) if self.study is not None and self.study.exists() else None
         if saved is not None and saved.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
-        for each in (*self.choosing, *self.reporting):
-            latents = self._final(each, None)
+        for seed in seeds:
+            latents = self._record(seed, None)
             for fact, expected, current in (
                 ("steps", self.total, latents.count),
                 ("guidance", self.guidance, latents.guidance),
@@ -208,10 +206,9 @@ class _Work:
                 if self.full and expected != current:
                     raise ValueError(f"run: one run has {expected} {fact}, another {current}")
             self.total, self.guidance = latents.count, latents.guidance
-            self.full[each] = latents.latent, float((latents.latent - latents.noise).norm())
+            self.full[seed] = latents.latent, float((latents.latent - latents.noise).norm())
         if budget > self.total:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
-        transformer = next(iter(find_transformers(self.pipe).values()))
         if self.guidance is None:
             warnings.warn(
                 "run: no pipeline's call tells its guidance scale, so that these steps will be taken for any; use them "
@@ -222,70 +219,63 @@ class _Work:
             "total": self.total,
             "scheduler": type(self.pipe.scheduler).__name__,
             "guidance": self.guidance,
-            "weights": weights_of(SimpleNamespace(module=transformer)),
+            "weights": weights_of(SimpleNamespace(module=next(iter(find_transformers(self.pipe).values())))),
             "sampler": self.sampler.to_dict(),
-            "noise": [round(self.full[each][1], 3) for each in self.choosing],
+            "noise": [round(self.full[seed][1], 3) for seed in self.choosing],
         }
         if saved is not None:
             if (difference := differs(saved["setup"], self.setup)) is not None:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
-            for steps, row in saved["errors"]:
-                self.known[tuple(steps)] = {each: error for each, error in row}
-        self.most = (runs + 3) * len(self.choosing)
+            self.known = {tuple(steps): dict(row) for steps, row in saved["errors"]}
 
     def schedule(self, steps: Steps) -> StepSchedule:
-        """A set, bound to these runs."""
         return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
 
     def loss(self, steps: Steps, bound: float) -> float:
-        """The mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
+        """Return the mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
         total, count = 0.0, len(self.choosing)
         for seed in self.choosing:
             total += self.error(steps, seed)
             if total >= bound * count:
                 break
-        self._keep(steps)
+        self._save(steps)
         return math.inf if total >= bound * count else total / count
 
     def errors(self, steps: Steps, seeds: Sequence[int]) -> list[float]:
-        found = [self.error(steps, each) for each in seeds]
-        self._keep(steps)
-        return found
+        values = [self.error(steps, seed) for seed in seeds]
+        self._save(steps)
+        return values
 
     def error(self, steps: Steps, seed: int) -> float:
-        """|x - full| / |full - noise| of one run."""
         row = self.known.setdefault(steps, {})
         if seed not in row:
-            latents, (full, distance) = self._final(seed, steps), self.full[seed]
+            latents, (full, distance) = self._record(seed, steps), self.full[seed]
             if latents.count != self.total:
                 raise ValueError(f"run: one run has {self.total} steps, another {latents.count}")
             row[seed] = float((latents.latent - full).norm()) / max(distance, 1e-12)
         return row[seed]
 
-    def _final(self, seed: int, steps: Steps | None) -> _Latents:
-        """Record one run; steps of None are the full run."""
+    def _record(self, seed: int, steps: Steps | None) -> _Latents:
+        """Make one run; a full one if `steps` is None."""
         with _Latents(self.pipe) as latents:
-            if steps is None:
+            with nullcontext() if steps is None else Session(self.pipe, replace(self.sampler, when=steps)):
                 self.run(seed)
-            else:
-                with Session(self.pipe, replace(self.sampler, when=steps)):
-                    self.run(seed)
         if not latents.count:
             raise ValueError("run: no step of the pipeline's scheduler was made")
         return latents
 
-    def _keep(self, steps: Steps) -> None:
+    def _save(self, steps: Steps) -> None:
         """Write the study and report the progress."""
         if self.study is not None:
             errors = [[list(steps), sorted(row.items())] for steps, row in self.known.items()]
             write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
         if self.progress is not None:
             num_done = sum(len(row) for row in self.known.values())
-            self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.most))
+            self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.max_errors))
 
 
 class _Latents:
-    """Records a scheduler's first input and last output, and the guidance. A context manager."""
+    """A context manager that records a scheduler's first input and last output, and the guidance."""
 
     def __init__(self, pipe: Any):
         self.pipe, self.scheduler = pipe, pipe.scheduler
@@ -314,7 +304,7 @@ class _Latents:
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of new - old, pair by pair, and the ends of its 95 % interval by Student's t."""
+    """Return the mean of new - old, pair by pair, and the ends of its 95 % interval (Student's t)."""
     differences = [a - b for a, b in zip(new, old, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
     half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)

@@ -22,10 +22,7 @@ class BlockSchedule(SavedAsJson, Rule):
 
     Args:
         steps: solver steps of the run.
-        modules: (name within the transformer, ascending steps from 0), in the order of evaluation.
-
-    Raises:
-        ValueError: a name twice, or other steps.
+        modules: (name within the transformer, ascending steps from 0), in the order of evaluation; else a ValueError.
     """
 
     steps: int
@@ -46,7 +43,6 @@ class BlockSchedule(SavedAsJson, Rule):
                 raise ValueError(f"steps of {name!r}={shown(list(steps))} must be ascending and begin with 0")
 
     def as_dict(self) -> dict[str, frozenset[int]]:
-        """Return the steps by module name."""
         return {name: frozenset(steps) for name, steps in self.modules}
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
@@ -68,9 +64,7 @@ class BlockSchedule(SavedAsJson, Rule):
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
     """Choose the best `updates` steps to evaluate one module at, from step 0; of equals, the earliest.
 
-    Args:
-        scores: [T, T]; entry [a, t] is how well the features of step a serve at step t.
-        maximise: whether larger scores are better (cosine similarity), or smaller ones (a distance).
+    scores: [T, T]; entry [a, t] is how well the features of step a serve at step t. maximise: whether larger is better.
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)

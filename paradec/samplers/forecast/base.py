@@ -28,7 +28,7 @@ from paradec.samplers.start import row_keys
 
 @dataclass
 class ForecastState(State):
-    """State of one request. `B` rows."""
+    """The state of one request. `B` rows."""
 
     scheduler: Any  # the request's copy of the diffusers scheduler, its timesteps set
     latent: Tensor  # [B, ...] float
@@ -124,16 +124,14 @@ class FeatureForecast(Sampler):
 
         Args:
             model: from `paradec.models.images.diffusion`.
-            latent: [B, ...] float noise, times the scheduler's `init_noise_sigma`. It is not changed.
+            latent: [B, ...] float noise, times the scheduler's `init_noise_sigma`.
             scheduler: a diffusers scheduler, which is copied.
             num_inference_steps: solver steps.
             guidance_scale: s in uncond + s (cond - uncond); 1 is off, else a call evaluates two rows for each.
-            seed: one, or one per row, for the noise of stochastic schedulers; a row's latent counts too.
-            generator: one, or one per row, instead of a seed.
+            seed, generator: one, or one per row, for stochastic schedulers; a seed is combined with the row's latent.
             conditions: the model's: `class_labels` for DiT.
 
-        Raises:
-            ValueError, TypeError: an argument out of its range, or a setting that needs the inside of a transformer.
+        Raises ValueError or TypeError for an invalid argument, or a setting that needs the inside of a transformer.
         """
         self.check_model(model)
         self._check_output_only()
@@ -185,7 +183,7 @@ class FeatureForecast(Sampler):
                 )
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
-        """The whole model on all rows, or nothing where the output is forecast."""
+        """Ask for the whole model on all rows, or nothing where the output is forecast."""
         if not self.evaluates(state.run_progress):
             return []
         branches = 1 if state.guidance_scale == 1.0 else 2
@@ -201,7 +199,7 @@ class FeatureForecast(Sampler):
         ]
 
     def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> LatentProposal:
-        """The model's output under guidance, or its forecast. outputs: [R, ...], one per query."""
+        """Return the guided output, or its forecast. outputs: [R, ...], one per query."""
         cost = Cost(queries, state.batch)
         if not queries:
             assert state.history is not None  # the first step is evaluated
@@ -218,9 +216,7 @@ class FeatureForecast(Sampler):
     def commit(self, state: ForecastState, proposal: LatentProposal) -> Commit:
         """Take the solver's step, and update the history.
 
-        Raises:
-            FloatingPointError: the model returned NaN or infinite values; nothing is written. ValueError: a proposal
-                made from an earlier state.
+        Raises FloatingPointError for NaN or infinite values, ValueError for a proposal made from an earlier state.
         """
         state.check_current(proposal)
         full = proposal.kind != "forecast"

@@ -57,7 +57,6 @@ class Basis:
 
     @classmethod
     def settings(cls) -> list[str]:
-        """The settings that a caller may give."""
         return [field.name for field in fields(cls) if field.name != "guard"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,9 +169,8 @@ class Newton(Basis):
 
 @dataclass(frozen=True)
 class FoCa(Basis):
-    """A corrected forecast from the last two evaluations and the last two features used, in cache-dit's form.
-
-    Tensors: last evaluation, the one before, last feature used, the one before; `roll` feeds forecasts back.
+    """A corrected forecast from the last two evaluations and the last two features used, which `roll` feeds back
+    (cache-dit's form). Tensors: last evaluation, the one before, last feature used, the one before.
     """
 
     name = "foca"
@@ -267,10 +265,7 @@ BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newt
 
 
 def basis_from(value: Any) -> Basis | None:
-    """Make a basis from its name ("hermite", "hermite(sigma=0.7)") or `to_dict`; a basis and None are returned.
-
-    Raises ValueError for another value or setting.
-    """
+    """Make a basis from its name, "hermite(sigma=0.7)", or `to_dict`. Raises ValueError for anything else."""
     if value is None or isinstance(value, Basis):
         return value
     if isinstance(value, str):

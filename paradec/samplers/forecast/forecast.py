@@ -33,13 +33,12 @@ class Forecast(FeatureForecast):
     """Evaluate some solver steps, and forecast the others from evaluated features.
 
     In a diffusers pipeline (`paradec.accelerate`) these are inside the transformer. paradec's own loop forecasts the
-    whole output, after guidance.
+    whole output, after guidance. Invalid values, and two that do not go together, are a ValueError.
 
     Args:
         when: a schedule (`Every`, the default; a list of steps from 0; a step mask of cache-dit: "slow", "medium",
-            "fast" or "ultra"; a `StepSchedule` of `paradec.tune_steps` or a `BlockSchedule` of BAC's `calibrate`, or
-            its file) or a rule that measures (`Verification`, `AccumulatedChange` or one of `rules`); also by name,
-            with settings: "every(interval=6, first_enhance=3)".
+            "fast" or "ultra"; a `StepSchedule`, a `BlockSchedule` or its file) or a rule that measures (`Verification`,
+            `AccumulatedChange`, those of `rules`); also by name: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or an object of
             `bases`. None is taylor, or what `when` was published with.
         where: "module" (attention and feed-forward outputs before their gates), "block" (each block's residual),
@@ -48,9 +47,6 @@ class Forecast(FeatureForecast):
         order: replaces the order of `how`; 0 reuses the last feature.
         max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
             place does not fit, a smaller one is used and reported.
-
-    Raises:
-        ValueError: an invalid value, or two that do not go together.
     """
 
     when: Rule | Sequence[int] | str | None = None

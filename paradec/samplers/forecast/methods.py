@@ -31,10 +31,7 @@ class TaylorSeer(FeatureForecast):
         interval: N; None is 5, or 2 in runs of at most 8 steps.
         order: O: derivatives in the expansion; 0 reuses the last feature.
         first_enhance: evaluated solver steps at the start.
-        where, max_memory: as in `Forecast`.
-
-    Raises:
-        ValueError: a value out of its range. TypeError: a setting of `Forecast`.
+        where, max_memory: as in `Forecast`, whose other settings are a TypeError here.
     """
 
     interval: int | None = None
@@ -114,8 +111,7 @@ def SpeCa(
 ) -> Forecast:
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
-    The next step is evaluated when mean(|forecast - real| / |real|) > base_threshold decay_rate^(t / T). Arguments: as
-    for `Verification`, and the order of the expansion.
+    Arguments: as for `Verification`, and the order of the expansion.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
@@ -188,13 +184,8 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
 def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
     """Make the sampler to attach to a pipeline: a `Forecast`, or the sampler "recap".
 
-    Args:
-        value: such a sampler, a rule, a name, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None is
-            `TaylorSeer()`.
-        settings: of a name.
-
-    Raises:
-        TypeError: another value. ValueError: as `method_from`, or a config that has no equal here.
+    value: such a sampler, a rule, a name with `settings`, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None
+    is `TaylorSeer()`. Raises TypeError for another value, and ValueError as `method_from` or for an unsupported config.
     """
     if settings and not isinstance(value, str | None):
         raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")

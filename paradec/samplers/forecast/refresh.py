@@ -104,8 +104,7 @@ class Rule:
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         """Return the names of facts that the rule is bound to and that are unknown (None).
 
-        Raises:
-            ValueError: the rule cannot serve a run of `total` solver steps with these.
+        Raises ValueError if the rule cannot serve a run of `total` solver steps with these.
         """
         if total is None and (clause := self.needs_total):
             raise ValueError(f"{clause}, and a transformer by itself does not tell the number of steps")
@@ -128,7 +127,7 @@ class StepRule(Rule):
         """Record how the watched input [B, ...] changed from one step to the next."""
 
     def observe_output(self, progress: RunProgress, latent: Tensor, output: Tensor) -> None:
-        """Record the transformer's input and output, both [B, ...], of the call that decided for its step."""
+        """Record the transformer's input and output [B, ...] in the call that decided for its step."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,7 @@ class Probe(Rule):
         """Raise ValueError if the rule cannot serve this transformer."""
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
-        """Noise level of each step, where the rule reads them. scheduler: None for a transformer by itself.
-
-        Raises:
-            ValueError: the rule cannot serve such a scheduler.
-        """
+        """Noise level of each step, if the rule reads them. Raises ValueError for an unsuitable scheduler or None."""
         return ()
 
     def forecast_at(self, progress: RunProgress) -> float:
@@ -299,7 +294,6 @@ class AccumulatedChange(StepRule):
         progress.change += self.rescale(relative_change(now, before))
 
     def rescale(self, change: float) -> float:
-        """Evaluate the polynomial at one step's change."""
         total = 0.0
         for coefficient in self.coefficients:
             total = total * change + coefficient

@@ -59,12 +59,10 @@ class DBCache(Probe):
     All blocks are one stack, as in cache-dit for FLUX; there, in some models each list of blocks decides for itself.
 
     Args:
-        Fn_compute_blocks: first blocks, evaluated at every step.
-        Bn_compute_blocks: last blocks, evaluated at every step.
+        Fn_compute_blocks, Bn_compute_blocks: first and last blocks, evaluated at every step.
         residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, 1 and more never.
         max_warmup_steps: evaluated steps at the start.
-        max_cached_steps: skipped steps of a run; -1 sets no bound.
-        max_continuous_cached_steps: skipped steps in a row; -1 sets no bound.
+        max_cached_steps, max_continuous_cached_steps: skipped steps of a run, and in a row; -1 sets no bound.
     """
 
     Fn_compute_blocks: int = integer(8, low=1)
@@ -107,17 +105,14 @@ class DiCache(Probe):
     The relative L1 change is taken from step to step. While the sum is below `threshold`, all blocks, the probe's too,
     are replaced by the residual r_before + g (r_latest - r_before), with the last two evaluated r, g = |p - p_before| /
     |p_latest - p_before| within [1, 1.5], and p the probe's residual: "taylor" of order 1 at a measured time. Other
-    bases are used at the same time.
+    bases are used at the same time. A run of an unknown number of steps is a ValueError.
 
     Args:
         threshold: of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's change; "delta_minus" its difference from the input's change.
         probe_depth: first blocks, evaluated at every step.
-        retention_ratio: share of evaluated steps at the start (0 in the public code for "delta_minus"). The last step
-            is always evaluated.
+        retention_ratio: share of evaluated steps at the start (0 in the public code for "delta_minus"); the last too.
         num_inference_steps: solver steps, for a transformer by itself.
-
-    A run of an unknown number of steps is a ValueError.
     """
 
     threshold: float = number(0.4, low=0)
@@ -173,9 +168,8 @@ class DiCache(Probe):
 class MagRatios(SavedAsJson):
     """Magnitude ratios of one model and solver, for the steps of a run.
 
-    Args:
-        values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1. Others
-            than positive numbers are a ValueError.
+    values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1. Others than
+    positive numbers are a ValueError.
     """
 
     values: tuple[float, ...]
@@ -204,10 +198,7 @@ class MagRatios(SavedAsJson):
 
     @classmethod
     def from_dict(cls, data: Any) -> MagRatios:
-        """Make ratios from a sequence or tensor [steps], plain data or a file; `MagRatios` are returned.
-
-        Raises ValueError for anything else.
-        """
+        """Make ratios from a sequence or tensor [steps], plain data or a file. Raises ValueError for anything else."""
         if isinstance(data, cls):
             return data
         if isinstance(data, (str, os.PathLike)):
@@ -275,19 +266,15 @@ class SeaCache(Probe):
     """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step.
 
     The filter is Wiener's for pictures whose power falls as 1 / frequency^`power_exp`, at the step's noise level. The
-    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`).
+    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`). A ValueError
+    without a scheduler with flow sigmas, with more input than output channels, or with unknown rows and columns.
 
     Args:
         threshold: of the sum; 0 always evaluates.
         residual_order: 1 extrapolates (`how="taylor"`), 0 reuses (`how="reuse"`).
-        retention_steps: evaluated steps at the start.
-        cache_end_steps: evaluated steps at the end.
+        retention_steps, cache_end_steps: evaluated steps at the start and at the end.
         max_consecutive_cached: skipped steps in a row; 0 sets no bound.
         power_exp: of the spectrum.
-
-    Raises:
-        ValueError: no scheduler with flow sigmas; a transformer with more input than output channels, or a latent whose
-            rows and columns are unknown.
     """
 
     threshold: float = number(0.25, low=0)
@@ -374,14 +361,12 @@ class EasyCache(StepRule):
 
     With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| between evaluations.
     While the sum of K mean|x - x of the step before| / mean|v_latest| is below `threshold`, the output is x + (v_latest
-    - x_latest). The first call of a step decides for all. Three more tensors of the latent's size are stored.
+    - x_latest). The first call of a step decides for all. A run of an unknown number of steps is a ValueError.
 
     Args:
         threshold: of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.
         ret_steps: evaluated steps at the start. The last step is always evaluated.
         num_inference_steps: solver steps, for a transformer by itself.
-
-    A run of an unknown number of steps is a ValueError.
     """
 
     threshold: float = number(0.05, low=0)

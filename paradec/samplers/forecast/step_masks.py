@@ -79,10 +79,7 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
 
     Args:
         name: "slow" (18 of 28 steps are evaluated), "medium" (15), "fast" (11) or "ultra" (8).
-        steps: solver steps: 4, 6, or 8 and more. Other lengths have other shares: of 16 steps, "ultra" evaluates 3.
-
-    Raises:
-        ValueError: another name, or a number of steps that has no mask.
+        steps: solver steps: 4, 6, or 8 and more; else a ValueError. Of 16 steps, "ultra" evaluates 3.
     """
     check_choice("when", name, MASKS)
     check_int("steps", steps, low=1)

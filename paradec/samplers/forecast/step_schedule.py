@@ -15,17 +15,13 @@ SCHEMA = "paradec-steps/1"
 
 @dataclass(frozen=True)
 class StepSchedule(SavedAsJson, StepRule):
-    """Steps to evaluate; None stands for any run.
+    """Evaluated steps, ascending from step 0, and the run that they are for; None stands for any.
 
     Args:
-        steps: ascending, from step 0.
         total: solver steps of the run.
         scheduler: the class of its scheduler.
         guidance: its guidance scale.
         where: what is forecast (`Forecast.where`).
-
-    Raises:
-        ValueError: an argument out of its range.
     """
 
     steps: tuple[int, ...]

@@ -14,14 +14,11 @@ PLACES = ("module", "block", "stack", "output")
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules by their names within the transformer.
+    """Modules by their names within the transformer. Raises ValueError for no patterns, or an invalid one.
 
     Args:
         modules: patterns (`re.fullmatch`) of modules whose outputs are forecast.
         skip: patterns of modules that are skipped at forecast steps: a forecast replaces everything that they feed.
-
-    Raises:
-        ValueError: no patterns, or an invalid one.
     """
 
     modules: tuple[str, ...]
@@ -42,7 +39,6 @@ class Modules:
             raise ValueError("modules=() must name at least one module")
 
     def to_dict(self) -> dict[str, list[str]]:
-        """Return plain data, for `where_from`."""
         return {"modules": list(self.modules), "skip": list(self.skip)}
 
 

@@ -45,9 +45,7 @@ def calibrate(
         samples: compared entries of a feature, evenly strided (4 bytes each, per module and step).
         transformer: the component of the pipeline to calibrate.
 
-    Raises:
-        ValueError: a setting out of its range, a transformer without such modules, or runs of unequal lengths.
-        TypeError: `pipe` is neither.
+    Raises ValueError for an invalid setting, no such modules, or runs of unequal lengths; TypeError for another `pipe`.
     """
     check_int("updates", updates, low=1)
     check_int("runs", runs, low=1)

@@ -1,6 +1,6 @@
 """A block cache for LLaDA2Pipeline: finished blocks are evaluated once (Fast-dLLM v2, arXiv 2509.26328).
 
-It is exact for block-causal models, where tokens do not see later blocks, and refused for others.
+It is exact for block-causal models, and refused for others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of the probe, as a share of the largest logit; narrower types get 0.1."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # as a share of the largest logit; narrower dtypes get 0.1
 
 
 @dataclass
 class BlockCacheReport:
-    """What a `BlockCache` did since it was attached."""
+    """Counts since a `BlockCache` was attached."""
 
     calls: int = 0
     evaluated: int = 0  # positions, all rows together
@@ -42,14 +41,12 @@ class BlockCacheReport:
 
 
 class BlockCache(Attached):
-    """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
+    """A block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
-    `pipe.model` is exchanged for a `CachedModel`, which calls the model with the positions from the open block on (and
-    once with a finished block) over a transformers `DynamicCache`. Cached tokens and mask are compared in every call.
-
-    Raises:
-        TypeError: another kind of pipeline. ValueError: a model without a key/value cache, or (tested with random
-            tokens) whose left blocks see what comes after them, or whose logits differ with a cache.
+    `pipe.model` is exchanged for a `CachedModel`, which evaluates the positions from the open block on (and a finished
+    block once) over a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a model
+    without a key/value cache or (tested with random tokens) with blocks that see later ones, or with other logits over
+    a cache.
     """
 
     def __init__(self, pipe: Any):
@@ -78,7 +75,7 @@ class BlockCache(Attached):
 
     def reset(self) -> None:
         """Free the cache."""
-        self.cached.kept = None
+        self.cached.prefix = None
 
     def detach(self) -> None:
         if self.pipe.model is self.cached:
@@ -87,7 +84,7 @@ class BlockCache(Attached):
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:
-        """Raise ValueError unless the model is block-causal, and answers over a cache as it does without."""
+        """Raise ValueError unless the model is block-causal, with the same logits over a cache."""
         model, device = self.model, next(self.model.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
@@ -127,13 +124,13 @@ class BlockCache(Attached):
 
 
 class CachedModel(nn.Module):
-    """A pipeline's model with a block cache; other attributes are the model's."""
+    """A pipeline's model with a block cache. Other attributes are the model's."""
 
     def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport):
         super().__init__()
         self.inner = inner
         self.pipe, self.report = pipe, report
-        self.kept: _CachedPrefix | None = None
+        self.prefix: _CachedPrefix | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,9 +139,9 @@ class CachedModel(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate what is not kept, and return the open block's logits."""
+        """Evaluate what is not cached, and return the open block's logits."""
         width, block = input_ids.shape[1], read_block_length(self.pipe.scheduler)
-        prefix, self.kept = self.kept, None  # an exception in the call leaves nothing behind
+        prefix, self.prefix = self.prefix, None  # an exception in the call leaves nothing behind
         if prefix is None or not prefix.serves(input_ids, attention_mask, width - block):
             prefix = _CachedPrefix(DynamicCache(), input_ids[:, :0], attention_mask[:, :0])
         start = prefix.tokens.shape[1]
@@ -161,7 +158,7 @@ class CachedModel(nn.Module):
         prefix.cache.crop(-block)
         # copies: the pipeline writes into its block
         prefix.tokens, prefix.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
-        self.kept = prefix
+        self.prefix = prefix
         report.calls += 1
         report.whole += input_ids.numel()
         report.evaluated += input_ids[:, start:].numel()
@@ -170,14 +167,14 @@ class CachedModel(nn.Module):
 
 @dataclass
 class _CachedPrefix:
-    """Keys and values left of the open block, and their tokens and attention mask [B, n]."""
+    """Keys and values before the open block, and their tokens and attention mask [B, n]."""
 
     cache: Any
     tokens: Tensor
     mask: Tensor
 
     def serves(self, input_ids: Tensor, attention_mask: Tensor, stop: int) -> bool:
-        """Whether a call of these tokens, whose block begins at `stop`, can use the cache."""
+        """Whether a call of these tokens, with a block from `stop` on, can use the cache."""
         size = self.tokens.shape[1]
         return (
             len(self.tokens) == len(input_ids)
@@ -190,9 +187,7 @@ class _CachedPrefix:
 class BlockCausalModule(nn.Module):
     """A block-causal model of paradec with the call of LLaDA2Pipeline's model.
 
-    Args:
-        model: from `paradec.load` or `paradec.wrap`, with topology "block_causal" and prediction "same"; others are a
-            ValueError.
+    model: from `paradec.load` or `paradec.wrap`; a ValueError without topology "block_causal" and prediction "same".
     """
 
     def __init__(self, model: Model):
@@ -222,15 +217,11 @@ class BlockCausalModule(nn.Module):
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Logits of the given positions.
-
-        Args:
-            input_ids, position_ids: [B, Q] int64. attention_mask: [B, K], 0 for padding; K counts what is cached too.
-        """
+        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached ones."""
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
         visible = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         visible = visible & attention_mask[:, None, :].bool()
-        # left padding sees no key: it sees itself, so that its softmax is defined
+        # left padding, which sees no key, sees itself: its softmax must be defined
         visible |= (position_ids[:, :, None] == keys) & ~visible.any(-1, keepdim=True)
         return self.model(
             input_ids=input_ids,
@@ -242,7 +233,7 @@ class BlockCausalModule(nn.Module):
 
 
 def read_block_length(scheduler: Any) -> int:
-    """Positions per block of a scheduler's run. Raises ValueError where it is unknown."""
+    """Read the positions per block of a scheduler's run. Raises ValueError if unknown."""
     attributes = vars(scheduler)
     if "block_length" in attributes:
         return int(attributes["block_length"])

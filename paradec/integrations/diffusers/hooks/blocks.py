@@ -1,7 +1,6 @@
 """A transformer's residual blocks and their branches, by the names of modules, and tables of exceptions.
 
-A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules. Embedders and
-refiners that are deeper always run, as in TaylorSeer's public code.
+A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules.
 """
 
 from __future__ import annotations
@@ -24,17 +23,13 @@ Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
 @dataclass(frozen=True)
 class Place:
-    """A hooked module.
-
-    kind says what is forecast: its output ("forecast", "output" of the transformer), its residual, the residual of all
-    blocks ("stack"), or what it feeds ("skip").
-    """
+    """A hooked module."""
 
     name: str  # within the transformer; "" is the transformer
-    kind: Kind
+    kind: Kind  # forecast is its output, its residual, the residual of all blocks ("stack") or what it feeds ("skip")
     block: str
     sink: str | None = None  # the forecast module that a skipped one feeds, if known
-    narrow: bool = False  # whether the stand-in of a skipped one may have width 0
+    narrow: bool = False  # whether the placeholder of a skipped one may have width 0
 
 
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
@@ -44,14 +39,8 @@ NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|a
 # children of single-stream blocks where the last sums attention and feed-forward (FLUX): the others are left out
 FUSED = ("attn", "proj_mlp", "proj_out")
 
-NARROW = (
-    "FluxSingleTransformerBlock",
-    "HunyuanVideoSingleTransformerBlock",
-    "HunyuanVideoTokenReplaceSingleTransformerBlock",
-    "HunyuanImageSingleTransformerBlock",
-    "ChromaSingleTransformerBlock",
-)
-"""Such blocks that only concatenate what the left-out modules return: a stand-in of width 0 is enough."""
+# such blocks that only concatenate the outputs of skipped modules, which may have width 0
+NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)SingleTransformerBlock")
 
 # lists of blocks that work on texts or a control video, not on the denoised stream
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
@@ -89,7 +78,6 @@ TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns rows of the text befo
 
 
 def bind_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's call by name."""
     return dict(zip(_parameters(type(module).forward), args)) | kwargs
 
 
@@ -99,7 +87,7 @@ def _parameters(forward: Any) -> list[str]:
 
 
 def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The inputs of a block that its outputs may continue, by their argument's name."""
+    """Return the inputs of a block that its outputs may continue, by argument."""
     arguments = bind_arguments(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     names = [name for name in RETURNS.get(type(module).__name__, STREAMS) if name in tensors]
@@ -109,7 +97,7 @@ def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict
 def match_outputs(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
-    """The input that each output of a block continues, by name; None where an output continues none."""
+    """Return the name of the input that each output of a block continues, or None."""
     declared = RETURNS.get(type(module).__name__, tuple(streams))
     names: list[str | None] = []
     for i, shape in enumerate(shapes):
@@ -120,18 +108,17 @@ def match_outputs(
 
 
 def main_stream_name(streams: dict[str, Tensor]) -> str:
-    """The name of the denoised stream."""
     return next((name for name in MAIN if name in streams), next(iter(streams)))
 
 
 def find_main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The denoised stream among the arguments of a block or a module inside of one."""
+    """Find the denoised stream among the arguments of a block or a module in it."""
     arguments = bind_arguments(module, args, kwargs)
     return find_latent((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
 
 
 def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The argument `hidden_states`, or the first floating tensor. Raises ValueError without one."""
+    """Find the argument `hidden_states`, or the first floating tensor. Raises ValueError without one."""
     latent = kwargs.get("hidden_states")
     if not is_feature(latent):
         latent = next((leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf)), None)
@@ -141,12 +128,11 @@ def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def is_feature(leaf: Any) -> bool:
-    """Whether it is a tensor of floating numbers with more than one axis."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
 
 
 def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn.Module]:
-    """The blocks by name, in the order of the module tree. main_only: those that work on the denoised stream."""
+    """Return the blocks by name, in the order of the module tree. main_only: those of the denoised stream."""
     blocks: dict[str, nn.Module] = {}
     for list_name, child in transformer.named_children():
         if isinstance(child, nn.ModuleList) and not (main_only and SIDE.fullmatch(list_name)):
@@ -157,18 +143,15 @@ def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn
 
 
 def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
-    """Names of a block's branches, each "attention", "feed_forward", "fused" or "feeder" (of the fused one)."""
+    """Return the roles of a block's branches: "attention", "feed_forward", "fused" or "feeder" (of the fused one)."""
     children = dict(block.named_children())
     if all(name in children for name in FUSED):
         return {prefix + "attn": "feeder", prefix + "proj_mlp": "feeder", prefix + "proj_out": "fused"}
-    roles = {}
+    roles: dict[str, str] = {}
     for name in children:
-        if NO_BRANCH.fullmatch(name):
-            continue
-        if ATTENTION.fullmatch(name):
-            roles[prefix + name] = "attention"
-        elif FEED_FORWARD.fullmatch(name):
-            roles[prefix + name] = "feed_forward"
+        for pattern, role in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
+            if pattern.fullmatch(name) and not NO_BRANCH.fullmatch(name):
+                roles.setdefault(prefix + name, role)
     if not roles and len(children) == 1:  # a wrapper around the block proper
         (name,) = children
         return find_branches(children[name], f"{prefix}{name}.")
@@ -176,7 +159,7 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
 
 
 def select_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
-    """The modules to hook for these settings. Raises ValueError as `match_patterns` and `find_places`."""
+    """Return the modules to hook for these settings. Raises ValueError as `match_patterns` and `find_places`."""
     if isinstance(settings.where, Modules):
         return match_patterns(transformer, settings.where.modules, settings.where.skip)
     if settings.rule.from_input:
@@ -185,12 +168,9 @@ def select_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
 
 
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
-    """The modules to hook for a value of `where`, in the order of the module tree.
+    """Return the modules to hook for a name of `where`, in the order of the module tree.
 
-    main_only: leave out blocks of other streams than the denoised one, as a stack does.
-
-    Raises:
-        ValueError: no such blocks, or a block without a known branch.
+    main_only: those of the denoised stream, as in a stack. Raises ValueError without blocks or known branches.
     """
     if where == "output":
         return [Place("", "output", "")]
@@ -206,47 +186,47 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
         return [Place(name, "residual" if where == "block" else "stack", name) for name in blocks]
     places = []
     for name, block in blocks.items():
-        kinds = find_branches(block, f"{name}.")
-        if not kinds:
+        roles = find_branches(block, f"{name}.")
+        if not roles:
             raise ValueError(
                 f"where='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
                 "module that could be told by its name; use where='block', or where=[...] for modules by name"
             )
-        sink = next((branch for branch, role in kinds.items() if role == "fused"), None)
-        for branch, role in kinds.items():
+        sink = next((branch for branch, role in roles.items() if role == "fused"), None)
+        for branch, role in roles.items():
             if role == "feeder":
-                places.append(Place(branch, "skip", name, sink, type(block).__name__ in NARROW))
+                places.append(Place(branch, "skip", name, sink, NARROW.fullmatch(type(block).__name__) is not None))
             else:
                 places.append(Place(branch, "forecast", name))
     return places
 
 
 def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
-    """The modules to hook by patterns.
+    """Return the modules to hook by patterns.
 
-    Raises:
-        ValueError: a pattern without a match, a module of both kinds or inside another one, or a skipped module after
-            the last forecast.
+    Raises ValueError for a pattern without a match, a module of both kinds or inside another one, or a skipped module
+    after the last forecast.
     """
-    # lists of modules are never called
-    listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    names = [name for name, module in transformer.named_modules() if name and not isinstance(module, listed)]
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which are never called
+    names = [name for name, module in transformer.named_modules() if name and not isinstance(module, containers)]
     chosen: dict[str, Kind] = {}
-    settings: tuple[tuple[str, tuple[str, ...], Kind], ...] = (("modules", modules, "forecast"), ("skip", skip, "skip"))
-    for setting, patterns, kind in settings:
-        for pattern in patterns:
-            names_of_pattern = [name for name in names if re.fullmatch(pattern, name)]
-            if not names_of_pattern:
-                blocks = find_blocks(transformer)
-                branch_names = [branch for name in blocks for branch in find_branches(blocks[name], f"{name}.")]
-                raise ValueError(
-                    f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
-                    f"names look like {', '.join((branch_names or names)[:6])}"
-                )
-            for name in names_of_pattern:
-                if chosen.get(name, kind) != kind:
-                    raise ValueError(f"modules and skip both match {name!r}; a module is forecast or skipped")
-                chosen[name] = kind
+    patterns = [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]
+    for setting, pattern in patterns:
+        kind: Kind = "forecast" if setting == "modules" else "skip"
+        matching = [name for name in names if re.fullmatch(pattern, name)]
+        if not matching:
+            branch_names = [
+                branch
+                for name, block in find_blocks(transformer).items()
+                for branch in find_branches(block, f"{name}.")
+            ]
+            raise ValueError(
+                f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
+                f"names look like {', '.join((branch_names or names)[:6])}"
+            )
+        for name in matching:
+            if chosen.setdefault(name, kind) != kind:
+                raise ValueError(f"modules and skip both match {name!r}; a module is forecast or skipped")
     matches = [name for name in names if name in chosen]
     for name in matches:
         parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in chosen]

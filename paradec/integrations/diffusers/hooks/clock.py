@@ -75,7 +75,6 @@ class Clock:
         return self.run
 
     def end(self) -> None:
-        """End an open run and free its histories."""
         if self.run.is_open:
             self.run.is_open = False
             for state in self.run.states.values():
@@ -84,8 +83,7 @@ class Clock:
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
         """Return the run of a call with this timestep and `cache_context`; None outside of runs.
 
-        Raises:
-            RuntimeError: the run is another thread's. ValueError: neither a pipeline nor a timestep.
+        Raises RuntimeError in another thread than the run's, ValueError without a pipeline and a timestep.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
@@ -105,12 +103,10 @@ class Clock:
         return run
 
     def observe(self, pipe: Any) -> None:
-        """Observe a pipeline's scheduler."""
         self.pipe = pipe
         self._observe(pipe.scheduler)
 
     def release(self) -> None:
-        """Restore the scheduler."""
         for name, before in self.before.items():
             placed = vars(self.scheduler).get(name)
             if isinstance(placed, functools.partial) and placed.args[0] is self:
@@ -148,7 +144,6 @@ class Clock:
         return run
 
     def check_thread(self, run: Run) -> None:
-        """Raise RuntimeError unless this is the run's thread."""
         run.thread = run.thread or threading.get_ident()
         if run.thread != threading.get_ident():
             raise self._thread_error()

@@ -41,11 +41,9 @@ class Hook(ModelHook):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(self, name)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run `around`; called by diffusers in place of the module's forward."""
         return self.around(self.compiled if self.slot else self.fn_ref.original_forward, args, kwargs)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
-        """Reset the context; called by diffusers at the end of a run."""
         self.states.reset()
         if self.on_reset is not None:
             self.on_reset()

@@ -17,8 +17,6 @@ from paradec.samplers.forecast.rules import MagRatios
 
 @dataclass(frozen=True, eq=False)
 class _Magnitudes(Probe):
-    """Evaluates every step, and records the ratios."""
-
     ratios: dict[int, list[float]] = field(default_factory=dict)  # by step, of all its calls
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
@@ -35,14 +33,11 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer; restored at
-            the end.
+        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer; restored.
         run: makes one plain run with all steps.
         runs: calls of `run`. Runs, and the calls of a step (guidance), are averaged.
 
-    Raises:
-        ValueError: `runs` out of its range, a transformer without blocks, or runs of unequal lengths. TypeError: `pipe`
-            is neither.
+    Raises ValueError for invalid `runs`, no blocks, or runs of unequal lengths; TypeError for another `pipe`.
     """
     check_int("runs", runs, low=1)
     total: list[float] = []

@@ -25,7 +25,6 @@ class Size(NamedTuple):
     rule: int  # of the rule's memory
 
     def total(self, settings: Forecast) -> int:
-        """Return the bytes at the settings' order."""
         return self.slot * settings.forecaster.slots + self.rule
 
 
@@ -45,10 +44,9 @@ def choose_fitting(
     kwargs: dict[str, Any],
     sizes: dict[str | Modules | None, Size],
 ) -> tuple[Forecast, str]:
-    """Return the settings that fit into `requested.max_memory`, and a text about the bytes.
+    """Return settings that fit into `requested.max_memory`, and a text about the bytes. Raises ValueError without any.
 
     branches: calls of a step. args, kwargs: of one call. sizes: of such a call by `where`; missing ones are added.
-    Raises ValueError if nothing fits, or as `measure`.
     """
     assert requested.max_memory is not None
     attempts: list[str] = []
@@ -71,10 +69,7 @@ def choose_fitting(
 
 
 def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dict[str, Any]) -> Size:
-    """Measure the histories of one call with these arguments.
-
-    Raises ValueError if the transformer cannot be rebuilt from its configuration, or not be called on the meta device.
-    """
+    """Measure the histories of one call. Raises ValueError if the transformer cannot be called without data."""
     parameters = dict(transformer.named_parameters())
     model_class: Any = type(transformer)  # of diffusers, or there is no `from_config`
     where = "output" if settings.rule.from_input else settings.where

@@ -1,7 +1,4 @@
-"""GLM-Image's prior inside `GlmImagePipeline`: its codes are sampled by paradec.
-
-`vision_language_encoder.generate`, which the pipeline calls once a run, is replaced.
-"""
+"""A sampler on GLM-Image's prior in `GlmImagePipeline`, in place of `vision_language_encoder.generate`."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from paradec.integrations.transformers import UNSUPPORTED
 from paradec.models.images.glm_image import GlmImageModel
 
 ENCODER = "vision_language_encoder"
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
-"""Settings that are read from the encoder's generation config."""
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")  # read from the encoder's generation config
 DISABLED_SETTINGS: dict[str, Any] = (
     UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
 )
@@ -50,14 +46,11 @@ class PriorReport:
 
 
 class PriorSession(Attached):
-    """A sampler on the prior of a GlmImagePipeline; made by `paradec.accelerate(pipe, prior="scd")`. A context manager.
+    """A sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
-    "seed", ...); the rest is read from the encoder's generation config.
-
-    Raises:
-        TypeError: a pipeline without such an encoder. ValueError: settings as `generate_images` refuses them, a
-            generation config that asks for another method, or an encoder that has a session already.
+    "seed", ...); the others come from the encoder's generation config. Raises TypeError for another pipeline,
+    ValueError as `generate_images`, or for an unsupported generation config or an encoder with a session.
     """
 
     def __init__(self, pipe: Any, prior: Any):
@@ -70,23 +63,22 @@ class PriorSession(Attached):
         if isinstance(getattr(vars(encoder).get("generate"), "__self__", None), PriorSession):
             raise ValueError(f"{ENCODER} has a session already; detach that one first")
         self.model, self.runs, self.forecast = GlmImageModel(encoder), 0, None
-        self.given = dict(prior) if isinstance(prior, Mapping) else {"sampler": prior}
+        self.arguments = dict(prior) if isinstance(prior, Mapping) else {"sampler": prior}
         self.latest: ImageOutput | None = None
         self._request(True)
         self.encoder = encoder
         encoder.generate = self.generate
 
     def _request(self, do_sample: bool) -> Any:
-        """The request of a run, with what the generation config says now."""
         config = self.model.module.generation_config
         for name, value in DISABLED_SETTINGS.items():
             if getattr(config, name, None) not in (None, value):
                 raise ValueError(f"{name}={shown(getattr(config, name))} of {ENCODER}'s generation config is not read")
         if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
             raise ValueError(f"suppress_tokens of {ENCODER}'s generation config names codes, which all may be drawn")
-        greedy = self.given.get("temperature", 1.0 if do_sample else 0.0) == 0
+        greedy = self.arguments.get("temperature", 1.0 if do_sample else 0.0) == 0
         defaults = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in SAMPLING_SETTINGS}
-        return picture_request(self.model, {**defaults, **self.given})
+        return picture_request(self.model, {**defaults, **self.arguments})
 
     @torch.no_grad()
     def generate(
@@ -101,12 +93,9 @@ class PriorSession(Attached):
         max_new_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Replace the encoder's method: [B, L + N] int64, the prompts and N tokens of rasters.
+        """Return [B, L + N] int64: prompts and N tokens of rasters. A missing seed is drawn from torch's generator.
 
-        Without a seed in the settings, one is drawn from torch's generator, which the pipeline seeds.
-
-        Raises:
-            ValueError: an argument that the pipeline does not give, or grids of unlike sizes.
+        Raises ValueError for an argument that the pipeline does not use, or grids of unlike sizes.
         """
         if image_grid_thw is None or any(value is not None for value in others.values()):
             odd = next((name for name, value in others.items() if value is not None), "image_grid_thw=None")

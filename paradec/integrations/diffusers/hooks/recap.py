@@ -1,6 +1,6 @@
-"""ReCAP on AmusedPipeline (arXiv 2505.19089): a scheduler chooses each group's targets, hooks evaluate only those.
+"""ReCAP on AmusedPipeline (arXiv 2505.19089).
 
-In a local step the layers evaluate the targets' cells, which attend to the keys and values of all cells.
+In a local step the layers evaluate the cells of the scheduler's targets, which attend to keys and values of all cells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paradec.samplers.masked.rules.recap import Recap
 
 @dataclass
 class RecapReport:
-    """What a `RecapSession` did since it was attached."""
+    """Counts since a `RecapSession` was attached."""
 
     cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated cells of an image, and all
     bytes: int = 0  # of keys, values and hidden states, at most
@@ -35,14 +35,10 @@ class RecapReport:
 
 
 class RecapSession(Attached):
-    """ReCAP on an AmusedPipeline; made by `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
+    """ReCAP on an AmusedPipeline, from `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
 
-    The pipeline's scheduler is exchanged for a `RecapScheduler`. Amused's convolutions run on the whole image; with
-    `downsample`, layers work on cells of 2 x 2 tokens, and those that hold a target are evaluated.
-
-    Raises:
-        TypeError: another pipeline. ValueError: hooked or accelerated already, or an attention processor that is not
-            diffusers' own.
+    The scheduler is exchanged for a `RecapScheduler`. With `downsample` a cell has 2 x 2 tokens. Raises TypeError for
+    another pipeline, ValueError if it is accelerated already or has an attention processor that is not diffusers'.
     """
 
     def __init__(self, pipe: Any, sampler: Recap):
@@ -58,14 +54,12 @@ class RecapSession(Attached):
                 f"{type(pipe).__name__} ({type(transformer).__name__}); other models: paradec.generate(cache='recap')"
             )
         layers = transformer.transformer_layers
+        if hasattr(transformer, "_paradec_session"):
+            raise ValueError("the pipeline is accelerated already; detach that session first")
         for layer in layers:
-            if isinstance(layer.attn1.processor, _CachingProcessor):
-                raise ValueError("the pipeline has a ReCAP session already; detach that one first")
             if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
                 name = type(layer.attn1.processor).__name__
                 raise ValueError(f"attention processor {name} cannot be exchanged; call set_default_attn_processor()")
-        if hasattr(transformer, "_paradec_session"):
-            raise ValueError("transformer is accelerated already; detach that session first")
         settings = {name: getattr(sampler, name) for name in sampler.settings()}
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
@@ -76,9 +70,9 @@ class RecapSession(Attached):
         self.run: object | None = None
         pipe.scheduler = scheduler
         self.attention = [layer.attn1 for layer in layers]
-        self.keeping = [_CachingProcessor(self, attention.processor) for attention in self.attention]
-        for attention, keeping in zip(self.attention, self.keeping, strict=True):
-            attention.processor = keeping
+        self.processors = [_CachingProcessor(self, attention.processor) for attention in self.attention]
+        for attention, processor in zip(self.attention, self.processors, strict=True):
+            attention.processor = processor
         self.transformer = transformer
         transformer._paradec_session = self
         self.hooks = [
@@ -93,21 +87,22 @@ class RecapSession(Attached):
     def detach(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        for attention, keeping in zip(self.attention, self.keeping, strict=True):
-            attention.processor = keeping.plain
-        vars(self.transformer).pop("_paradec_session", None)
-        self.hooks, self.attention = [], []
+        for attention, processor in zip(self.attention, self.processors, strict=True):
+            if attention.processor is processor:
+                attention.processor = processor.original
+        if vars(self.transformer).get("_paradec_session") is self:
+            del self.transformer._paradec_session
         self._forget()
         if self.pipe.scheduler is self.scheduler:
             self.pipe.scheduler = self.before
 
     def _forget(self) -> None:
         self.hidden = self.local = None
-        for keeping in self.keeping:
-            keeping.key = keeping.value = None
+        for processor in self.processors:
+            processor.key = processor.value = None
 
     def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace the transformer's forward: choose the cells that its layers evaluate."""
+        """Choose the cells that the layers evaluate, and call the transformer."""
         if self.run is not self.scheduler.run:
             self._forget()
             self.run = self.scheduler.run
@@ -120,12 +115,14 @@ class RecapSession(Attached):
         if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
             chosen = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
             chosen = chosen.repeat(len(input_ids) // len(chosen), 1)  # guidance branches
-            # rows with fewer cells evaluate some more: it makes them no worse
+            # rows with fewer cells evaluate some others too
             max_cells = int(chosen.sum(1).max())
             self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :max_cells]
         output = inner(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
-        tensors = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
+        tensors = [tensor for processor in self.processors for tensor in (processor.key, processor.value)] + [
+            self.hidden
+        ]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
 
@@ -147,16 +144,14 @@ class RecapSession(Attached):
 
 
 class _CachingProcessor:
-    """diffusers' attention processor that also keeps keys and values of all cells; a local step renews some."""
+    """diffusers' attention with stored keys and values of all cells; a local step updates some."""
 
-    def __init__(self, session: RecapSession, plain: Any):
-        self.session, self.plain = session, plain
+    def __init__(self, session: RecapSession, original: Any):
+        self.session, self.original = session, original
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """hidden_states: [R, M, D] -> [R, M, D]."""
-
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 

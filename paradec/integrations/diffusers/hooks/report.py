@@ -153,7 +153,6 @@ class Stopwatch:
             self.start.record()
 
     def stop(self) -> Any:
-        """Return seconds, or the two events."""
         if not self.is_cuda:
             return time.perf_counter() - self.start
         end = torch.cuda.Event(enable_timing=True)

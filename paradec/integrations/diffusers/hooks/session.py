@@ -97,10 +97,6 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             (`hooks.prior.PriorSession`); alone, or next to a sampler for its DiT.
         settings: of the named sampler.
 
-    Returns:
-        The session. Each call of a step (guidance may take two) has a history, which starts empty in every run and when
-        shapes change.
-
     Raises:
         TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is
             accelerated or has a diffusers cache. The pipeline is then unchanged.

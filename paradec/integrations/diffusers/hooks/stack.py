@@ -89,7 +89,6 @@ class Stack:
         self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
 
     def finish(self) -> None:
-        """End a call."""
         walk, self.walk = self.walk, None
         if walk is None:
             return
@@ -103,7 +102,6 @@ class Stack:
     def _call(
         self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Evaluate or forecast a block in place of its forward."""
         if not self.owner.is_inside:  # used by itself
             return inner(*args, **kwargs)
         streams = find_streams(module, args, kwargs)
@@ -137,7 +135,6 @@ class Stack:
     def _decide(
         self, walk: StackCall, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> bool:
-        """Whether the blocks between the probe and the last ones are evaluated in this call."""
         owner, history, rule = self.owner, walk.history, self.rule
         is_fresh = not history.ends
         if rule is None:
@@ -165,7 +162,6 @@ class Stack:
     def _split(
         self, module: nn.Module, streams: dict[str, Tensor], output: Any
     ) -> tuple[OutputForm, dict[str, Tensor]]:
-        """Split an output into its form and streams."""
         leaves, spec = tree_flatten(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         names = match_outputs(module, streams, shapes)

@@ -38,7 +38,6 @@ class Tap:
         self.hook = Hook(module, self.call) if place.name else None
 
     def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Evaluate, forecast or skip the module in place of its forward."""
         owner, place = self.owner, self.place
         if not owner.is_inside:  # used by itself
             return inner(*args, **kwargs)

@@ -67,7 +67,6 @@ class RunState:
         self.decision, self.counts = None, {}
 
     def forget(self) -> None:
-        """Drop everything but the records."""
         self.branches, self.signatures, self.watched, self.run_progress.memory = {}, {}, None, {}
 
     @property
@@ -78,9 +77,8 @@ class RunState:
 class Transformer:
     """One transformer of a session.
 
-    Raises:
-        ValueError: it is accelerated already, has a diffusers cache, is compiled as a whole (unless `where` is
-            "output"), or lacks a module that the settings name. Nothing is changed then.
+    Raises ValueError if it is accelerated already, has a diffusers cache, is compiled as a whole (unless `where` is
+    "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
     def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
@@ -130,7 +128,6 @@ class Transformer:
             )
 
     def _hook_modules(self, settings: Forecast) -> None:
-        """Hook the modules that these settings name."""
         self._unhook_modules()
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
@@ -216,7 +213,6 @@ class Transformer:
         )
 
     def remove(self) -> None:
-        """Restore the transformer."""
         self._unhook_modules()
         if vars(self.base).get("_paradec_session") is self:
             del self.base._paradec_session
@@ -224,7 +220,6 @@ class Transformer:
         self.histories = {}
 
     def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Make a call of the transformer, in a run or plain."""
         clock = self.clock
         with clock.lock:
             if self.is_inside:
@@ -428,10 +423,10 @@ def read_modulated_input(
 
 
 def unpack_latent(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The latent that a transformer is given, [B, C, (frames,) rows, columns].
+    """Return the latent that a transformer is given, [B, C, (frames,) rows, columns].
 
-    Cells in one row [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline's `_unpack_latents`. Raises
-    ValueError where their positions are unknown.
+    Cells [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline. Raises ValueError if their positions are
+    unknown.
     """
     latent = find_latent(args, kwargs)
     if latent.ndim != 3:
