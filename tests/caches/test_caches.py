@@ -16,7 +16,7 @@ import torch
 from decoding import fits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import MASK, tiny, wrap_kind
+from small_models import MASK, tiny
 
 import paradec
 from paradec import Suffix, caches, samplers
@@ -395,18 +395,6 @@ def test_table_follows_from_declarations() -> None:
     assert {"dkv_decode", "dkv_pd", "dkv_greedy"} <= set(refused) and not {"none", "dual"} & set(refused)
     settings = caches.create("dkv_decode", refresh_interval=1)
     assert verdict(samplers.create("threshold"), settings, Facts).status == EXACT
-
-
-def test_models_without_a_store_are_refused() -> None:
-    with pytest.raises(ValueError, match="Opaque does not run over a key/value store"):
-        paradec.generate(wrap_kind("Opaque"), [[1, 2]], cache="dual", max_new_tokens=4)
-
-
-def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
-    with pytest.raises(ValueError, match="rng='reference'"):
-        paradec.generate(
-            tiny(1), [[1, 2]], sampler="random", cache="dkv_greedy", rng="reference", temperature=0.5, max_new_tokens=4
-        )
 
 
 def test_to_dict_makes_the_same_cache_again() -> None:

@@ -139,16 +139,6 @@ def test_a_schedule_takes_more_steps_where_it_wants_more_than_is_evaluated() -> 
     assert out.row_nfe == [7] * 3 and not (out.sequences[:, -NEW:] == MASK).any()  # 5, then 3 and 2 of each block
 
 
-def test_refusals() -> None:
-    for model, sampler, message in (
-        (tiny(1, "block_causal"), "threshold", "needs a bidirectional model"),
-        (tiny(1), "wino", "use 'dual'"),
-        (tiny(1), "freedave", "promises the result of single steps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            paradec.generate(model, ROWS, cache="d2", sampler=sampler, max_new_tokens=8)
-
-
 @dataclass(frozen=True)
 class AsRecorded(D2Cache):
     """Evaluates what a trace says. Its own sets, with the public code's oversights, are kept in `chosen`."""

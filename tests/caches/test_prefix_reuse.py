@@ -371,25 +371,6 @@ def kept() -> tuple[Model, KeptPrefix]:
     return model, paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prefix": "hello"}, "prefix='hello' must be the `prefix` of an output"),
-        ({"keep_prefix": 1}, "keep_prefix=1 must be True or False"),
-        ({"share_prefix": "yes"}, "share_prefix='yes' must be True or False"),
-        (
-            {"keep_prefix": True, "cache": None},
-            "keep_prefix=True needs a cache that keeps keys and values; cache='none'",
-        ),
-        ({"share_prefix": True, "cache": "none"}, "share_prefix=True needs a cache"),
-        ({"keep_prefix": True, "guidance_scale": 2.0}, "keep_prefix=True does not work with guidance_scale"),
-    ],
-)
-def test_bad_arguments_are_named(kept: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paradec.generate(kept[0], [SYSTEM], **request(**{"cache": "block"} | changes))
-
-
 def test_a_prefix_of_something_else_is_refused(kept: Any) -> None:
     model, prefix = kept
     with pytest.raises(ValueError, match="prefix and share_prefix=True both say what rows begin with"):

@@ -595,31 +595,6 @@ def test_decoding_through_the_kernels() -> None:
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
 
 
-@pytest.mark.parametrize(
-    ("topology", "sampler", "message"),
-    [
-        ("block_causal", "threshold", "its lists are for full attention, and LlamaForCausalLM is block-causal"),
-        ("bidirectional", "freedave", "promises the result of single steps"),
-        ("bidirectional", "wino", "evaluates masks"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(topology: str, sampler: str, message: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"attention='sparsed' does not work with sampler '{sampler}' here: .*{message}"
-    ):
-        paradec.generate(tiny(1, topology), [[1, 2]], sampler=sampler, attention="sparsed", max_new_tokens=4)
-
-
-def test_bad_attention_is_refused() -> None:
-    for wrong in ("sparse", 3, SparseD):
-        with pytest.raises(ValueError, match="attention"):
-            paradec.generate(tiny(1), [[1, 2]], attention=wrong, max_new_tokens=4)
-    with pytest.raises(ValueError, match="prefix that is taken over"):
-        paradec.generate(
-            tiny(1), [[1, 2], [1, 3]], attention="sparsed", share_prefix=True, cache="dual", max_new_tokens=4
-        )
-
-
 def test_models_without_such_attention_are_refused() -> None:
     class Plain(nn.Module):
         config = type("Config", (), {"vocab_size": 9})

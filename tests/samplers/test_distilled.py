@@ -275,61 +275,6 @@ def test_pictures_and_their_traces() -> None:
     assert once.row_nfe == [1, 1] and not torch.equal(once.images, out.images)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"teacher": tiny_llamagen, "t_list": (0, 2, 3)}, "two stages"),
-        ({"teacher": tiny_llamagen, "t_list": (0, 2), "teacher_start": 2}, "teacher_start=2"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    settings = {key: value() if callable(value) else value for key, value in settings.items()}
-    with pytest.raises(ValueError, match=message):
-        Distilled(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "given", "message"),
-    [
-        ({}, {"guidance_scale": 2.0}, "guidance_scale=2.0 has no meaning without a teacher"),
-        ({}, {"temperature": 0.0}, "temperature=0.0 has no meaning without a teacher"),
-        ({}, {"steps": 3}, "steps=3"),
-        ({"t_list": (0, 4)}, {"steps": 1}, "steps=1 must be 2"),
-        ({"t_list": (0, 17)}, {}, "t_list=17"),
-        ({"split": 17}, {}, "split=17"),
-        ({}, {"noise": torch.zeros(1, 16, 3)}, "noise has shape"),
-        ({}, {"seed": [1, 2]}, "seed has 2 entries"),
-    ],
-)
-def test_bad_requests(settings: dict[str, Any], given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Distilled(**settings).start(tiny_student(), [1], **given)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Distilled(teacher=tiny_llamagen(grid=5)).start(tiny_student(), [1]), "grid=5; .* has 4"),
-        (lambda: Distilled(teacher=tiny_llamagen("t2i")).start(tiny_student(), [1]), "condition='t2i'"),
-        (lambda: Distilled(teacher=tiny_student()).start(tiny_student(), [1]), "must be a LlamaGen"),
-        (lambda: Distilled(teacher=3), "teacher=3 must be an image model"),
-        (lambda: Distilled(teacher=tiny_llamagen()).start(tiny_student(), [1], steps=1), "steps=1 leaves no place"),
-        (lambda: Distilled(teacher=tiny_llamagen(), teacher_start=5).start(tiny_student(), [1]), "teacher_start=5"),
-        (lambda: Distilled().start(tiny_student(), [10]), "label=10"),
-        (lambda: Distilled().start(tiny_llamagen(), [1]), "a distilled student"),
-        (lambda: paradec.generate_images(tiny_student(), class_labels=1, sampler="sjd"), "'distilled' family"),
-        (lambda: Distilled(teacher=tiny_llamagen()).start(tiny_var_student(), [1]), "must be a VAR"),
-        (lambda: Distilled(teacher=tiny_var(classes=7)).start(tiny_var_student(), [1]), "classes=7; .* has 5"),
-        (lambda: Distilled(teacher=tiny_var(vq_seed=3)).start(tiny_var_student(), [1]), "other codes than its student"),
-        (lambda: tiny_var_student(split=9), "split=9"),
-        (lambda: paradec.samplers.create("var").start(tiny_var_student(), [1]), "a distilled student"),
-    ],
-)
-def test_other_teachers_are_refused(call: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        call()
-
-
 def test_checkpoints_load(tmp_path: Path) -> None:
     student = tiny_student()
     weights, config = student.module.state_dict(), student.module.config

@@ -181,11 +181,7 @@ def test_orders_are_those_of_the_groups() -> None:
         assert exact.order[0, 1:17].tolist() == lossy.cells[0].tolist()
 
 
-def test_what_is_refused() -> None:
-    model = tiny_lpd()
-    laid = model.request([1], model.grid())
-    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
-        Groups(lossless=True).start(model, laid.prompts, Request(guidance_scale=2.0, temperature=1.0))
+def test_logits_that_are_not_finite_and_settings() -> None:
     broken = made(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2)
     broken.module.mask_token.data[0, 0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):

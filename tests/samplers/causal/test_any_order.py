@@ -312,50 +312,6 @@ def test_an_answer_that_is_no_number_is_refused(model: ProteinMPNNModel) -> None
         paradec.generate(broken, broken.prompt(), sampler="jacobi", temperature=1.0)
 
 
-@pytest.mark.parametrize(
-    ("order", "words"),
-    [
-        ("halton", "unknown order: 'halton'"),
-        (3, "order=3 must be 'random', 'chain', a list of places"),
-        ([0.5, 1], "order=0.5 must be an integer from 0 to"),
-        ([0, 1, 1], r"order=\[0, 1, 1\] must list each of the 11 places of row 0, or each of its 9 undecided ones"),
-        (list(range(10)), "must list each of the 11 places of row 0"),
-        ([[0], [1]], "order lists 2 orders for 1 rows"),
-        (orders.create("given", cells=[1, 0]), "must list each of 11 cells once"),
-    ],
-)
-def test_orders_that_are_none(model: ProteinMPNNModel, order: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        paradec.generate(model, model.prompt("plain", fixed=[0, 4]), sampler="jacobi", order=order)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "settings", "asked", "words"),
-    [
-        ("margin", {}, {"order": "chain"}, "order='chain' has no meaning for sampler 'margin'"),
-        ("speculative", {"drafter": "prompt_lookup"}, {}, "decodes texts from left to right; small is a model of any"),
-        ("zipar", {}, {}, "sampler 'zipar' decodes texts from left to right"),
-        ("jacobi", {"group": 4}, {}, "group=4 makes blocks of a text"),
-        ("jacobi", {"pool": 4}, {}, "pool=4 needs a model that runs over a store"),
-        ("sjd", {"init": "repeat_horizontal"}, {}, "init='repeat_horizontal' guesses along a text"),
-        ("sjd", {}, {"guidance_scale": 2.0}, "guidance_scale=2.0: small, a model of any order"),
-        ("sjd", {}, {"rollout": True}, "rollout=True does not work with small, a model of any order"),
-    ],
-)
-def test_what_has_no_order_is_refused(
-    model: ProteinMPNNModel, sampler: str, settings: dict[str, Any], asked: dict[str, Any], words: str
-) -> None:
-    method = paradec.samplers.create(sampler, **settings)
-    with pytest.raises(ValueError, match=words):
-        paradec.generate(model, model.prompt("plain"), sampler=method, **asked)
-
-
-def test_texts_have_one_order(model: ProteinMPNNModel) -> None:
-    from small_models import wrap_causal
-
-    with pytest.raises(ValueError, match="order='chain' has no meaning for LlamaForCausalLM: its order is the text's"):
-        paradec.generate(wrap_causal(), [1, 2], sampler="jacobi", order="chain")
-    with pytest.raises(ValueError, match="init='model' needs a model of any order"):
-        paradec.generate(wrap_causal(), [1, 2], sampler=paradec.samplers.create("sjd", init="model"))
+def test_orders_are_saved() -> None:
     assert math.isclose(Request(order=[1, 0]).order[0], 1) and Request(order="random").to_dict() == {"order": "random"}
     assert Request(**Request.from_dict(Request(order=orders.create("random", sizes=2)).to_dict())).order.sizes == 2

@@ -168,18 +168,3 @@ def test_a_template_joins_the_next_forward(causal: Model) -> None:
         max_new_tokens=16,
     )
     assert out.text[0].startswith("{x:") and out.nfe <= 3
-
-
-def test_refusals(causal: Model) -> None:
-    value = paradec.Regex("[0-9]+")
-    for sampler, more, part in (
-        ("gsd", {}, "accepts tokens that its distribution excludes"),
-        ("lantern", {}, "accepts tokens that its distribution excludes"),
-        (samplers.create("jacobi", group=4, early_exit="published"), {}, "were not verified"),
-        ("sjd", {"stop_strings": "1"}, "stop_strings may end a row"),
-        ("sjd", {"constraint": [value]}, "a list for holes"),
-        ("sjd", {"constraint": paradec.Regex("[0-9]{13}")}, "the shortest text takes 7 tokens, max_new_tokens=6"),
-        ("sjd", {"suppress_tokens": [*range(10), 27]}, "no text that the tokenizer can write"),
-    ):
-        with pytest.raises(ValueError, match=part):
-            paradec.generate(causal, [[1, 2]], sampler=sampler, max_new_tokens=6, **{"constraint": value} | more)

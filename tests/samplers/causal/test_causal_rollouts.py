@@ -231,22 +231,3 @@ def test_nemotron_s_causal_mode() -> None:
         torch.testing.assert_close(paradec.replay(model, rollout), rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="rollout is of .*, not of"):
         paradec.replay(paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", topology="block_causal"), rollout)
-
-
-def test_what_cannot_be_recorded_is_refused() -> None:
-    wrong: list[tuple[str, Any, dict[str, Any]]] = [
-        ("sampler 'gsd', which is not lossless", causal(1), {"sampler": "gsd"}),
-        ("not lossless", causal(1), {"sampler": "jacobi(group=5, max_iterations=2, early_exit='published')"}),
-        (
-            "'self_speculative' on LlamaForCausalLM, which is block-causal",
-            tiny(1, "block_causal"),
-            {"sampler": "self_speculative"},
-        ),
-    ]
-    for message, model, given in wrong:
-        with pytest.raises(ValueError, match=f"rollout=True does not work with .*{message}"):
-            paradec.generate(model, ROWS, temperature=1.0, **GIVEN, **given)
-    sampler: Any = create("sjd")
-    with pytest.raises(ValueError, match="negative_prompt, which a rollout does not hold"):
-        sampler.start(causal(1), ROWS, guidance_scale=2.0, negative_prompt=[[5, 6]], **GIVEN)
-    sampler.start(causal(1), ROWS, guidance_scale=2.0, negative_prompt=[row[-1:] for row in ROWS], **GIVEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -380,25 +379,3 @@ def test_drafters_and_stopping_rules_are_saved(settings: dict[str, Any], name: s
     assert Speculative(**given) == method
     assert Speculative(drafter=DRAFTER, stop=low_tokens).to_dict()["stop"] == "low_tokens"
     assert load_draft_model("token_recycling", None) == "token_recycling"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stop": 3}, "stop=3 must be a callable of q and drafts, or 'unsure' or 'unconfident'"),
-        ({"stop": {"stop": "unsure", "size": 3}}, "unexpected keyword argument 'size'"),
-        ({"stop": "unsure", "tree": (2, 1)}, "is for chains that a model drafts, not for tree=(2, 1)"),
-        ({"stop": "unsure", "drafter": "prompt_lookup"}, "not for drafter='prompt_lookup'"),
-        ({"stop": "unconfident"}, "needs a drafter with a confidence head (DSpark's); table has none"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Speculative(**{"drafter": DRAFTER} | settings)
-
-
-@pytest.mark.parametrize("answer", [True, torch.zeros(2), torch.zeros(1, 1, dtype=torch.bool)])
-def test_a_rule_that_answers_something_else_is_refused(answer: Any) -> None:
-    method = Speculative(drafter=DRAFTER, stop=lambda q, drafts: answer)
-    with pytest.raises(ValueError, match=re.escape("it must return [R] bool, R=1")):
-        method.start(MODEL, [[1, 2]], max_new_tokens=6)

@@ -272,25 +272,6 @@ def test_the_adapter_changes_drafts_alone() -> None:
     assert not any(part._forward_hooks for name, part in model.module.named_modules() if name.endswith("o_proj"))
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        (lambda: tiny(2), {}, "it is bidirectional"),
-        (lambda: paradec.wrap(tiny(2).unwrap(), topology="causal"), {}, "does not say what a mask is"),
-        (causal, {"adapter": True}, "has no adapter"),
-    ],
-)
-def test_models_that_cannot(model: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paradec.generate(model(), [[1, 2]], sampler=SelfSpeculative(**settings), max_new_tokens=3)
-
-
-def test_prompts_hold_no_mask() -> None:
-    model = tiny(2, "block_causal")
-    with pytest.raises(ValueError, match="holds the mask id"):
-        paradec.generate(model, [[1, MASK, 2]], sampler="self_speculative", max_new_tokens=3)
-
-
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}])
 def test_answers_under_a_constraint(settings: dict[str, Any]) -> None:
     model = reading_letters(causal(42), 20)

@@ -169,36 +169,3 @@ def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token()
     sampler = paradec.samplers.create("zipar", window=4)
     expected, _ = answers(made("sjd, token by token"), model, PROMPTS, **request)
     assert answers(sampler, model, PROMPTS, **request)[0] == expected
-    with pytest.raises(ValueError, match="needs a grid"):
-        sampler.start(model, PROMPTS, max_new_tokens=4)
-
-
-def test_requests_are_checked() -> None:
-    model = wrap_causal()
-    wrong: dict[str, Any] = {"seed": [1, 2], "suppress_tokens": [12], "negative_prompt": [[1], [2]], "blocks": "fixed"}
-    wrong |= {"cache": "dual", "steps": 3, "rng": "reference", "confidence_eos_eot_inf": True, "temprature": 1}
-    for name, value in wrong.items():
-        with pytest.raises((ValueError, TypeError), match=name):
-            made("sjd").start(model, [1, 2], **{"max_new_tokens": 8, "guidance_scale": 2.0, name: value})
-    with pytest.raises(ValueError, match="negative_prompt"):
-        made("sjd").start(model, [1, 2], max_new_tokens=8, negative_prompt=[1])
-    with pytest.raises(ValueError, match="max_new_tokens=70"):
-        made("sjd").start(model, [1, 2], max_new_tokens=70)
-    with pytest.raises(ValueError, match="init='repeat_vertical' needs a grid"):
-        paradec.samplers.create("sjd", init="repeat_vertical").start(model, [1, 2], max_new_tokens=8)
-    with pytest.raises(ValueError, match="prediction='shifted'"):
-        made("sjd").start(paradec.wrap(tiny_llama(), topology="causal", prediction="same"), [1, 2])
-    with pytest.raises(ValueError, match="lantern.*codebook"):
-        paradec.samplers.create("lantern").start(model, [1, 2], max_new_tokens=8)
-    with pytest.raises(ValueError, match="drafter is needed"):
-        paradec.samplers.create("speculative").start(model, [1, 2], max_new_tokens=8)
-
-
-def test_a_drafter_must_have_the_same_vocabulary() -> None:
-    config = tiny_llama().config.__class__(**{**tiny_llama().config.to_dict(), "vocab_size": 13})
-    drafter = wrap_causal(LlamaForCausalLM(config).double())
-    with pytest.raises(ValueError, match="vocabulary of 13"):
-        paradec.samplers.create("speculative", drafter=drafter).start(wrap_causal(), [1, 2], max_new_tokens=8)
-    short = wrap_causal(tiny_llama(), max_length=6)
-    with pytest.raises(ValueError, match="takes 6 positions"):
-        paradec.samplers.create("speculative", drafter=short).start(wrap_causal(), [1, 2], max_new_tokens=8)

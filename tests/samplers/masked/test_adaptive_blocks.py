@@ -207,11 +207,6 @@ def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> Non
     assert len(lengths) > 1
 
 
-def test_steps_cannot_be_spread(llada64: Model) -> None:
-    with pytest.raises(ValueError, match=r"steps=4 cannot be spread over AdaptiveBlocks\(.*leave steps out"):
-        paradec.generate(llada64, ROWS, sampler="low_confidence", blocks=AdaptiveBlocks(delimiters=(45,)), steps=4)
-
-
 class FirstDoubt:
     """A user's policy: the block ends before the first candidate with a confidence below a half."""
 

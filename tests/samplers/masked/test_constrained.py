@@ -501,25 +501,6 @@ def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatc
             paradec.generate(bidirectional, [[1, 2]], **asked, **more)
 
 
-def test_other_refusals(bidirectional: Model) -> None:
-    value = paradec.Regex("[0-9]+")
-    for more, part in (
-        ({"rng": "reference", "generator": torch.Generator()}, "draws every token by itself"),
-        ({"stop_strings": "1"}, "stop_strings may end a row"),
-        ({"cache": "dkv_greedy", "sampler": "random"}, "leaves undecided positions"),
-        ({"constraint": [value]}, None),
-        ({"constraint": [value, None]}, "2 entries, and row 0 1 holes"),
-        ({"constraint": paradec.Regex("[0-9]{13}")}, "the shortest text takes 7 tokens, max_new_tokens=6"),
-        ({"constraint": paradec.Regex("q+")}, "no text that the tokenizer can write"),
-        ({"suppress_tokens": [*range(10), 27]}, "no text that the tokenizer can write"),
-    ):
-        if part is None:
-            paradec.generate(bidirectional, [[1, 2]], max_new_tokens=6, **{"constraint": value} | more)
-            continue
-        with pytest.raises(ValueError, match=part):
-            paradec.generate(bidirectional, torch.tensor([[1, 2]]), max_new_tokens=6, **{"constraint": value} | more)
-
-
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:cache=")
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

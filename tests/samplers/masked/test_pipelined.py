@@ -252,17 +252,6 @@ def test_rules_with_memory_are_a_plain_loop(rule: Any) -> None:
     assert ahead > 10
 
 
-def test_one_rule_with_a_schedule_is_one_too_many(model: Model) -> None:
-    with pytest.raises(ValueError, match="sampler 'union' does not work with .*: its schedule is of one block after"):
-        decode(model, sampler="klass+ccd", blocks=PipelinedBlocks(4))
-
-
-def test_steps_have_no_meaning_there(model: Model) -> None:
-    for sampler in ("klass", "persistence", "klass+threshold"):
-        with pytest.raises(ValueError, match="steps=6 does not work with blocks=PipelinedBlocks.*: steps are spread"):
-            decode(model, sampler=sampler, blocks=PipelinedBlocks(4), steps=6)
-
-
 @dataclass(frozen=True)
 class Scripted(MaskedSampler):
     """Commits a position of the canvas in the step that is written down for it, or as soon as its block is open."""
@@ -436,24 +425,3 @@ def test_the_command_line() -> None:
         assert done.exit_code == 0 and "apple fig pear" in done.stdout
     bad = CliRunner().invoke(cli.app, ["generate", "Sort: pear fig apple", "--block-add", "0.5"])
     assert bad.exit_code != 0 and "--block-add goes with --blocks pipelined --block-length N" in bad.output
-
-
-@pytest.mark.parametrize(
-    ("sampler", "why"),
-    [
-        ("low_confidence", "its schedule is of one block after the other"),
-        ("freedave", "its schedule is of one block after the other"),
-        ("editing", "it takes back what it decided in one open block"),
-        ("wino", "it takes back what it decided in one open block"),
-        ("learn2pd", "it judges one block at a time"),
-    ],
-)
-def test_samplers_that_cannot_are_refused(sampler: str, why: str, model: Model) -> None:
-    with pytest.raises(ValueError, match=f"sampler '{sampler}' does not work with blocks=PipelinedBlocks.*: {why}"):
-        decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
-
-
-def test_drafts_of_one_block_are_refused(model: Model) -> None:
-    sampler = samplers.create("freedave", base="threshold")
-    with pytest.raises(ValueError, match="'freedave' does not work with .*: it drafts later steps .*lopa"):
-        decode(model, sampler=sampler, blocks=PipelinedBlocks(4))

@@ -262,25 +262,7 @@ def test_approximations_are_named(name: str, model: Model) -> None:
     assert paradec.generate(model, rows, **GIVEN).rollout.exact
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "'freedave', which takes several steps in one call": {"sampler": "freedave"},
-    "'maskgit', whose steps are its own": {"sampler": "maskgit"},
-    "rng='reference', whose distributions": {"rng": "reference", "seed": 0},
-    "rollout=True does not work with compile=True|compile=True": {"compile": True},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_recorded_is_refused(message: str, model: Model) -> None:
-    with pytest.raises(ValueError, match=message):
-        paradec.generate(model, ROWS[:1], **GIVEN, **REFUSED[message])
-
-
-def test_other_refusals(model: Model) -> None:
-    with pytest.raises(ValueError, match="rollout='yes' must be True or False"):
-        paradec.generate(model, ROWS, rollout="yes")
-    with pytest.raises(ValueError, match="holes that end tokens are kept out of; give holes_eos_inf=False"):
-        paradec.infill(model, [[3, MASK, 4]], rollout=True)
+def test_holes_are_recorded(model: Model) -> None:
     found = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
     assert (found.step_map[0] >= 0).tolist() == [False, True, False, True]
 

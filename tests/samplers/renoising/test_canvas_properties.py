@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import replays
-from small_models import CANVAS, GEMMA_VOCAB, tiny, tiny_gemma
+from small_models import CANVAS, GEMMA_VOCAB, tiny_gemma
 from structured import CASES, KINDS, automaton_of, lettered, named, tokenizer_of
 from structured import VOCAB as VOCAB_CONSTRAINTS
 from tokenized_models import byte_level_tokenizer
@@ -416,51 +416,6 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
     method.commit(state, proposal)
 
 
-REFUSED = {
-    "cache": "dual",
-    "attention": "sparsed",
-    "blocks": "fixed",
-    "block_length": CANVAS,
-    "temperature": 0.5,
-    "guidance_scale": 2.0,
-    "share_prefix": True,
-    "confidence_eos_eot_inf": True,
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_means_nothing_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=.* does not work with sampler 'diffusion_gemma': .+"):
-        paradec.generate(model(), ROWS[0], **{name: REFUSED[name]})
-    with pytest.raises(ValueError, match="compile=True does not work with sampler 'diffusion_gemma': .+"):
-        samplers.create("diffusion_gemma").start(model(), ROWS[0], compile=True)
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"max_new_tokens": 5000}, "longer than DiffusionGemmaForBlockDiffusion takes"),
-        ({"steps": 1, "max_new_tokens": 40}, "multiple of the number of canvases"),
-        ({"suppress_tokens": range(GEMMA_VOCAB)}, "suppress_tokens excludes all"),
-        ({"stop": paradec.Prophet()}, "stop=.*closes as a whole"),
-        ({"stop_strings": "a"}, "needs a tokenizer"),
-        ({"prefix": 3}, "prefix=3"),
-        ({"rng": "reference", "seed": [1, 2]}, "seed has 2 entries"),
-        ({"sampler": "sjd"}, "sampler 'sjd' takes a language model"),
-        ({"sampler": "klass"}, "'klass' cannot say"),
-    ],
-    ids=str,
-)
-def test_requests_that_do_not_fit(request_: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        paradec.generate(model(), ROWS[0], **request_)
-
-
-def test_other_models_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="sampler 'diffusion_gemma' takes a model of canvases of noise"):
-        paradec.generate(tiny(1), [9], sampler="diffusion_gemma")
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.fixed_dictionaries(
@@ -624,7 +579,7 @@ def test_every_answer_fits(name: str, kind: str, canvases: Model) -> None:
         assert all(fits(text) for text in out.text), (more, out.text)
 
 
-def test_holes_and_refusals(canvases: Model) -> None:
+def test_holes_with_constraints(canvases: Model) -> None:
     hole = canvases.facts.hole_id
     ids = torch.tensor([[11, hole, hole, hole, 12, hole, hole]])
     out = paradec.infill(
@@ -633,11 +588,3 @@ def test_holes_and_refusals(canvases: Model) -> None:
     assert out.fills is not None
     for text, pattern in zip(out.fills[0], ("yes[0-9]{2}|[ab]{3}", "(no|[01])*"), strict=True):
         assert re.fullmatch(pattern, text)
-    for more, part in (
-        ({"stop_strings": "1"}, "stop_strings may end a row"),
-        ({"rng": "reference", "generator": torch.Generator()}, "draws every token by itself"),
-        ({"constraint": paradec.Regex("[0-9]{13}")}, "the shortest text takes 7 tokens, max_new_tokens=6"),
-    ):
-        asked: dict[str, Any] = {"constraint": paradec.Regex("[0-9]+"), "max_new_tokens": 6} | more
-        with pytest.raises(ValueError, match=part):
-            paradec.generate(canvases, torch.tensor([[11, 12]]), sampler="diffusion_gemma", **asked)

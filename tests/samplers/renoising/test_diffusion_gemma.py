@@ -219,11 +219,6 @@ def test_what_is_unset_follows_the_model() -> None:
     assert state.steps == 3
 
 
-def test_a_temperature_range_is_checked_with_the_models() -> None:
-    with pytest.raises(ValueError, match=r"t_min=0.9 must be at most t_max=0.8; what is not given is the model's"):
-        samplers.create("diffusion_gemma", t_min=0.9).start(paradec.wrap(tiny_gemma()), [9])
-
-
 def test_end_and_padding_of_the_module_are_the_models() -> None:
     model = paradec.wrap(tiny_gemma(), eos_token_id=GEMMA_END)
     assert model.facts.eos_token_ids == (GEMMA_END,) and model.facts.pad_token_id == GEMMA_PAD

@@ -143,29 +143,6 @@ def test_filters_and_temperatures() -> None:
         assert torch.equal(mask, row >= best[count - 1])
 
 
-def test_bad_input() -> None:
-    model = tiny_var()
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"sampler": samplers.create("var", top_ks=(1, 2))}, "top_ks has 2 entries; the model has 4 scales"),
-        ({"sampler": "code"}, "sampler 'code' needs drafter"),
-        ({"sampler": samplers.create("code", drafter=model, split=5)}, "split=5 must be an integer from 0 to 4"),
-        ({"steps": 3}, "steps=3 has no meaning"),
-    ]
-    for given, words in cases:
-        with pytest.raises(ValueError, match=words):
-            paradec.generate_images(model, **({"class_labels": 1} | given))
-    others = {
-        "scales": tiny_var(scales=(1, 2, 3), vq=model.vq),
-        "classes": tiny_var(classes=6, vq=model.vq),
-        "another codebook": tiny_var(vq_seed=9),
-    }
-    for words, drafter in others.items():
-        with pytest.raises(ValueError, match=words):
-            samplers.create("code", drafter=drafter, split=2).start(model, [1])
-    with pytest.raises(ValueError, match="label=9 must be an integer from 0 to 5"):
-        samplers.create("var").start(model, [9])
-
-
 def test_files(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 

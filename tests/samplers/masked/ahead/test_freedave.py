@@ -20,7 +20,6 @@ from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
-from paradec.samplers.masked.loop import MaskedSampler, Needs
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
@@ -414,44 +413,3 @@ def test_a_base_is_a_name_a_sampler_or_its_data() -> None:
     plus = samplers.create("freedave", preset="freedave++", draft_steps=2)
     assert plus.base.threshold == 0.95 and plus.agreement == "subset" and plus.draft_steps == 2
     assert Sampler.from_dict(json.loads(json.dumps(plus.to_dict()))) == plus
-
-
-@dataclass(frozen=True)
-class Rewriter(MaskedSampler):
-    name = "rewriter"
-    needs = Needs(revises=True, decided_logits=True)
-
-
-@dataclass(frozen=True)
-class Hurried(samplers.get("threshold")):
-    name = "hurried"
-
-    def commit(self, state: Any, proposal: Any) -> Any:
-        return super().commit(state, proposal)
-
-
-def test_bases_that_do_more_than_select_are_refused() -> None:
-    with pytest.raises(ValueError, match="base='rewriter'.*takes back"):
-        FreeDave(Rewriter())
-    with pytest.raises(ValueError, match="base='hurried'.*`commit` of its own"):
-        FreeDave(Hurried())
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        ({"rng": "reference"}, "rng='reference'.*'freedave': .*one stream.*drafts of later steps.*use rng='counter'"),
-        ({"blocks": paradec.AdaptiveBlocks(delimiters=(3,))}, "'freedave'.*AdaptiveBlocks"),
-        ({"cache": "vicinity"}, "cache='vicinity'.*'freedave'"),
-        ({"cache": "dkv_decode"}, "cache='dkv_decode'.*'freedave'"),
-    ],
-    ids=str,
-)
-def test_requests_that_are_refused(llada64: Model, request_: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FreeDave().start(llada64, [1, 2], max_new_tokens=4, **request_)
-
-
-def test_trees_need_a_mask_per_position(denoisers: tuple[Model, list[list[int]]]) -> None:
-    with pytest.raises(ValueError, match="draft_mode='tree'.*use draft_mode='batch'"):
-        paradec.generate(denoisers[0], [0, 0, 1], sampler=FreeDave(draft_mode="tree"), max_new_tokens=4)

@@ -164,20 +164,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
     assert all(commits(out) == commits(outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"rng": "reference"}, "rng='reference' does not work with sampler 'lopa'"),
-        ({"logprobs": 2}, "logprobs=2 does not work with sampler 'lopa'"),
-        ({"cache": "delayed"}, "cache='delayed' does not work with sampler 'lopa' here"),
-        ({"stop": paradec.Prophet()}, "sampler 'lopa' does not work with stop=Prophet"),
-    ],
-)
-def test_requests_that_are_refused(request_: dict, message: str, model: Model) -> None:
-    with pytest.raises(ValueError, match=message):
-        decode(model, sampler="lopa", **request_)
-
-
 def test_logits_that_are_not_finite_write_nothing(model: Model) -> None:
     sampler, owners = LoPA(Threshold(1.0), branches=2), [0, 1, 2, 0, 1, 2, 0, 2]  # the row itself, a branch, another
     rows = [[1, MASK, MASK, MASK, 2, 3], [4, MASK, MASK, 5, 6, 7], [8, *[MASK] * 4, 9]]

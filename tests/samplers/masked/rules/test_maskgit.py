@@ -188,8 +188,3 @@ def test_halton_fills_holes_of_an_image(model: UViTModel) -> None:
     out = paradec.generate(model, [row], sampler=sampler, steps=10, trace=True)
     ranks = halton_order(4, 4)
     assert [step[0][0] for step in commits_of(out)] == sorted(range(6, 16), key=lambda cell: ranks[cell])
-
-
-def test_a_grid_that_is_too_small(model: UViTModel) -> None:
-    with pytest.raises(ValueError, match="height=3 times width=5 is less than the 16 positions"):
-        paradec.generate(model, [[model.class_token(2)]], sampler=samplers.create("halton", height=3, width=5))

@@ -308,8 +308,6 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
 
 
 def test_bad_requests(golden_model: UViTModel) -> None:
-    with pytest.raises(ValueError, match="cache='recap' does not work with sampler 'threshold'"):
-        paradec.generate(golden_model, prompts(golden_model, 1), sampler="threshold", cache="recap")
     with pytest.raises(ValueError, match="label=11 must be an integer from 0 to 10"):
         golden_model.class_token(11)
     with pytest.raises(ValueError, match="is less than the 64 positions"):

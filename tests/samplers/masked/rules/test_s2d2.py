@@ -168,13 +168,3 @@ def test_always_verified_it_is_nearly_token_by_token() -> None:
     found = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
     exact = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)
     assert found.new_tokens.tolist() == exact.new_tokens.tolist()
-
-
-def test_what_it_is_not_for() -> None:
-    for model, request, message in (
-        (tiny(2), {}, "s2d2.*needs a block-causal model"),
-        (tiny(2, "block_causal"), {"cache": "dual"}, "stores finished blocks alone.*use 'block'"),
-        (tiny(2, "block_causal"), {"rng": "reference"}, "rng='reference'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            paradec.generate(model, [[1, 2]], sampler="s2d2", max_new_tokens=4, **request)
