@@ -170,10 +170,6 @@ def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> 
 BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
 
 
-def test_which_caches_are_exact_for_block_causal_models() -> None:
-    assert BLOCK_CAUSAL_EXACT == ["prefix", "dual", "vicinity", "delayed", "dkv_prefill", "block"]
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
 @pytest.mark.parametrize(("prediction", "block_length"), [("same", 2), ("same", 8), ("shifted", 4)])

@@ -281,15 +281,6 @@ def test_a_shared_prefix_is_stored_and_counted_once() -> None:
         )
 
 
-def test_answers_to_one_prompt_share_it() -> None:
-    model = tiny(2, "block_causal")
-    changes = request(temperature=1.0, num_return_sequences=4)
-    plain = paradec.generate(model, [[1] * 14], cache="block", **changes)
-    shared = paradec.generate(model, [[1] * 14], cache="block", share_prefix=True, **changes)
-    assert torch.equal(plain.sequences, shared.sequences) and shared.cost.reused_tokens == [12] * 4
-    assert shared.forwarded_tokens == plain.forwarded_tokens - 3 * 12
-
-
 def test_a_kept_prefix_that_all_rows_begin_with_is_read_in_place() -> None:
     model = tiny(2, "block_causal")
     kept = paradec.generate(model, [SYSTEM * 4], cache="block", keep_prefix=True, **request()).prefix

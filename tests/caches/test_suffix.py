@@ -3,7 +3,6 @@ independent, and what cannot have one is refused by name."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -157,14 +156,6 @@ def test_masks_are_kept_as_often_as_the_density_says() -> None:
     even = Suffix(16, "uniform", count=5).kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
     assert (even.sum(1) == 5).all() and not even[:, 20:].any()
     assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
-
-
-@pytest.mark.parametrize("suffix", [*SOME, Suffix(256, "gaussian", scale=1.6, k_sigma=3.0)], ids=str)
-def test_saved_and_read_again(suffix: Suffix, tmp_path: Any) -> None:
-    request = paradec.Request(suffix=suffix)
-    request.save(tmp_path / "request.json")
-    assert paradec.Request.load(tmp_path / "request.json").suffix == suffix
-    assert Suffix.of(json.loads(json.dumps(suffix.to_dict()))) == suffix
 
 
 @pytest.mark.parametrize(

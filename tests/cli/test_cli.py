@@ -240,7 +240,9 @@ IMAGES = [
 ]
 COMPARE = [
     *((name, "0") for name in ("--limit", "--batch", "--max-new-tokens", "--block-length")),
-    *((name, "no-such") for name in ("--tasks", "--samplers", "--cache", "--suffix", "--prompts")),
+    *((name, "no-such") for name in ("--tasks", "--samplers", "--cache", "--suffix", "--prompts", "--format")),
+    *(("--samplers", value) for value in ("treshold", "taylorseer", "nowhere.py:Own")),
+    *(("--out", "no/such/results.json"), ("--plot", "no/such/frontier.png"), ("--cache", "dual(look=1)")),
     *(("--seed", "-1"), ("--prompts", "FOLDER"), ("--prompts", "FILE"), ("--out", "FOLDER"), ("--plot", "curve.txt")),
 ]
 TRAIN = [

@@ -63,26 +63,6 @@ def test_a_line_of_text_ends_at_one_character(prompts: list[str], end: str, tmp_
     assert numbers == list(range(1, 2 * len(prompts), 2))  # blank lines count
 
 
-@pytest.mark.parametrize("name", [name for name in JSON_LINES if name != "generate"])
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (DEEP, "line 2: no JSON that can be used: lists and objects are more than 100 deep"),
-        ("{", "line 2: no JSON: Expecting"),
-        ('{"prompt": ' + "1" * 5000 + "}", "line 2: no JSON: Exceeds the limit"),
-        ('{"prompt": "\\ud800", "answer": ""}', r"line 2: prompt='\\ud800' is not UTF-8 text"),
-    ],
-)
-def test_a_line_that_cannot_be_used_is_named(name: str, line: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=f"prompts.jsonl', {message}"):
-        JSON_LINES[name](file)
-    file.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="prompts.jsonl' is not UTF-8 text: invalid start byte at byte 12"):
-        JSON_LINES[name](file)
-
-
 @pytest.mark.parametrize("load", [Request.load, Trace.load, Comparison.from_json, BlockSchedule.load, MagRatios.load])
 def test_files_of_json_may_be_of_any_editor_but_not_of_any_depth(load: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"

@@ -168,13 +168,6 @@ def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str
     assert torch.equal(one, found.ids_prob[..., 2])
 
 
-def test_the_path_depends_on_the_tokens_alone() -> None:
-    big = torch.zeros(1, 2**13 + 1)
-    assert path_for(big) == path_for(big.expand(99, -1)) == "chunked"
-    assert path_for(big.bfloat16()) == "chunked"
-    assert path_for(big.double()) == path_for(big[:, 1:]) == "float64"
-
-
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
 def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
     rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
@@ -371,20 +364,6 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
             token_stats(logits, fields=("entropy", "smoothed_entropy"), path="chunked")
         found.append(calls)
     assert EXPONENTIALS & set(found[0]) and all(calls == found[0] for calls in found)
-
-
-@pytest.mark.parametrize("path", ["float64", "chunked"])
-def test_a_sample_depends_on_its_row_alone(path: str) -> None:
-    logits, draws = logits_of(3, 4), draws_for(3, 4)
-    found = token_stats(logits, draws=draws, path=path)
-    uniform = rng.uniform(draws.keys, draws.steps, draws.positions, 1, rng.TOKEN_STREAM)
-    total = (logits.double() / 0.7).softmax(-1).cumsum(-1)
-    assert torch.equal(found.sample, (total > uniform * total[..., -1:]).int().argmax(-1))
-    expected = logits.double().softmax(-1).gather(-1, found.sample.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(found.sample_prob, expected, rtol=1e-5, atol=0)
-    alone = TokenDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
-    one = token_stats(logits[1, 2].unsqueeze(0), draws=alone, path=path)
-    assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
 
 
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:

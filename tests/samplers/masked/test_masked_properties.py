@@ -265,15 +265,6 @@ def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
         assert out.nfe == steps
 
 
-def test_query_and_propose_are_step(llada64: Model) -> None:
-    sampler = samplers.create("threshold")
-    state = sampler.start(llada64, [[1, 2, 3], [4]], max_new_tokens=NEW)
-    with torch.inference_mode():
-        queries = sampler.query(state)
-        by_hand = sampler.propose(state, [llada64(query) for query in queries], queries)
-        assert_same_proposal(by_hand, sampler.step(llada64, state))
-
-
 def test_rows_far_apart_in_length_are_not_padded_to_the_longest(llada64: Model) -> None:
     sampler = samplers.create("threshold")
     state = sampler.start(llada64, [[1] * 2, [2] * 60, [3] * 3], max_new_tokens=4)

@@ -174,13 +174,6 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
     assert found[0] == (logits[0] > -torch.inf).int().argmax()
 
 
-def test_draws_follow_the_distribution() -> None:
-    distribution = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    counts = torch.bincount(draw(distribution.expand(10_000, 4), uniform), minlength=4)
-    assert (counts / 10_000 - distribution).abs().max() < 1e-3
-
-
 @pytest.mark.parametrize("wait", [0, 1, 4])
 def test_waiting_for_others_changes_counts_alone(wait: int) -> None:
     own = model(ends=())

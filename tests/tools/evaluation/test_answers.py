@@ -87,26 +87,6 @@ def test_what_a_task_cannot_ask(packaged64: Model) -> None:
     assert lm.generate_until([]) == []
 
 
-def test_arguments_that_are_refused(packaged64: Model) -> None:
-    for arguments, said in (
-        ({"batch_size": "auto"}, "batch_size='auto'"),
-        ({"likelihood": "exact"}, "method='exact'"),
-        ({"mc_num": 24}, "samples=24"),
-        ({"dtype": "float32"}, "dtype='float32'"),
-        ({"seed": -1}, "seed=-1"),
-        ({"num_return_sequences": 2}, "num_return_sequences=2"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Answering(packaged64, **arguments)
-    with pytest.raises(TypeError, match="tresh"):
-        Answering(packaged64, tresh=1)
-    with pytest.raises(ValueError, match="no tokenizer"):
-        Answering(wrap_kind("Bert"))
-    with pytest.raises(TypeError, match="language model"):
-        Answering("digits-ar")
-    assert Answering(packaged64, threshold=0.5).request.sampler.threshold == 0.5
-
-
 def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
     lm = Answering(packaged64, likelihood="chain", check_greedy=False)
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
@@ -205,5 +185,3 @@ def test_choices_that_are_decoded(packaged64: Model) -> None:
     out = paradec.generate(packaged64, "Sort: pear fig apple", constraint=paradec.Choice(orders), max_new_tokens=4)
     assert out.text == orders[1] and lm.spent.answers == 2
     assert lm.spent.row_calls <= 4 and len(lm.likelihoods) == 1
-    with pytest.raises(ValueError, match="unknown choices: 'best'"):
-        Answering(packaged64, choices="best")

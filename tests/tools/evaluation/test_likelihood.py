@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import MASK, decoder, tiny, wrap_kind
+from small_models import MASK, tiny, wrap_kind
 
 import paradec
 from paradec.core.query import Query
@@ -195,43 +195,6 @@ def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     assert greedily_decoded(model, pairs)[:2] == [True, False]
     ending = tiny(2, prediction=prediction, ends=(row[5],))
     assert greedily_decoded(ending, pairs)[:2] == [True, False]  # an end token ends nothing
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"method": "exact"}, "method='exact' is not for"),
-        ({"method": "loop"}, "method"),
-        ({"order": "any"}, "order"),
-        ({"samples": 0}, "samples=0"),
-        ({"samples": 24, "stratum": 16}, "samples=24 must be a multiple of stratum=16"),
-        ({"guidance_scale": -1}, "guidance_scale"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_what_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("(", "\\(")):
-        log_likelihoods(tiny(1), [(CONTEXT, CONTINUATION)], **change)
-
-
-def test_pairs_that_are_refused() -> None:
-    bidirectional, shifted = tiny(1), tiny(1, prediction="shifted")
-    assert one(bidirectional, [], [5, 6]).value < 0, "models that predict in place need no context"
-    for model, pair, said in (
-        (shifted, ([], [5]), "context 0 is empty"),
-        (bidirectional, ([5], []), "continuation 0 is empty"),
-        (bidirectional, ([5], [MASK]), "mask id"),
-        (bidirectional, ([5], [99]), "outside the vocabulary"),
-        (wrap_kind("Llama causal"), ([], [5]), "context 0 is empty"),
-        (tiny(1), ([1] * 600, [5]), "longer"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            log_likelihoods(model, [pair])
-    with pytest.raises(ValueError, match="not for"):
-        log_likelihoods(wrap_kind("Llama causal"), [([5], [6])], method="chain")
-    with pytest.raises(TypeError, match="log_likelihoods takes"):
-        log_likelihoods(decoder(), [([5], [6])])
 
 
 def test_nan_logits_are_an_error() -> None:

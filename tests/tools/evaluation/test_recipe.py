@@ -45,32 +45,6 @@ def test_recipes_are_whole_and_run_dry(path: Path, no_harness: None) -> None:
     json.dumps(said)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("tasks: []", "tasks=\\[\\] must be names"),
-        ("shots: 5", "names no tasks"),
-        ("tasks: [a]\nshot: 5", "unknown field: 'shot'.*'shots'"),
-        ("tasks: [a]\nrequest: {thresold: 1}", "thresold"),
-        ("tasks: [a]\nrequest: {temperature: -1}", "temperature=-1"),
-        ("tasks: [a]\nrequest: {sampler: {sampler: threshold, threshold: 7}}", "threshold=7"),
-        ("tasks: [a]\nbatch: 0", "batch=0"),
-        ("tasks: [a]\nchat: maybe", "chat='maybe'"),
-        ("tasks: [a]\ndtype: int8", "dtype"),
-        ("tasks: [a]\npublished: {value: 3}", "published="),
-        ("tasks: [a]\npreset: none.json", "is no file"),
-        ("- 3", "not the fields"),
-        ("tasks: [", "no YAML"),
-    ],
-)
-def test_wrong_recipes_are_refused(text: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
-        Recipe.load(file)
-    assert "mine.yaml" in str(caught.value) or "none.json" in str(caught.value)
-
-
 def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
     klass = paradec.samplers.create("klass", history=1)
     Request(sampler=klass, max_new_tokens=12).save(tmp_path / "tuned.json")

@@ -297,35 +297,6 @@ def test_another_study_is_refused_by_name(
         paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ({"objective": "speed"}, "unknown objective: 'speed'"),
-        ({"eta": 1}, "eta=1"),
-        ({"tolerance": 101}, "tolerance=101"),
-        ({"samplers": ["thresold"]}, "did you mean 'threshold'"),
-        ({"samplers": ["sjd"]}, "family 'draft_verify'"),
-        ({"caches": ["duel"]}, "did you mean 'dual'"),
-        ({"blocks": [0]}, "blocks=0"),
-        ({"sampler": "threshold"}, "sampler"),
-        ({"study": "/nowhere/x.db"}, "study='/nowhere/x.db'"),
-        ({"study": __file__}, "no SQLite file"),
-    ],
-)
-def test_bad_input_is_named(model: Model, arguments: dict[str, Any], word: str) -> None:
-    with pytest.raises((ValueError, TypeError, OSError), match=word):
-        paradec.tune(model, PROMPTS, **{**SMALL, **arguments})
-
-
-def test_models_that_cannot_be_tuned(model: Model) -> None:
-    with pytest.raises(ValueError, match="autoregressive"):
-        paradec.tune(tiny(1, "causal"), PROMPTS, **SMALL)
-    with pytest.raises(TypeError, match="tune takes"):
-        paradec.tune("model", PROMPTS, **SMALL)
-    with pytest.raises(ValueError, match="tokenizer"):
-        paradec.tune(model, ["a text", "another"], **SMALL)
-
-
 def test_without_optuna(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     own = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else own(name))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,66 +199,6 @@ def test_text_ends_where_it_would_have() -> None:
     whole, stopped, _ = found["freedave"]
     assert all(whole.finished) and all(stopped.finished) and sum(stopped.tokens) < sum(whole.tokens)
     assert sum(whole.row_nfe) < sum(found["low_confidence"][0].row_nfe)
-
-
-class Table(nn.Module):
-    """A denoiser of three positions and three tokens, written out: logits for every canvas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=4)
-        made = torch.Generator().manual_seed(3)
-        self.table = torch.randn(64, 4, 4, generator=made, dtype=torch.float64) * 1.2
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.table[(input_ids[:, 1:] * torch.tensor([16, 4, 1])).sum(1)]
-
-
-def exact_distribution(
-    table: Tensor, temperature: float, canvas: tuple[int, ...] = (3, 3, 3)
-) -> dict[tuple[int, ...], float]:
-    """Probability of every outcome: all tokens that may be drawn; of them the one with the largest p is committed."""
-    holes = [i for i in range(3) if canvas[i] == 3]
-    if not holes:
-        return {canvas: 1.0}
-    logits = table[16 * canvas[0] + 4 * canvas[1] + canvas[2], 1:, :3]
-    p, drawn_from = logits.softmax(-1).tolist(), (logits / temperature).softmax(-1).tolist()
-    distribution: dict[tuple[int, ...], float] = {}
-    for drawn in product(range(3), repeat=len(holes)):
-        chance = float(np.prod([drawn_from[i][token_id] for i, token_id in zip(holes, drawn, strict=True)]))
-        at, token_id = max(zip(holes, drawn, strict=True), key=lambda pair: p[pair[0]][pair[1]])
-        after = tuple(token_id if i == at else canvas[i] for i in range(3))
-        for end, share in exact_distribution(table, temperature, after).items():
-            distribution[end] = distribution.get(end, 0.0) + chance * share
-    return distribution
-
-
-def p_value(counts: dict[tuple[int, ...], int], distribution: dict[tuple[int, ...], float]) -> float:
-    """Of the chi-square test; outcomes expected less than five times are put together."""
-    total = sum(counts.values())
-    pairs = [(counts.get(end, 0), total * share) for end, share in distribution.items()]
-    rare = [pair for pair in pairs if pair[1] < 5]
-    pairs = [pair for pair in pairs if pair[1] >= 5] + ([tuple(map(sum, zip(*rare, strict=True)))] if rare else [])
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in pairs)
-    return float(torch.special.gammaincc(torch.tensor((len(pairs) - 1) / 2.0), torch.tensor(statistic / 2)))
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_the_distribution_is_exact(temperature: float) -> None:
-    module = Table()
-    model = paradec.wrap(module, mask_token_id=3, **MEANS)
-    arguments = {"max_new_tokens": 3, "block_length": 3, "temperature": temperature, "seed": 0}
-    out = paradec.generate(model, [0], sampler="freedave", num_return_sequences=8000, **arguments)
-    counts: dict[tuple[int, ...], int] = {}
-    for row in out.new_tokens.tolist():
-        counts[tuple(row)] = counts.get(tuple(row), 0) + 1
-    assert sum(out.row_nfe) < 3 * 8000  # some drafts do stand
-    distribution = exact_distribution(module.table, temperature)
-    assert abs(sum(distribution.values()) - 1) < 1e-12
-    assert p_value(counts, distribution) > 1e-3
-    assert (
-        p_value(counts, exact_distribution(module.table, temperature * 1.2)) < 1e-6
-    )  # the test would see another distribution
 
 
 @pytest.mark.parametrize("subset", [False, True])

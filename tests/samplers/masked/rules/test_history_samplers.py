@@ -12,7 +12,6 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
-from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.masked.loop import Stage
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
@@ -312,48 +311,6 @@ def test_sampler_equals_loops_in_float32(
         script = Single(seed, scale=2.5 if seed < 3 else 1.0)
         ours = played(samplers.create(loop.name, **settings), script, steps=steps)
         assert ours == looped(loop(**settings), script, steps)
-
-
-def test_dense_equals_slots_bit_for_bit() -> None:
-    dense = samplers.create("credit", storage="dense", fusion=1.5)
-    for slots, equal in ((VOCAB - 1, True), (1, False)):
-        sparse = samplers.create("credit", slots=slots, fusion=1.5)
-        found = []
-        for seed in range(4):
-            script = Script(seed, 1.0)
-            states = [s.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12) for s in (dense, sparse)]
-            for at in range(8):
-                script.at = at
-                proposals = [s.step(script, state) for s, state in zip((dense, sparse), states, strict=True)]
-                found.append(torch.equal(proposals[0].scores, proposals[1].scores))
-                stages = [Stage_of(state) for state in states]
-                for sampler, state, stage in zip((dense, sparse), states, stages, strict=True):
-                    # let credit grow without committing anything
-                    _, updates = sampler.process_logits(script(sampler.query(state)[0]), stage)
-                    for name, value in updates.items():
-                        state.memory[name] = value
-        assert all(found) == equal
-
-
-LARGE = 9001
-
-
-@pytest.mark.parametrize(("vocab", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
-                                                          (LARGE, torch.float32, False)])  # fmt: skip
-def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(vocab: int, dtype: torch.dtype, smoothed: bool) -> None:
-    logits = 3 * torch.randn(5, vocab, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    p = logits.double().softmax(-1)
-    found = token_statistics(logits, ("confidence", "negative_entropy"))[1]["negative_entropy"]
-    forms = [(p * (p + add).log()).sum(-1) for add in (1e-10, 0.0)]
-    assert 0 < (forms[0] - forms[1]).max() < 1e-10 * vocab
-    tolerance = 1e-12 if smoothed else 1e-6
-    torch.testing.assert_close(found, forms[0 if smoothed else 1], rtol=tolerance, atol=tolerance)
-
-
-def Stage_of(state: object) -> Stage:
-    window = state.window
-    undecided = window.read(state.canvas) == MASK
-    return Stage(undecided, window.positions, state.memory.read(window.rows, undecided.shape[1]))
 
 
 def test_credit_survives_bfloat16() -> None:

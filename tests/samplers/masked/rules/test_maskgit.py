@@ -160,18 +160,6 @@ def test_halton_order_begins_with_the_sequence() -> None:
     assert [(int(cell) // 16, int(cell) % 16) for cell in first] == [(8, 5), (4, 10), (12, 1), (2, 7), (10, 12)]
 
 
-@pytest.mark.parametrize("count", [16, 64])
-def test_halton_order_spreads_out(count: int) -> None:
-    def nearest(cells: np.ndarray) -> float:
-        points = np.stack((cells // 32, cells % 32), -1).astype(float)
-        gaps = np.linalg.norm(points[:, None] - points[None], axis=-1) + 1e9 * np.eye(len(points))
-        return gaps.min(1).mean()
-
-    rng = np.random.default_rng(0)
-    random = [nearest(rng.permutation(1024)[:count]) for _ in range(20)]
-    assert nearest(halton_order(32, 32).argsort()[:count]) > max(random)
-
-
 def test_halton_commits_in_order(model: UViTModel) -> None:
     out = paradec.generate(model, [[model.class_token(2)]], sampler="halton", steps=4, temperature=1.0, trace=True)
     order = halton_order(4, 4).argsort()

@@ -1,0 +1,208 @@
+"""Wrong arguments and files of the tools: one line that names the argument or the line, and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from places import GOLDEN
+from small_models import MASK, decoder, tiny, wrap_kind
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
+from paradec.tools.evaluation import TASKS, get_task, load_prompts, read_questions
+from paradec.tools.evaluation.answers import Answering
+from paradec.tools.evaluation.compare import Comparison
+from paradec.tools.evaluation.likelihood import log_likelihoods
+from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
+from paradec.tools.evaluation.parallel import parallel_questions
+from paradec.tools.evaluation.recipe import Recipe
+from paradec.tools.training.learn2pd import Records
+from paradec.tools.training.learn2pd import read_prompts as read_for_learn2pd
+from paradec.tools.tuning.prompts import prompts_of
+from paradec.tools.tuning.prompts import read_prompts as read_for_tuning
+
+FIRST = '{"prompt": "a", "answer": "b"}\n'
+DEEP = "[" * 100_000
+FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
+    read_questions: [
+        (FIRST + "[1]", "line 2", "object"),
+        (FIRST + '{"prompt": "a"}', "line 2", "answer", "regex"),
+        (FIRST + '{"prompt": "a", "answer": "b", "regex": "c"}', "line 2", "answer", "regex"),
+        (FIRST + '{"prompt": " ", "answer": "b"}', "line 2", "prompt="),
+        (FIRST + '{"answer": "b"}', "line 2", "prompt="),
+        (FIRST + '{"prompt": "a", "answer": []}', "line 2", "answer="),
+        (FIRST + '{"prompt": "a", "regex": "("}', "line 2", "regex="),
+        (FIRST + '{"prompt": "a", "anwser": "b"}', "line 2", "'anwser'", "'answer'"),
+        (FIRST + '{"prompt": "a", "answer": "b", "constraint": {"regexp": "b"}}', "line 2", "'regex'"),
+    ],
+    read_for_tuning: [
+        ('{"text": "x"}', "line 1", "'text'"),
+        ('{"answer": "x"}', "line 1", "prompt", "input_ids"),
+        ('{"prompt": " "}', "line 1", "prompt=' '"),
+        ('{"prompt": "x", "regex": "("}', "line 1", "regular expression"),
+        ('{"input_ids": []}', "line 1", "input_ids=[]"),
+        ('{"input_ids": [1], "answer_ids": [2], "answer": "x"}', "line 1", "answer"),
+        ("", "no prompts"),
+    ],
+    read_for_learn2pd: [(FIRST + '{"answer": 3}', "line 2", "prompt=None")],
+    **{
+        partial(read): [
+            (FIRST + DEEP, "line 2", "100 deep"),
+            (FIRST + "{", "line 2", "JSON"),
+            (FIRST + '{"prompt": ' + "1" * 5000 + "}", "line 2", "JSON"),
+            (FIRST + '{"prompt": "\\ud800", "answer": ""}', "line 2", "prompt='\\ud800'", "UTF-8"),
+        ]
+        for read in (read_questions, read_for_tuning, read_for_learn2pd)
+    },
+    Comparison.from_json: [(text, "wrong.jsonl") for text in ("{}", "[]", '{"schema": "other"}', "no JSON")],
+    Records.load: [("", "wrong.jsonl")],
+    load_filter: [("", "wrong.jsonl"), ("{}", "wrong.jsonl")],
+    Recipe.load: [
+        ("tasks: []", "tasks=[]"),
+        ("shots: 5", "tasks"),
+        ("tasks: [a]\nshot: 5", "'shot'", "'shots'"),
+        ("tasks: [a]\nrequest: {thresold: 1}", "thresold"),
+        ("tasks: [a]\nrequest: {temperature: -1}", "temperature=-1"),
+        ("tasks: [a]\nrequest: {sampler: {sampler: threshold, threshold: 7}}", "threshold=7"),
+        ("tasks: [a]\nbatch: 0", "batch=0"),
+        ("tasks: [a]\nchat: maybe", "chat='maybe'"),
+        ("tasks: [a]\ndtype: int8", "dtype"),
+        ("tasks: [a]\npublished: {value: 3}", "published="),
+        ("tasks: [a]\npreset: none.json", "none.json"),
+        ("- 3", "fields"),
+        ("tasks: [", "YAML"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "words"),
+    [
+        pytest.param(read, text, words, id=f"{number}")
+        for read, cases in FILES.items()
+        for number, (text, *words) in enumerate(cases)
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(
+    read: Callable[[Path], Any], text: str, words: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "wrong.jsonl"
+    file.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        read(file)
+    said = str(caught.value)
+    assert "\n" not in said and all(word in said for word in words), said
+    assert "wrong.jsonl" in said or "none.json" in said
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match=r"wrong\.jsonl"):
+        read(file)
+
+
+@cache
+def packaged() -> Model:
+    return paradec.load()
+
+
+@cache
+def model() -> Model:
+    return tiny(1)
+
+
+def judge(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **how: Any) -> Callable[[], Any]:
+    return lambda: log_likelihoods(of(), [pair], **how)
+
+
+def answering(**arguments: Any) -> Callable[[], Any]:
+    return lambda: Answering(arguments.pop("model", None) or packaged(), **arguments)
+
+
+def tune(of: Callable[[], Any] = model, prompts: Any = ((1, 2), (3,)), **arguments: Any) -> Callable[[], Any]:
+    small = {"samplers": ["threshold"], "blocks": [None], "max_new_tokens": 6, "trials": 1, "batch": 4}
+    return lambda: paradec.tune(
+        of(), [*map(list, prompts)] if not isinstance(prompts[0], str) else [*prompts], **(small | arguments)
+    )
+
+
+CALLS: list[tuple[Any, ...]] = [
+    *((partial(wilson, *counts),) for counts in ((3, 2), (-1, 2), (0, 0), (1, 2, 1), (1, 2, 0))),
+    *((partial(aup, points),) for points in ([], [(0, 50)], [(1, 101)], [(1, -1)], [(math.nan, 50)], [(1, math.inf)])),
+    (partial(bootstrap, []), "values"),
+    (partial(load_prompts, "sorting"), "'sorting'", "sort", "latin_square"),
+    (partial(get_task, "nope"), "task"),
+    (partial(load_prompts, limit=0), "limit=0"),
+    (lambda: TASKS["copy"].make(Random(0), size=9), "size=9", "(3, 4, 5, 6)"),
+    (lambda: TASKS["sort"].check(TASKS["copy"].make(Random(0)), ""), "'copy'", "'sort'"),
+    (partial(parallel_questions, "rotations"), "task: 'rotations'"),
+    (partial(prompts_of, []), "empty"),
+    (partial(prompts_of, b"ab"), "prompts="),
+    (partial(prompts_of, 3), "prompts="),
+    (partial(prompts_of, [1.5]), "prompt 0"),
+    (partial(prompts_of, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
+    (judge(method="exact"), "method='exact'"),
+    (judge(method="loop"), "method"),
+    (judge(order="any"), "order"),
+    (judge(samples=0), "samples=0"),
+    (judge(samples=24, stratum=16), "samples=24", "stratum=16"),
+    (judge(guidance_scale=-1), "guidance_scale"),
+    (judge(batch_size=0), "batch_size=0"),
+    (judge(seed=-1), "seed=-1"),
+    (judge(([], [5]), lambda: tiny(1, prediction="shifted")), "context 0"),
+    (judge(([], [5]), lambda: wrap_kind("Llama causal")), "context 0"),
+    (judge(([5], [])), "continuation 0"),
+    (judge(([5], [MASK])), "mask id"),
+    (judge(([5], [99])), "vocabulary"),
+    (judge(([1] * 600, [5])), "longer"),
+    (judge(([5], [6]), lambda: wrap_kind("Llama causal"), method="chain"), "method='chain'"),
+    (judge(of=decoder), "log_likelihoods"),
+    (answering(batch_size="auto"), "batch_size='auto'"),
+    (answering(likelihood="exact"), "method='exact'"),
+    (answering(mc_num=24), "samples=24"),
+    (answering(dtype="float32"), "dtype='float32'"),
+    (answering(seed=-1), "seed=-1"),
+    (answering(num_return_sequences=2), "num_return_sequences=2"),
+    (answering(tresh=1), "tresh"),
+    (answering(choices="best"), "choices: 'best'"),
+    (lambda: Answering(wrap_kind("Bert")), "tokenizer"),
+    (lambda: Answering("digits-ar"), "language model"),
+    (tune(objective="speed"), "objective: 'speed'"),
+    (tune(eta=1), "eta=1"),
+    (tune(tolerance=101), "tolerance=101"),
+    (tune(samplers=["thresold"]), "'thresold'", "'threshold'"),
+    (tune(samplers=["sjd"]), "'sjd'", "'draft_verify'"),
+    (tune(caches=["duel"]), "'duel'", "'dual'"),
+    (tune(blocks=[0]), "blocks=0"),
+    (tune(sampler="threshold"), "sampler"),
+    (tune(study="/nowhere/x.db"), "study='/nowhere/x.db'"),
+    (tune(study=__file__), "SQLite"),
+    (tune(lambda: tiny(1, "causal")), "autoregressive"),
+    (tune(lambda: "model"), "tune"),
+    (tune(prompts=("a text", "another")), "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), [pytest.param(call, words, id=str(words[:1])) for call, *words in CALLS])
+def test_a_wrong_argument_is_named(call: Callable[[], Any], words: list[str]) -> None:
+    with pytest.raises((ValueError, TypeError, OSError)) as caught:
+        call()
+    said = str(caught.value)
+    assert "\n" not in said and all(word in said for word in words), said
+
+
+def test_filters_of_another_format_or_of_other_weights_are_refused(tmp_path: Path) -> None:
+    facts = FilterFacts("block", "llada-tiny", 64, 4, ("none",), threshold=0.96)
+    golden = GOLDEN / "llada-tiny"
+    save_filter(tmp_path / "later", dataclasses.replace(facts, format="paradec-learn2pd/99"), facts.network())
+    save_filter(tmp_path / "wrong", dataclasses.replace(facts, block_length=8), facts.network())
+    for path in (golden / "model.safetensors", golden / "config.json", tmp_path / "later", tmp_path / "wrong"):
+        with pytest.raises(ValueError, match=path.name):
+            load_filter(path)
+    with pytest.raises(ValueError, match="filter='no such file'"):
+        paradec.samplers.create("learn2pd", filter="no such file")
