@@ -136,6 +136,18 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)} must be True or False")
 
 
+def check_divides(name: str, value: int, other: str, size: int) -> None:
+    """Raise ValueError unless one setting divides another one; the message names both."""
+    if size % value:
+        raise ValueError(f"{name}={value} must divide {other}={size}")
+
+
+def check_type(name: str, value: Any, cls: type, reason: str = "") -> None:
+    """Raise TypeError unless `value` is an instance of a class; `reason` ends the message."""
+    if not isinstance(value, cls):
+        raise TypeError(f"{name} must be a {cls.__name__}, not {type(value).__name__}{reason}")
+
+
 def check_text(name: str, text: str) -> None:
     """Raise ValueError for text with surrogates, which stand for bytes that are not UTF-8."""
     try:

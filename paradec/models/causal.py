@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paradec.core.checks import shown
+from paradec.core.checks import check_int, shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import (
     CheckpointError,
     check_stored_dtypes,
+    checkpoint_errors,
     fetch,
-    first_line,
     is_quantised,
     read_module,
     read_weight_headers,
@@ -94,17 +94,9 @@ def load_causal(
         module = module.to(device)
     tokenizer = _read_causal_tokenizer(source, files)
     eos_ids, pad_id = generation_ids(module, tokenizer)
-    try:
-        model = wrap(
-            module,
-            prediction="shifted",
-            topology="causal",
-            eos_token_id=eos_ids,
-            pad_token_id=pad_id,
-            tokenizer=tokenizer,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
+    ids: dict[str, Any] = {"eos_token_id": eos_ids, "pad_token_id": pad_id}
+    with checkpoint_errors(repr(source)):
+        model = wrap(module, prediction="shifted", topology="causal", **ids, tokenizer=tokenizer)
     name = os.path.basename(gguf_file or source.rstrip("/")) or source
     model.facts = dataclasses.replace(model.facts, name=name.removesuffix(GGUF_ENDING))
     max_new_tokens = getattr(module.generation_config, "max_new_tokens", None)
@@ -151,21 +143,18 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
 def _read_config(source: str, files: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the config of {source!r} cannot be read: {first_line(error)}") from error
+    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with checkpoint_errors(f"the config of {source!r} cannot be read", *kinds):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
+    return config
 
 
 def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
-    try:
-        return read_module(cls, source, config=hf_config, computed=COMPUTED, **files, **options).eval()
-    except (ImportError, ValueError) as error:
-        # of an import: what a device_map needs, say
-        if isinstance(error, CheckpointError) or isinstance(error, ImportError) and not quantised:
-            raise
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {first_line(error)}") from error
+    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
+    with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
+        module = read_module(cls, source, config=hf_config, computed=COMPUTED, **files, **options).eval()
+    return module
 
 
 def _clear_quantizer(module: Any) -> None:
@@ -181,10 +170,10 @@ def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
-    except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
-        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {first_line(error)}") from error
+    # the tokenizers library raises bare Exception for a corrupt file
+    with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
+    return tokenizer
 
 
 # ---- GGUF files -----------------------------------------------------------------------------------------------------
@@ -237,11 +226,11 @@ def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
 def _gguf_architecture(path: Path) -> str:
     from gguf import GGUFReader
 
-    try:
+    # of a broken file, whatever numpy and struct raise
+    with checkpoint_errors(f"{str(path)!r} cannot be read as a GGUF file", Exception):
         field = GGUFReader(path).fields["general.architecture"]
-        return bytes(field.parts[field.data[0]]).decode()
-    except Exception as error:  # of a broken file, whatever numpy and struct raise
-        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF file: {first_line(error)}") from error
+        architecture = bytes(field.parts[field.data[0]]).decode()
+    return architecture
 
 
 # ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------
@@ -303,6 +292,6 @@ def count_mtp_layers(config: Mapping[str, Any]) -> int:
     """The number of heads that config.json states, 0 if none. Raises CheckpointError for anything but a count."""
     name = next((name for name in MTP_COUNTS if config.get(name) is not None), "")
     value = config.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"config.json: {name}={shown(value)} must be a number of layers")
+    with checkpoint_errors("config.json"):
+        check_int(name, value, low=0)
     return value

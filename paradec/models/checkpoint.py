@@ -59,6 +59,32 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: missing, corrupt, of another format, or asking for unsupported maths."""
 
 
+@contextmanager
+def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise CheckpointError, "prefix: reason", in the place of these errors, by default ValueError."""
+    kinds = kinds or (ValueError,)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except kinds as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
+        raise CheckpointError(f"{prefix}: {reason}") from error
+
+
+def check_path(name: str, value: Any, allowed: str = "a folder or a hub repository id") -> None:
+    """Raise ValueError unless `value` is a path or a text that is not empty."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
+
+
+def check_object(name: str, value: Any, file: str = "config.json") -> dict[str, Any]:
+    """Return a JSON object. Raises CheckpointError for anything else."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: {name}={shown(value)} must be an object")
+    return value
+
+
 class StoredTensor(NamedTuple):
     """Shape and dtype of a stored tensor, from the file's header."""
 
@@ -82,11 +108,8 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
 
     if filename == "config.json" and not _can_reach(source, filename, revision):
         raise CheckpointError(f"{source!r} is no folder here, and the hub cannot be reached to look for it there")
-    try:
+    with checkpoint_errors(f"{source!r} is neither a folder here nor a hub repository in reach", OSError, ValueError):
         cached = cached_file(source, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"{source!r} is neither a folder here nor a hub repository in reach: {reason}") from error
     return None if cached is None else Path(cached)
 
 
@@ -117,10 +140,8 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
         if required:
             raise CheckpointError(f"{source!r} has no {filename}")
         return {}
-    try:
+    with checkpoint_errors(f"{filename} of {source!r} is not valid JSON", OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{filename} of {source!r} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{filename} of {source!r} holds a {type(content).__name__}, not an object")
     return content
@@ -168,15 +189,6 @@ def check_supported(
             )
 
 
-def check_token_id(name: str, value: Any, vocab_size: int) -> int | None:
-    """Return an optional token id. Raises CheckpointError for one that is not in the vocabulary."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise CheckpointError(f"{name}={shown(value)} is not a token id (0 to {vocab_size - 1})")
-    return value
-
-
 def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTensor]:
     """Names, shapes and dtypes of the stored weights, from the headers alone (shards on the hub are downloaded). Raises
     CheckpointError without safetensors, or for a wrong index or header."""
@@ -220,11 +232,9 @@ def read_tensors(source: str, names: Collection[str], revision: str | None) -> d
     shards = {} if single is not None else read_json(source, INDEX, revision)["weight_map"]
     loaded: dict[str, Any] = {}
     for file in sorted({shards.get(name, WEIGHTS) for name in names}):
-        try:
+        with checkpoint_errors(f"{file} of {source!r} cannot be read", SafetensorError, OSError, ValueError):
             with safe_open(fetch(source, file, revision), framework="pt") as tensors:
                 loaded |= {name: tensors.get_tensor(name) for name in names if shards.get(name, WEIGHTS) == file}
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file} of {source!r} cannot be read: {error}") from error
     return loaded
 
 
@@ -233,24 +243,19 @@ def _download_shards(source: str, files: list[str], revision: str | None) -> Non
         return
     from transformers.utils.hub import cached_files
 
-    try:
+    with checkpoint_errors(f"the weights of {source!r} cannot be downloaded", OSError, ValueError):
         cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {first_line(error)}") from error
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                tensor = file.get_slice(name)
-                code = tensor.get_dtype()
-                yield name, StoredTensor(tuple(tensor.get_shape()), DTYPES.get(code, code))
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"the weights of {str(path.parent)!r} cannot be read: {path.name}: {reason}") from error
+    where = f"the weights of {str(path.parent)!r} cannot be read: {path.name}"
+    with checkpoint_errors(where, SafetensorError, OSError, ValueError), safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            tensor = file.get_slice(name)
+            code = tensor.get_dtype()
+            yield name, StoredTensor(tuple(tensor.get_shape()), DTYPES.get(code, code))
 
 
 def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
@@ -382,14 +387,13 @@ def read_module(
     options = {name: value for name, value in options.items() if value is not None} | files
     if tp_plan is not None:
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
-    try:
-        with silence_loading(source, gguf_file or WEIGHTS, revision):
-            # strict below: sizes that differ are reported by name instead of raised by the first
-            module, loading_info = cls.from_pretrained(
-                source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-    except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {first_line(error)}") from error
+    kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
+    unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
+    with unreadable, silence_loading(source, gguf_file or WEIGHTS, revision):
+        # strict below: sizes that differ are reported by name instead of raised by the first
+        module, loading_info = cls.from_pretrained(
+            source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     problems = {
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in loading_info[f"{kind}_keys"]]
         for kind in ("missing", "unexpected", "mismatched")

@@ -17,7 +17,7 @@ from paradec.core.memory import check_memory
 from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword, thread
-from paradec.models.layers import LayerOutputs, decoder_layers
+from paradec.models.layers import LayerOutputs, require_decoder_layers
 from paradec.models.visibility import special_attention, visible_keys
 
 SEE_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -63,9 +63,7 @@ class Decoder(Model):
     def _logits(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, CausalQuery) or query.keep_layers is None:
             return self._call(query, store)
-        if (layers := decoder_layers(self)) is None:
-            raise ValueError(f"{self.facts.name} has no list of decoder layers, whose outputs are asked for")
-        with LayerOutputs(layers, query.keep_layers) as outputs:
+        with LayerOutputs(require_decoder_layers(self), query.keep_layers) as outputs:
             logits = self._call(query, store)
         assert query.hidden is not None  # left by the call
         query.hidden = outputs.concatenate(query.hidden)

@@ -22,29 +22,33 @@ import transformers
 from torch import Tensor, nn
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.checks import LARGEST_INT, check_number, shown
+from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
 from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import (
     CheckpointError,
     StoredTensor,
+    check_object,
     check_stored_dtypes,
+    check_supported,
+    checkpoint_errors,
     read_flag,
     read_module,
     read_positive,
     read_weight_headers,
 )
 from paradec.models.drafter import (
+    NO_BIAS,
     FeatureDrafter,
     build_config,
     check_base,
     check_base_sizes,
+    check_layers,
     make_drafter,
     read_angles,
     read_layer_fields,
 )
-from paradec.models.layers import decoder_layers
 
 TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""
@@ -105,26 +109,9 @@ class DFlashDrafter(FeatureDrafter):
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
         check_base(base)
-        if module.config.hidden_size != base.hidden_size:
-            raise ValueError(
-                f"drafter {name} has hidden_size={module.config.hidden_size}, {base.facts.name} {base.hidden_size}; it "
-                "drafts for another"
-            )
-        layers = decoder_layers(base)
-        if layers is None:
-            raise ValueError(
-                f"base {base.facts.name} has no list of decoder layers, whose outputs a DFlash drafter reads"
-            )
-        if not all(0 <= index < len(layers) + settings.anchored for index in settings.target_layer_ids):
-            raise ValueError(
-                f"drafter {name} reads target_layer_ids={list(settings.target_layer_ids)}; {base.facts.name} has "
-                f"{len(layers)} layers"
-            )
-        if not 0 <= settings.mask_token_id < base.facts.vocab_size:
-            raise ValueError(
-                f"drafter {name} has mask_token_id={settings.mask_token_id}; {base.facts.name} has "
-                f"{base.facts.vocab_size} tokens"
-            )
+        check_base_sizes(name, base, hidden_size=module.config.hidden_size)
+        check_layers("target_layer_ids", settings.target_layer_ids, base, settings.anchored)
+        check_int("mask_token_id", settings.mask_token_id, low=0, high=base.facts.vocab_size - 1)
         self.module = module.eval()
         self.base = base
         self.settings = settings
@@ -271,17 +258,15 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
         known: fields that `dflash_config` may have.
     """
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
-    if dflash_config is not None and not isinstance(dflash_config, dict):
-        raise CheckpointError(f"{where}: dflash_config={shown(dflash_config)} must be an object")
-    dflash_fields = {name: value for name, value in (dflash_config or {}).items() if value is not None}
+    dflash_config = {} if dflash_config is None else check_object("dflash_config", dflash_config, where)
+    dflash_fields = {name: value for name, value in dflash_config.items() if value is not None}
     if unknown := sorted(
         name for name, value in dflash_fields.items() if name not in known and value not in (None, False)
     ):
         raise CheckpointError(
             f"{where}: dflash_config has {', '.join(unknown)}, of a variant of DFlash that is not read"
         )
-    if read_flag(config, "attention_bias", False):
-        raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")
+    check_supported(config, NO_BIAS, where)
     return {name: value for name, value in {**config, **dflash_fields}.items() if value is not None}
 
 
@@ -290,8 +275,8 @@ def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, pu
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})
     num_layers = read_positive(config, "num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise CheckpointError(f"{where}: num_hidden_layers={num_layers} must be at most {MAX_LAYERS}")
+    with checkpoint_errors(where):
+        check_int("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
     layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
     if (
         not isinstance(layer_types, list)
@@ -309,25 +294,22 @@ def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, pu
 def _read_block_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool, has_window: bool
 ) -> BlockSettings:
-    where, targets, mask = f"config.json of {source!r}", config.get("target_layer_ids"), config.get("mask_token_id")
+    where, targets = f"config.json of {source!r}", config.get("target_layer_ids")
+    mask: Any = config.get("mask_token_id")
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
         raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
-    if type(mask) is not int:
-        raise CheckpointError(f"{where}: mask_token_id={shown(mask)} must be an integer")
     config = {"sliding_window": 2048, "block_size": 16, **config}
     # transformers sees one position further than z-lab's code
     window = read_positive(config, "sliding_window") + (not published) if has_window else 0
     block = read_positive(config, "block_size")
     max_block = base.facts.max_length or LARGEST_INT  # of the base
-    if not 2 <= block <= max_block:
-        raise CheckpointError(f"{where}: block_size={block} must be an integer from 2 to {max_block}")
     scale, multiplier, cap = (config.get(name, default) for name, default in NUMBERS.items())
-    try:
+    with checkpoint_errors(where):
+        check_int("mask_token_id", mask, low=0)
+        check_int("block_size", block, low=2, high=max_block)
         check_number("input_embedding_scale", scale, low=0, open_low=True)
         check_number("output_multiplier", multiplier, low=0, open_low=True)
         check_number("final_logit_softcapping", cap, low=0)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     return BlockSettings(
         block_size=block,
         mask_token_id=mask,

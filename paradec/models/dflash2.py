@@ -21,9 +21,9 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
     MuseGlimmerAssistantModel,
 )
 
-from paradec.core.checks import shown
+from paradec.core.checks import check_divides
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, read_flag, read_positive
+from paradec.models.checkpoint import check_object, checkpoint_errors, read_flag, read_positive
 from paradec.models.dflash import FIELDS, DFlashDrafter, flatten_config, read_network, read_settings
 from paradec.models.drafter import flatten_speculators_config, make_drafter
 
@@ -159,10 +159,9 @@ def load_dflash2(
     fields = flatten_speculators_config(source, config, base) if is_speculators else _published(source, config)
     sizes: dict[str, Any] = {name: read_positive(fields, name) for name in SIZES}
     width = fields.get("hidden_size")
-    if isinstance(width, int) and width % sizes["conv_group_size"]:
-        raise CheckpointError(
-            f"config.json of {source!r}: conv_group_size={sizes['conv_group_size']} must divide hidden_size={width}"
-        )
+    if isinstance(width, int):
+        with checkpoint_errors(f"config.json of {source!r}"):
+            check_divides("conv_group_size", sizes["conv_group_size"], "hidden_size", width)
     network_fields, settings = read_settings(source, fields, base)
     changes = {"first": 0 if read_flag(fields, "sample_from_anchor", False) else 1, "anchored": is_speculators}
     settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
@@ -172,9 +171,6 @@ def load_dflash2(
 
 
 def _published(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(config.get("dflash_config"), dict):
-        raise CheckpointError(
-            f"config.json of {source!r}: dflash_config={shown(config.get('dflash_config'))} must be an object"
-        )
+    check_object("dflash_config", config.get("dflash_config"), f"config.json of {source!r}")
     fields = flatten_config(source, config, (*FIELDS, *SIZES, "causal"))
     return {"is_causal": fields.get("causal", True), **fields}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,16 +14,25 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, store_bytes
-from paradec.core.checks import check_bool, check_choice, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import check_memory
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, read_flag, read_positive
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_object,
+    check_supported,
+    checkpoint_errors,
+    read_flag,
+    read_positive,
+)
+from paradec.models.layers import require_decoder_layers
 
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
 )
+NO_BIAS: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
 TABLES = ("d2t", "t2d")
 """`d2t`: distance from each of the drafter's ids to the model's; `t2d`: whether the drafter has each of the model's
 ids."""
@@ -114,20 +123,27 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
 
 
-def check_base_sizes(source: str, base: Model, **sizes: Any) -> None:
-    """Raise CheckpointError for sizes in config.json other than the model's; None states none."""
+def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
+    """Raise CheckpointError for a drafter of this name with other sizes than the model's; None states none."""
     base_sizes = {
         "hidden_size": base.hidden_size,
         "target_hidden_size": base.hidden_size,
         "vocab_size": base.facts.vocab_size,
         "num_target_layers": base.text_config.num_hidden_layers,
     }
-    for name, value in sizes.items():
-        if value not in (None, base_sizes[name]):
+    for field, value in sizes.items():
+        if value not in (None, base_sizes[field]):
             raise CheckpointError(
-                f"{source!r} has {name}={shown(value)}, {base.facts.name} {base_sizes[name]}: it drafts for another "
+                f"{name!r} has {field}={shown(value)}, {base.facts.name} {base_sizes[field]}: it drafts for another "
                 "model"
             )
+
+
+def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
+    """Raise ValueError unless the base has these decoder layers, from 0. `has_final`: their number is allowed, too."""
+    count = len(require_decoder_layers(base))
+    for index in indices:
+        check_int(name, index, low=0, high=count if has_final else count - 1)
 
 
 def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -147,16 +163,15 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
             f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
             "together"
         )
-    activation = fields["hidden_act"]
-    if not isinstance(activation, str) or activation not in ACT2FN:
-        raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
+    with checkpoint_errors(where):
+        check_choice("hidden_act", fields["hidden_act"], ACT2FN)
     return {
         "hidden_size": hidden,
         "intermediate_size": read_positive(config, "intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": width,
-        "hidden_act": activation,
+        "hidden_act": fields["hidden_act"],
         "rms_norm_eps": float(read_positive(fields, "rms_norm_eps")),
         "max_position_embeddings": read_positive(fields, "max_position_embeddings"),
     }
@@ -164,10 +179,9 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
 
 def make_drafter(cls: Any, source: str, *args: Any) -> Any:
     """A drafter of class `cls`, named after its folder. Raises CheckpointError where it refuses its arguments."""
-    try:
-        return cls(*args, os.path.basename(source.rstrip("/")) or source)
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
+    with checkpoint_errors(repr(source)):
+        drafter = cls(*args, os.path.basename(source.rstrip("/")) or source)
+    return drafter
 
 
 def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -176,10 +190,10 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
     base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
-    try:
+    where = f"config.json of {source!r}"
+    check_object(name, fields, where)
+    with checkpoint_errors(where):
         check_number("rope_theta", base, low=0, open_low=True, none=True)
-        if not isinstance(fields, dict):
-            raise ValueError(f"{name}={shown(fields)} must be an object or null")
         angles = {"rope_theta": float(theta if base is None else base), "rope_type": "default"}
         for field, value in fields.items():
             if value is None:
@@ -200,8 +214,6 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
             angles[field] = value
         if None not in (base, fields.get("rope_theta")) and base != fields["rope_theta"]:
             raise ValueError(f"two bases of the rotary angles: rope_theta={shown(base)}, and {name}={shown(fields)}")
-    except ValueError as error:
-        raise CheckpointError(f"config.json of {source!r}: {error}") from None
     return angles
 
 
@@ -282,11 +294,9 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
 def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
     """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object. Layers are numbered as in
     `CausalQuery.keep_layers`; `is_causal` is that of sliding layers. Raises CheckpointError for a wrong field."""
-    where, sublayer = f"config.json of {source!r}", config.get("transformer_layer_config")
-    if not isinstance(sublayer, dict):
-        raise CheckpointError(f"{where}: transformer_layer_config={shown(sublayer)} must be an object")
-    if read_flag(sublayer, "attention_bias", False):
-        raise CheckpointError(f"{where}: attention_bias={shown(sublayer['attention_bias'])}; these layers have none")
+    where = f"config.json of {source!r}"
+    sublayer = check_object("transformer_layer_config", config.get("transformer_layer_config"), where)
+    check_supported(sublayer, NO_BIAS, where)
     check_base_sizes(source, base, target_hidden_size=config.get("target_hidden_size"))
     name = "aux_hidden_state_layer_ids"
     layers = read_input_layers(source, name, config.get(name), base)

@@ -19,7 +19,14 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from paradec.core.checks import check_choice
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, read_flag, read_positive, read_tensors, read_weight_headers
+from paradec.models.checkpoint import (
+    CheckpointError,
+    checkpoint_errors,
+    read_flag,
+    read_positive,
+    read_tensors,
+    read_weight_headers,
+)
 from paradec.models.dflash import BlockSettings, DFlashDrafter, flatten_config, read_network, read_settings
 from paradec.models.drafter import TABLES, flatten_speculators_config, make_drafter, read_token_map
 
@@ -202,9 +209,7 @@ def load_dspark(
 def _read_heads(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     rank = read_positive(fields, "markov_rank") if fields.get("markov_rank", 0) != 0 else 0
     kind, confident = fields.get("markov_head_type", "vanilla"), read_flag(fields, "enable_confidence_head", False)
-    try:
+    with checkpoint_errors(f"config.json of {source!r}"):
         check_choice("markov_head_type", kind, HEADS)
-    except ValueError as error:
-        raise CheckpointError(f"config.json of {source!r}: {error}") from None
     with_markov = bool(rank) and bool(read_flag(fields, "confidence_head_with_markov", False))
     return {"rank": rank, "kind": kind, "confidence": bool(confident), "confidence_with_markov": with_markov}

@@ -98,14 +98,7 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
         check_base(base)
         config = module.config
-        for what, size, base_size in (
-            ("hidden_size", config.hidden_size, base.hidden_size),
-            ("vocab_size", config.vocab_size, base.facts.vocab_size),
-        ):
-            if size != base_size:
-                raise ValueError(
-                    f"drafter {name} has {what}={size}, {base.facts.name} {base_size}; it drafts for another"
-                )
+        check_base_sizes(name, base, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         self.module = module.eval()
         self.base: Any = base
         self.facts = dataclasses.replace(base.facts, name=name)

@@ -27,18 +27,25 @@ from paradec.core.checks import shown
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, check_fit, read_flag
+from paradec.models.checkpoint import CheckpointError, check_fit, check_object, check_supported, read_flag
 from paradec.models.drafter import (
     TABLES,
     FeatureDrafter,
     check_base,
     check_base_sizes,
+    check_layers,
     make_drafter,
     read_input_layers,
     read_token_map,
 )
 from paradec.models.eagle import build_layer_config
-from paradec.models.layers import decoder_layers
+
+SUPPORTED = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -139,14 +146,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
         check_base(base)
-        layers = decoder_layers(base)
-        if layers is None:
-            raise ValueError(f"base {base.facts.name} has no list of decoder layers, whose outputs the drafter reads")
-        if not all(0 <= layer <= len(layers) for layer in module.settings.layers):
-            raise ValueError(
-                f"drafter {name} reads the outputs of layers {list(module.settings.layers)}; {base.facts.name} has "
-                f"{len(layers)} layers"
-            )
+        check_layers("layers", module.settings.layers, base, has_final=True)
         self.module = module.eval()
         self.base: Any = base
         self.tokens = None if tokens is None else tokens.to(self.device)
@@ -191,9 +191,8 @@ def load_eagle3(
     source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
 ) -> Eagle3Drafter:
     """Load an EAGLE-3 drafter, as `load_drafter` does."""
-    sizes = config.get("transformer_layer_config", config)
-    if not isinstance(sizes, dict):
-        raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
+    name = "transformer_layer_config"
+    sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
     if sizes.get("num_hidden_layers", 1) != 1:
         layers = shown(sizes["num_hidden_layers"])
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
@@ -224,17 +223,8 @@ def load_eagle3(
 
 def _read_settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
     where = f"config.json of {source!r}"
-    eagle_config = config.get("eagle_config") or {}
-    if not isinstance(eagle_config, dict):
-        raise CheckpointError(f"{where}: eagle_config={shown(eagle_config)} must be an object")
-    for name, supported in (
-        ("use_aux_hidden_state", True),
-        ("use_input_layernorm_in_first_layer", True),
-        ("use_last_layernorm", True),
-        ("use_mtp_layernorm", False),
-    ):
-        if eagle_config.get(name, supported) is not supported:
-            raise CheckpointError(f"{where}: eagle_config.{name}={shown(eagle_config[name])} is not supported")
+    eagle_config = check_object("eagle_config", config.get("eagle_config") or {}, where)
+    check_supported(eagle_config, SUPPORTED, f"{where}: eagle_config")
     name, count = "eagle_aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
     inputs = config.get(name) or eagle_config.get(name) or [2, count // 2, count - 3]
     return Eagle3Settings(

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paradec.core.checks import check_divides
 from paradec.core.facts import ModelFacts
 from paradec.models.checkpoint import (
     NEUTRAL,
     TURN_ENDS,
     CheckpointError,
     check_supported,
-    check_token_id,
+    checkpoint_errors,
     fetch,
     read_flag,
     read_positive,
@@ -113,12 +114,10 @@ def read_shared_fields(
     check_supported(config, supported)
     sizes = {name: read_positive(config, name) for name in SIZES}
     hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    if config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    with checkpoint_errors("config.json"):
+        check_divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+        if config.get("head_dim") is None:
+            check_divides("num_attention_heads", heads, "hidden_size", hidden)
     width = hidden // heads if config.get("head_dim") is None else read_positive(config, "head_dim")
     if is_fully_rotated and width % 2:
         raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
@@ -163,15 +162,12 @@ def read_facts(
     eos_ids = read_end_ids(config, generation, tokenizer, family)
     pad = _first_id(source, "pad_token_id", config, {}, getattr(tokenizer, "pad_token_id", None))
     control = {name: config.get(name) for name in CONTROL_IDS}
-    ids = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
-    for name, value in (*ids, *(("eos_token_id", end) for end in eos_ids)):
-        check_token_id(name, value, vocab)
     max_length, trained_length = read_max_lengths(hf_config, has_new_base)
-    try:
-        return ModelFacts(
+    with checkpoint_errors(repr(source)):
+        facts = ModelFacts(
             vocab_size=vocab,
             mask_token_id=mask,
-            eos_token_ids=tuple(dict.fromkeys(eos_ids)),
+            eos_token_ids=tuple(end for index, end in enumerate(eos_ids) if end not in eos_ids[:index]),
             pad_token_id=pad,
             max_length=max_length,
             trained_length=trained_length,
@@ -184,8 +180,7 @@ def read_facts(
             **control,
             name=os.path.basename(source.rstrip("/")) or source,
         )
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
+    return facts
 
 
 def tokenizer_size(tokenizer: Any) -> int | None:
@@ -240,8 +235,7 @@ def read_tokenizer(source: str, family: Family, revision: str | None) -> Any:
     cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if family.qwen2_tokenizer else None
     if cls is None:
         raise CheckpointError(f"{source!r} has no tokenizer.json")
-    try:
-        return cls.from_pretrained(source, revision=revision)
-    except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason}") from error
+    # the tokenizers library raises bare Exception for a corrupt file
+    with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
+        tokenizer = cls.from_pretrained(source, revision=revision)
+    return tokenizer

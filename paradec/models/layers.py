@@ -16,6 +16,13 @@ def decoder_layers(model: Any) -> nn.ModuleList | None:
     return next((layers for layers in lists if len(layers) == model.text_config.num_hidden_layers), None)
 
 
+def require_decoder_layers(model: Any) -> nn.ModuleList:
+    """As `decoder_layers`. Raises ValueError without a list."""
+    if (layers := decoder_layers(model)) is None:
+        raise ValueError(f"{model.facts.name} has no list of decoder layers, whose outputs are read")
+    return layers
+
+
 class LayerOutputs:
     """A context in which calls of a network record outputs of its layers.
 

@@ -9,7 +9,7 @@ import torch
 
 from paradec.core.checks import check_choice, shown
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, fetch, read_json
+from paradec.models.checkpoint import CheckpointError, check_path, fetch, read_json
 from paradec.models.dflash import TRANSFORMERS_TYPE, DFlashDrafter, load_dflash, network_classes
 from paradec.models.drafter import check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
@@ -61,9 +61,8 @@ def load_drafter(
         base, source = source, _checkpoint_folder(source)  # type: ignore[assignment]
     check_base(base)
     assert base is not None
-    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
-    source = os.fspath(source)
+    check_path("source", source)
+    source = os.fspath(source)  # type: ignore[arg-type]
     config = read_json(source, "config.json", revision, required=True)
     if kind is not None or config.get("speculators_model_type") == "mtp":
         return load_mtp(source, config, base, dtype, revision)

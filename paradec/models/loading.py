@@ -15,7 +15,7 @@ from torch import nn
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, fetch, read_json
+from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
@@ -169,8 +169,7 @@ def lay_out_by_columns(model: Any) -> Any:
 
 def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument of a wrong type or out of its range."""
-    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
+    check_path("source", source)
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", options["mask_token_id"], low=0, none=True)
@@ -179,10 +178,10 @@ def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> 
     topology, adapter, offload_folder = options["topology"], options["adapter"], options["offload_folder"]
     if topology is not None:
         check_choice("topology", topology, ("bidirectional", "block_causal", "causal", "causal_context"))
-    if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):
-        raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
-    if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
-        raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
+    if adapter is not None:
+        check_path("adapter", adapter)
+    if offload_folder is not None:
+        check_path("offload_folder", offload_folder, "the path of a folder")
 
 
 def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
@@ -265,8 +264,7 @@ def _parse_device(device: str | torch.device | None) -> torch.device | None:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"device={shown(device)} is not available here: {reason}") from error
+        raise ValueError(f"device={shown(device)} is not available here: {first_line(error)}") from error
     if parsed.type == "meta":
         raise ValueError(f"device={shown(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
     return parsed

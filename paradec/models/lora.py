@@ -24,6 +24,7 @@ from paradec.models.checkpoint import (
     StoredTensor,
     check_fit,
     check_supported,
+    checkpoint_errors,
     fetch,
     format_problems,
     read_json,
@@ -206,11 +207,10 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
     where = f"{CONFIG} of {source!r}"
     check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload) and load what that saves")
     fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
-    try:
+    with checkpoint_errors(where):
         _check_fields(fields)
-        return LoraConfig(**fields)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        lora_config = LoraConfig(**fields)
+    return lora_config
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:

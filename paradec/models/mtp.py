@@ -27,9 +27,16 @@ from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
 from paradec.models.causal import count_mtp_layers, find_mtp_weights
-from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, read_tensors, read_weight_headers
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_dtypes,
+    check_fit,
+    check_object,
+    read_tensors,
+    read_weight_headers,
+)
 from paradec.models.drafter import FeatureDrafter, check_base
-from paradec.models.layers import decoder_layers
+from paradec.models.layers import decoder_layers, require_decoder_layers
 from paradec.models.saving import file_weights
 
 SAME = (
@@ -64,8 +71,7 @@ class MtpNetwork(nn.Module):
 
     def __init__(self, base: Model, count: int, hidden_first: bool):
         super().__init__()
-        layers = decoder_layers(base)
-        assert layers is not None  # `check_layers` has seen to it
+        layers = require_decoder_layers(base)
         self.config, self.hidden_first = copy.deepcopy(base.text_config), hidden_first
         self.config._attn_implementation = "sdpa"
         last_layer: Any = layers[-1]
@@ -204,9 +210,8 @@ def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
-    sizes = config.get("transformer_layer_config", config)
-    if not isinstance(sizes, dict):
-        raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
+    name = "transformer_layer_config"
+    sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
     base_sizes = base.text_config.to_dict()
     sizes, base_sizes = ({**(fields.get("rope_parameters") or {}), **fields} for fields in (sizes, base_sizes))
     for name in SAME:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import is_finite, shown
-from paradec.models.checkpoint import CheckpointError, read_positive
+from paradec.models.checkpoint import CheckpointError, check_object, read_positive
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -44,8 +44,7 @@ def rope_parameters(
         fields = config.get(name)
         if fields is None:
             continue
-        if not isinstance(fields, dict):
-            raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object or null")
+        check_object(name, fields)
         if fields.get("rope_theta") is not None:
             bases[name] = float(read_positive(fields, "rope_theta"))
         scaled[name] = _read_scaling(name, fields, extra_fields)

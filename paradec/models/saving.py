@@ -28,6 +28,8 @@ from paradec.models.checkpoint import (
     StoredTensor,
     check_dtypes,
     check_fit,
+    check_path,
+    checkpoint_errors,
     rename_weight,
 )
 from paradec.models.family import Family, read_end_ids
@@ -67,8 +69,7 @@ class Published:
 
 def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) -> None:
     """Implement `Model.save_pretrained`."""
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise ValueError(f"folder={shown(folder)} must be the path of a folder")
+    check_path("folder", folder, "the path of a folder")
     path = Path(os.fspath(folder))
     if path.exists() and not path.is_dir():
         raise ValueError(f"folder={str(path)!r} is a file; give the path of a folder")
@@ -270,11 +271,8 @@ def _needed_weights(source: str, stored_names: Collection[str], config: Any, fam
     where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
     if layers > len(stored_names):
         raise CheckpointError(f"{where} {layers} layers, but only {len(stored_names)} weights")
-    try:
-        with torch.device("meta"):
-            module = getattr(transformers, family.module)(copy.deepcopy(config))
-    except RuntimeError as error:
-        raise CheckpointError(f"{where} its sizes are too large: {error}") from error
+    with checkpoint_errors(f"{where} its sizes are too large", RuntimeError), torch.device("meta"):
+        module = getattr(transformers, family.module)(copy.deepcopy(config))
     state, tied = module.state_dict(), getattr(module, "all_tied_weights_keys", None) or {}
     if family.experts:
         _check_experts(source, stored_names, state)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes
+from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes, checkpoint_errors
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("model", "module", "state_dict")
@@ -50,15 +50,11 @@ def read_weights(
         return _read_safetensors(path, unused)
     if path.suffix not in PICKLES:
         raise CheckpointError(f"{str(path)!r} must be a .safetensors file, or one of {', '.join(PICKLES)}")
-    try:
-        # training scripts leave their arguments beside the weights; a Namespace holds data alone
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except Exception as error:  # pickle, zip and torch each raise their own kinds
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
-        ) from error
+    # pickle, zip and torch each raise their own kinds
+    unreadable = checkpoint_errors(f"{str(path)!r} cannot be read as tensors alone (code in it is not run)", Exception)
+    # training scripts leave their arguments beside the weights; a Namespace holds data alone
+    with unreadable, torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     content = next((weights_at for key in nested if (weights_at := find_nested(content, key)) is not None), content)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not weights by name")
@@ -76,17 +72,12 @@ def _used(name: Any, unused: str | None) -> bool:
 def _read_safetensors(path: Path, unused: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            codes = {name: file.get_slice(name).get_dtype() for name in file.keys() if _used(name, unused)}
-            check_dtypes(str(path), {name: DTYPES.get(code, code) for name, code in codes.items()})
-            weights = {name: file.get_tensor(name) for name in file.keys()}
-            metadata = file.metadata() or {}
-    except CheckpointError:
-        raise
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
+    unreadable = checkpoint_errors(f"{str(path)!r} cannot be read", SafetensorError, OSError, ValueError)
+    with unreadable, safe_open(path, framework="pt") as file:
+        codes = {name: file.get_slice(name).get_dtype() for name in file.keys() if _used(name, unused)}
+        check_dtypes(str(path), {name: DTYPES.get(code, code) for name, code in codes.items()})
+        weights = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata() or {}
     decoded: dict[str, Any] = {}
     for name, text in metadata.items():
         try:

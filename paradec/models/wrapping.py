@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paradec import attention
-from paradec.core.checks import shown
+from paradec.core.checks import check_type, shown
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
@@ -66,8 +66,7 @@ def wrap(
     Raises:
         ValueError: a fact that is missing, by name, or out of its range. TypeError: not a module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    check_type("module", module, nn.Module)
     if (base := _transformers_class(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
         mask_options = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
         for argument, value in {**mask_options, "block_length": block_length}.items():

@@ -391,7 +391,7 @@ def wrong_checkpoints() -> list[Any]:
         case(lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
         case(lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
         case(lambda c, w: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
-        case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
+        case(lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
         case(lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
         case(lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
         case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paradec.core.checks import check_choice
 from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, order_ids, pretrained
 from paradec.models.images.vq import VQModel, check_codebook, load_vq
@@ -154,6 +155,10 @@ def load_chameleon(
     if isinstance(layout, str):
         if layout not in LAYOUTS:
             raise ValueError(unknown_name("layout", layout, LAYOUTS))
+    if layout is None:
+        layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
+    if isinstance(layout, str):
+        check_choice("layout", layout, LAYOUTS)
         layout = LAYOUTS[layout]
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq, "chameleon")

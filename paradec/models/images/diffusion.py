@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from paradec.core.checks import check_type
 from paradec.core.family_queries import LatentQuery
 from paradec.models.base import Adapter
 from paradec.models.images.base import labels_of
@@ -20,11 +21,10 @@ class DiffusionModel(Adapter):
     makes = "latent"
     module: Any
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: Any):
         from diffusers import DiTTransformer2DModel
 
-        if not isinstance(module, DiTTransformer2DModel):
-            raise TypeError(f"module must be a diffusers DiTTransformer2DModel, not {type(module).__name__}")
+        check_type("module", module, DiTTransformer2DModel)
         if module.training:
             raise ValueError("module is in training mode, where it drops class labels by chance; call module.eval()")
         super().__init__(module)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_int
+from paradec.core.checks import check_choice, check_int
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.base import check_alike
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
@@ -52,8 +52,7 @@ class DistilledLlamaGenConfig(LlamaGenConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("codebook_dim", self.codebook_dim, low=1)
-        if self.condition != "c2i":
-            raise ValueError(f"condition={self.condition!r} must be 'c2i': students read class labels")
+        check_choice("condition", self.condition, ("c2i",))  # students read class labels
         tokens, published = self.grid**2, self.grid == 16
         second = max(1, SECOND * tokens // 256) if self.second is None else self.second
         split = self.split

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paradec.core.checks import check_type
 from paradec.models.images.base import check_alike
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ
@@ -80,10 +81,8 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         second: int | None = None,
         split: int | None = None,
     ):
-        if not isinstance(module, DistilledVAR):
-            raise TypeError(f"module must be a DistilledVAR, not {type(module).__name__}")
-        if not isinstance(vq, MultiScaleVQ):
-            raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: {name} reads code vectors")
+        check_type("module", module, DistilledVAR)
+        check_type("vq", vq, MultiScaleVQ, f": {name} reads code vectors")
         check_codebook(vq, module.codebook_size, name, module.code_dim)
         published = SECONDS.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
         second = published or max(1, len(module.scales) // 2) if second is None else second

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, rms_norm, scaled_dot_product_attention, silu
 
-from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.checks import check_choice, check_divides, check_int, check_number
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.rows import row_layout
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import (
     ImageModel,
     ImageRequest,
@@ -86,8 +86,7 @@ class LlamaGenConfig:
             check_number(name, getattr(self, name), low=0, open_low=True)
         if self.dim % self.n_head or self.head_dim % 4:
             raise ValueError(f"n_head={self.n_head} must split dim={self.dim} into heads that are a multiple of 4 wide")
-        if self.n_head % self.num_key_value_heads:
-            raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}")
+        check_divides("n_kv_head", self.num_key_value_heads, "n_head", self.n_head)
 
     head_dim = property(lambda self: self.dim // self.n_head)
     # what stores are sized by, under transformers' names
@@ -461,10 +460,8 @@ def read_network(
     if missing := [key for key in format.marks if key not in state]:
         raise CheckpointError(f"{str(path)!r} holds no {format.name}: {', '.join(missing)} missing")
     if os.path.isdir(source):
-        try:
+        with checkpoint_errors(f"config.json of {os.fspath(source)!r} is not a {format.name}'s", ValueError, TypeError):
             config = format.config(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"config.json of {os.fspath(source)!r} is not a {format.name}'s: {error}") from error
     else:
         config = _config(path, state, format.grid if grid is None else grid, n_head, format)
     module = format.network(config)
@@ -488,12 +485,10 @@ def read_network(
 def _config(
     path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None, format: Format
 ) -> LlamaGenConfig:
-    try:
+    with checkpoint_errors(f"{str(path)!r} holds no {format.name}", KeyError, ValueError):
         vocab, dim = state["output.weight"].shape
         width = state["layers.0.attention.wqkv.weight"].shape[0]
         inner = state["layers.0.feed_forward.w1.weight"].shape[0]
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error} is missing or misshapen") from error
     if n_head is None:
         n_head = next((sizes["n_head"] for sizes in PRESETS.values() if sizes["dim"] == dim), None)
         if n_head is None:
@@ -514,7 +509,7 @@ def _config(
     elif "cls_embedding.uncond_embedding" in state:
         length, caption = state["cls_embedding.uncond_embedding"].shape
         condition |= {"caption_length": length, "caption_dim": caption}
-    try:
+    with checkpoint_errors(f"{str(path)!r} holds no {format.name}", KeyError, ValueError):
         base = LlamaGenConfig(
             dim=dim,
             n_layer=count_blocks(state, "layers"),
@@ -526,6 +521,5 @@ def _config(
             **condition,
         )
         overrides = {} if format.sizes is None else format.sizes(state, base)
-        return format.config(**{name: getattr(base, name) for name in base.__dataclass_fields__} | overrides)
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error}") from error
+        config = format.config(**{name: getattr(base, name) for name in base.__dataclass_fields__} | overrides)
+    return config

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.checks import check_choice, check_divides, check_int, check_number, check_type
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery, RankedQuery
 from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, widen
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
@@ -56,8 +56,7 @@ class LPDConfig:
         for name in ("dim", "n_layer", "n_head", "grid", "vocab_size", "num_classes", "inner"):
             check_int(name, getattr(self, name), low=1, none=name == "inner")
         check_number("norm_eps", self.norm_eps, low=0, open_low=True)
-        if self.dim % self.n_head:
-            raise ValueError(f"n_head={self.n_head} must divide dim={self.dim}")
+        check_divides("n_head", self.n_head, "dim", self.dim)
 
     # what stores are sized by, under transformers' names
     num_hidden_layers = property(lambda self: self.n_layer)
@@ -182,8 +181,7 @@ class LPDModel(ImageModel):
     def __init__(
         self, module: LPD, vq: VQModel | None = None, defaults: Mapping[str, Any] | None = None, name: str = "LPD"
     ):
-        if not isinstance(module, LPD):
-            raise TypeError(f"module must be a paradec.models.images.lpd.LPD, not {type(module).__name__}")
+        check_type("module", module, LPD)
         config = module.config
         check_codebook(vq, config.vocab_size, name)
         facts = ModelFacts(vocab_size=config.vocab_size, max_length=1 + config.grid**2, name=name)
@@ -333,7 +331,7 @@ def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
 def _config(
     path: Path, weights: Mapping[str, Tensor], preset: str | None, fields: Mapping[str, Any], n_head: int | None
 ) -> LPDConfig:
-    try:
+    with checkpoint_errors(f"{str(path)!r} does not hold an LPD", LookupError, ValueError):
         codes, dim = weights["token_emb.weight"].shape
         positions = weights["pos_embed"].shape[1] - 1
         sizes: dict[str, Any] = {
@@ -344,8 +342,6 @@ def _config(
             "num_classes": weights["class_emb.weight"].shape[0],
             "inner": weights["blocks.0.mlp.fc1.weight"].shape[0],
         }
-    except (KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold an LPD: {error} is missing or misshapen") from None
     sizes |= {} if preset is None else PRESETS[preset]
     published = next((entry["n_head"] for entry in PRESETS.values() if entry["dim"] == sizes["dim"]), None)
     overrides = {key: value for key, value in fields.items() if key not in NOT_SIZES}
@@ -353,10 +349,9 @@ def _config(
     heads = sizes.get("n_head", published) if heads is None else heads
     if heads is None:
         raise CheckpointError(f"n_head: no published LPD is {dim} wide; give n_head=...")
-    try:
-        return LPDConfig(**(sizes | overrides | {"n_head": heads}))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold an LPD: {error}") from error
+    with checkpoint_errors(f"{str(path)!r} does not hold an LPD", TypeError, ValueError):
+        config = LPDConfig(**(sizes | overrides | {"n_head": heads}))
+    return config
 
 
 def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:

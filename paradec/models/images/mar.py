@@ -17,9 +17,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from paradec.core.checks import check_choice, check_int
+from paradec.core.checks import check_choice, check_divides, check_int, check_type
 from paradec.models.base import Adapter
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import Block
 from paradec.models.images.continuous import (
@@ -81,8 +81,7 @@ class MAR(nn.Module):
         check_int("depth", depth, low=0)
         check_int("decoder_depth", decoder_depth, low=0, none=True)
         check_int("head_depth", head_depth, low=0)
-        if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}")
+        check_divides("heads", heads, "width", width)
         self.side, self.channels, self.classes, self.buffer = side, channels, classes, buffer
         self.positions = positions = side**2
         self.class_emb = nn.Embedding(classes, width)
@@ -200,10 +199,9 @@ class MARModel(PictureModel, Adapter):
         defaults: Mapping[str, Any] | None = None,
         name: str | None = None,
     ):
-        if not isinstance(module, MAR):
-            raise TypeError(f"module must be a paradec.models.images.mar.MAR, not {type(module).__name__}")
-        if vae is not None and not isinstance(vae, KLDecoder):
-            raise TypeError(f"vae must be a paradec.models.images.vq.KLDecoder, not {type(vae).__name__}")
+        check_type("module", module, MAR)
+        if vae is not None:
+            check_type("vae", vae, KLDecoder)
         if vae is not None and vae.config.z_channels != module.channels:
             raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
         super().__init__(module.eval())
@@ -315,7 +313,7 @@ def load_mar(
     name, path, fields, vae = find_files(source, "vae", vae)
     weights = read_weights(path, nested=("model_ema", "model"), mmap=True)[0]
     published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
-    try:
+    with checkpoint_errors(f"{str(path)!r} does not hold the weights of a MAR", LookupError, TypeError):
         if preset is None:
             base_sizes = read_sizes(weights)
             heads = fields.get("heads", published.get("heads")) if heads is None else heads
@@ -327,8 +325,6 @@ def load_mar(
         if "heads" not in sizes:
             raise CheckpointError(f"heads: no published MAR is {sizes['width']} wide; give heads=...")
         module = MAR(**sizes)
-    except (KeyError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold the weights of a MAR: {error}") from error
     check_fit(module.state_dict(), weights, str(path), preset or "a MAR")
     module.load_state_dict(weights)
     module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
 from paradec.core.checks import check_int, shown
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import check_fit, checkpoint_errors
 from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, decoder_sizes, from_taming
 from paradec.models.weights import read_weights
 
@@ -186,12 +186,8 @@ def load_multi_scale_vq(
     if config is None:
         stored_config = metadata.get("config", {})
         groups = norm_groups or stored_config.get("norm_groups") or stored_config.get("group_norm_groups") or 32
-        try:
+        with checkpoint_errors(f"{os.fspath(source)!r} holds no multi-scale VQ", LookupError, ValueError):
             config = read_sizes(state, groups)
-        except (KeyError, IndexError) as error:
-            raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error} is missing") from error
-        except ValueError as error:
-            raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error}") from error
     module = MultiScaleVQ(config)
     unused = () if config.encoder else ("encoder.", "quant_conv.")
     check_fit(module.state_dict(), state, os.fspath(source), unused=unused)

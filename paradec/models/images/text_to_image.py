@@ -178,6 +178,7 @@ def pretrained(
         COUNTERS,
         CheckpointError,
         check_stored_dtypes,
+        checkpoint_errors,
         fetch,
         format_problems,
         read_json,
@@ -186,13 +187,11 @@ def pretrained(
     name = os.fspath(source)
     check_stored_dtypes(name, read_json(name, "config.json", revision), revision)
     options = {} if revision is None else {"revision": revision}
-    try:
+    kinds = (OSError, ValueError, RuntimeError, KeyError)
+    with checkpoint_errors(f"{name!r} cannot be read as a {architecture}", *kinds):
         module, info = getattr(transformers, architecture).from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(f"{os.fspath(source)!r} cannot be read as a {architecture}: {reason}") from error
     # transformers makes up what is missing
     missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unused and re.match(unused, key))]
     if missing:

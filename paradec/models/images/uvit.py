@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from paradec.core.checks import check_int
+from paradec.core.checks import check_divides, check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import check_fit, checkpoint_errors
 from paradec.models.decoder import Decoder, needs_hidden
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
@@ -50,8 +50,7 @@ class UViT(nn.Module):
         for name, value in {"size": size, "codebook_size": codebook_size, "classes": classes, "width": width}.items():
             check_int(name, value, low=1)
         check_int("heads", heads, low=1)
-        if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}")
+        check_divides("heads", heads, "width", width)
         check_int("depth", depth, low=0)
         if depth % 2:
             raise ValueError(f"depth={depth} must be even")
@@ -208,11 +207,9 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
     """
     weights, _ = read_weights(source)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    try:
+    with checkpoint_errors(f"{str(source)!r} does not hold a U-ViT's weights", KeyError):
         positions, width = shapes["token_emb.position_embeddings.weight"]
         tokens, classes = (shapes[f"{part}.word_embeddings.weight"][0] for part in ("token_emb", "context_embed"))
-    except KeyError as error:
-        raise CheckpointError(f"{str(source)!r} does not hold a U-ViT's weights: {error} is missing") from None
     depth = 2 * count_blocks(weights, "in_blocks")
     module = UViT(round(positions**0.5), tokens - 1, classes, width, depth, heads)
     check_fit(module.state_dict(), weights, str(source), "a U-ViT")
@@ -298,12 +295,7 @@ def load_masked_image(
         vq: the VQ autoencoder, or its file, where the folder names none. dtype: of the parameters; float32 by default.
     """
     name, path, fields, vq = find_files(source, "vq", vq)
-    try:
-        module = load_uvit(path, fields["heads"]).module.to(dtype or torch.float32)
-        if device is not None:
-            module = module.to(device)
-        return MaskedImageModel(module.requires_grad_(False), open_vq(vq, device), fields.get("defaults"), name)
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{os.fspath(source)!r} is not a masked image model: {error}") from error
+    with checkpoint_errors(f"{os.fspath(source)!r} is not a masked image model", TypeError, ValueError, KeyError):
+        module = load_uvit(path, fields["heads"]).module.to(device=device, dtype=dtype or torch.float32)
+        model = MaskedImageModel(module.requires_grad_(False), open_vq(vq, device), fields.get("defaults"), name)
+    return model

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, normalize, scaled_dot_product_attention
 
-from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool, check_divides, check_int, check_type, shown
 from paradec.models.base import Adapter
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
@@ -147,8 +147,7 @@ class VAR(nn.Module):
             check_int(name, value, low=1)
         check_bool("shared_adaln", shared_adaln)
         check_bool("l2_norm", l2_norm)
-        if width % heads:
-            raise ValueError(f"heads={heads} must divide width={width}")
+        check_divides("heads", heads, "width", width)
         self.scales, self.width, self.heads, self.classes = tuple(scales), width, heads, classes
         self.codebook_size, self.code_dim, self.eps, self.shared_adaln = codebook_size, code_dim, eps, shared_adaln
         self.ends = ends_of(self.scales)
@@ -360,10 +359,8 @@ class VARModel(ScalePictures, Adapter):
     def __init__(
         self, module: VAR, vq: MultiScaleVQ, defaults: Mapping[str, Any] | None = None, name: str | None = None
     ):
-        if not isinstance(module, VAR):
-            raise TypeError(f"module must be a paradec.models.images.var.VAR, not {type(module).__name__}")
-        if not isinstance(vq, MultiScaleVQ):
-            raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: a scale's codes are the next's input")
+        check_type("module", module, VAR)
+        check_type("vq", vq, MultiScaleVQ, ": a scale's codes are the next's input")
         super().__init__(module.eval())
         check_codebook(vq, module.codebook_size, name or "VAR", module.code_dim)
         self.vq = vq.eval()
@@ -482,13 +479,9 @@ def read_network(
         raise CheckpointError(f"{str(path)!r} holds no {kind}: {', '.join(missing)} missing")
     config = fields or metadata.get("config", {})
     scales = scales or config.get("scales") or config.get("patch_nums")
-    try:
+    with checkpoint_errors(f"{str(path)!r} holds no {kind}", LookupError, ValueError):
         sizes = read_sizes(sized(weights), scales, heads or config.get("heads") or config.get("num_heads"))
         module = network(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
-    except (KeyError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no {kind}: {error} is missing") from error
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} holds no {kind}: {error}") from error
     # files may leave out buffers, which are zeros
     check_fit(module.state_dict(), weights, str(path), optional={key for key, _ in module.named_buffers()})
     module.load_state_dict(weights, strict=False)

@@ -19,8 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention, silu
 
-from paradec.core.checks import check_bool, check_int, shown, unknown_name
-from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.core.checks import check_bool, check_choice, check_divides, check_int, shown, unknown_name
+from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.loading import count_blocks
 from paradec.models.weights import read_weights
 
@@ -64,8 +64,7 @@ class VQConfig:
         object.__setattr__(self, "channel_mult", tuple(self.channel_mult))
         for factor in self.channel_mult:
             check_int("channel_mult", factor, low=1)
-            if self.channels * factor % self.norm_groups:
-                raise ValueError(f"norm_groups={self.norm_groups} must divide channels={self.channels} times {factor}")
+            check_divides("norm_groups", self.norm_groups, "channels * channel_mult", self.channels * factor)
 
     @property
     def scale(self) -> int:
@@ -312,8 +311,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
     elif isinstance(config, str):
-        if config not in PUBLISHED:
-            raise ValueError(unknown_name("VQ configuration", config, PUBLISHED))
+        check_choice("config", config, PUBLISHED)
         config = PUBLISHED[config]
     state = from_taming(state)
     model = VQModel(config)
@@ -383,10 +381,8 @@ def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
     read. Raises CheckpointError for a wrong file."""
     weights = from_taming(read_weights(source, rf"^(?!{'|'.join(map(re.escape, DECODING))})")[0])
     weights = {name: tensor for name, tensor in weights.items() if name.startswith(DECODING)}
-    try:
+    with checkpoint_errors(f"{os.fspath(source)!r} holds no decoder of a KL autoencoder", KeyError, ValueError):
         config = VQConfig(norm_groups=norm_groups, **decoder_sizes(weights))
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{os.fspath(source)!r} holds no decoder of a KL autoencoder: {error}") from error
     model = KLDecoder(config)
     check_fit(model.state_dict(), weights, os.fspath(source))
     model.load_state_dict(weights)

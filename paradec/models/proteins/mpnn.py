@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, check_type, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.query import Query, take_columns
 from paradec.core.rows import row_layout
 from paradec.models.adapter import Opaque
-from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
+from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, checkpoint_errors
 from paradec.models.proteins.network import Encoding, LigandMPNN, MembraneMPNN, ProteinMPNN
 from paradec.models.proteins.rules import Columns, DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
@@ -156,8 +156,7 @@ class ProteinMPNNModel(Opaque):
         if not backbones:
             raise ValueError("structures is empty; give at least one")
         for structure in backbones:
-            if not isinstance(structure, Structure):
-                raise TypeError(f"structures holds {shown(structure)}, which is no paradec Structure")
+            check_type("an entry of structures", structure, Structure)
             _check_membrane(module, structure, name)
         self.structures, self.rules = tuple(backbones), _rules_per_structure(rules, len(backbones))
         self.columns = [Columns.from_rules(*pair) for pair in zip(backbones, self.rules, strict=True)]
@@ -385,11 +384,9 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The weights of a file, neighbours of a residue ("num_edges"), and LigandMPNN's atoms ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
-    try:
+    kinds = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
+    with checkpoint_errors(f"{str(path)!r} cannot be read as tensors alone", *kinds):
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone: {reason}") from error
     weights = data.get("model_state_dict") if isinstance(data, dict) else None
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
         raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")
@@ -433,8 +430,7 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
 def _rules_per_structure(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
     rule_list = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
     for entry in rule_list:
-        if not isinstance(entry, DesignRules):
-            raise TypeError(f"rules holds {shown(entry)}, which is no DesignRules")
+        check_type("an entry of rules", entry, DesignRules)
     if len(rule_list) != count:
         raise ValueError(f"rules has {len(rule_list)} entries for {count} structures; give one, or one for each")
     return rule_list

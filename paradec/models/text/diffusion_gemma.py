@@ -20,7 +20,7 @@ from paradec.core.family_queries import CanvasQuery
 from paradec.core.memory import check_memory
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, first_line, read_module
+from paradec.models.checkpoint import CheckpointError, checkpoint_errors, read_module
 from paradec.models.family import tokenizer_size
 
 MODEL_TYPE = "diffusion_gemma"
@@ -228,13 +228,11 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
             )
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]
-    try:
+    with checkpoint_errors(source):
         for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
             check_number(name, values.get(name), low=0, none=True)
         check_int("max_denoising_steps", values.get("max_denoising_steps"), low=1, none=True)
         check_int("stability_threshold", values.get("stability_threshold"), low=0, none=True)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from None
     return values
 
 
@@ -273,7 +271,7 @@ def adapt_module(
     eos_ids = list(eos_ids) if isinstance(eos_ids, (list, tuple)) else [] if eos_ids is None else [eos_ids]
     vocabulary = {} if tokenizer is None or eos_token_id is not None else tokenizer.get_vocab()
     eos_ids += [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
-    try:
+    with checkpoint_errors(name):
         facts = ModelFacts(
             vocab_size=text.vocab_size,
             eos_token_ids=tuple(dict.fromkeys(eos_ids)),
@@ -284,8 +282,6 @@ def adapt_module(
             name=name,
             tokenizer_size=tokenizer_size(tokenizer),
         )
-    except ValueError as error:
-        raise CheckpointError(f"{name}: {error}") from error
     max_new_tokens = generation.get("max_new_tokens")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         max_new_tokens = DEFAULT_NEW_TOKENS
@@ -319,12 +315,8 @@ def load_diffusion_gemma(
     arguments = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
     if dtype == torch.float64:
         arguments["experts_implementation"] = "eager"  # the grouped product has no float64
-    try:
+    with checkpoint_errors(f"{source!r} cannot be loaded"):
         module = read_module(cls, source, revision, **arguments)
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{source!r} cannot be loaded: {first_line(error)}") from error
     if device is not None:
         module = module.to(device)
     processor = _read_processor(transformers.AutoProcessor, source, revision)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import is_finite
+from paradec.core.checks import check_divides, check_order, is_finite
 from paradec.models.checkpoint import (
     NEUTRAL,
     CheckpointError,
     check_supported,
+    checkpoint_errors,
     read_flag,
     read_positive,
     require_fields,
@@ -77,8 +78,8 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     # defaults of the published configuration class that differ from Llama's are refused, not assumed
     check_supported({**CLASS_DEFAULTS, **config}, SUPPORTED)
     hidden, layers, heads = (read_positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
-    if hidden % heads:
-        raise CheckpointError(f"config.json: d_model={hidden} is not a multiple of n_heads={heads}")
+    with checkpoint_errors("config.json"):
+        check_divides("n_heads", heads, "d_model", hidden)
     if hidden // heads % 2:
         raise CheckpointError(
             f"config.json: d_model={hidden} / n_heads={heads} is odd; rotary angles need an even width"
@@ -107,8 +108,8 @@ def _embedding_size(config: Mapping[str, Any]) -> int:
     if config.get("embedding_size") is None:
         return vocab
     size = read_positive(config, "embedding_size")
-    if size < vocab:
-        raise CheckpointError(f"config.json: embedding_size={size} is smaller than vocab_size={vocab}")
+    with checkpoint_errors("config.json"):
+        check_order("vocab_size", vocab, "embedding_size", size)
     return size
 
 
@@ -119,8 +120,8 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
     kv_heads = read_positive(config, "n_kv_heads")
     if multi_query is not None and kv_heads != (1 if multi_query else heads):
         raise CheckpointError(f"config.json: multi_query_attention={multi_query} contradicts n_kv_heads={kv_heads}")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: n_heads={heads} is not a multiple of n_kv_heads={kv_heads}")
+    with checkpoint_errors("config.json"):
+        check_divides("n_kv_heads", kv_heads, "n_heads", heads)
     return kv_heads
 
 

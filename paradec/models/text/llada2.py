@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, read_positive
+from paradec.core.checks import check_int, check_order, shown
+from paradec.models.checkpoint import CheckpointError, checkpoint_errors, read_positive
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family, read_block_length, read_shared_fields
 from paradec.models.rotary import rope_parameters
@@ -90,10 +90,8 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
             "query_key_value matrices are split where they are read, which quantised ones cannot be"
         )
     dense, layers = config["first_k_dense_replace"], fields["num_hidden_layers"]
-    if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense <= layers:
-        raise CheckpointError(
-            f"config.json: first_k_dense_replace={shown(dense)} must be an integer from 0 to num_hidden_layers={layers}"
-        )
+    with checkpoint_errors("config.json"):
+        check_int("first_k_dense_replace", dense, low=0, high=layers)
     return Glm4MoeConfig(
         **fields,
         intermediate_size=read_positive(config, "intermediate_size"),
@@ -135,23 +133,17 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json: num_experts={num_experts} cannot be cut into n_group={num_groups} equal groups of at least 2"
         )
-    if topk_group > num_groups or topk_group * (num_experts // num_groups) < top_k:
-        raise CheckpointError(
-            f"config.json: topk_group={topk_group} of n_group={num_groups} groups of {num_experts // num_groups} "
-            f"experts leave fewer than num_experts_per_tok={top_k}"
-            if topk_group <= num_groups
-            else f"config.json: topk_group={topk_group} is larger than n_group={num_groups}"
-        )
+    with checkpoint_errors("config.json"):
+        check_order("topk_group", topk_group, "n_group", num_groups)
+        check_order("num_experts_per_tok", top_k, "experts of topk_group", topk_group * (num_experts // num_groups))
     return fields | {"n_group": num_groups, "topk_group": topk_group}
 
 
 def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
     capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
-    if not top_k <= capacity <= num_experts:
-        raise CheckpointError(
-            f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={top_k} to "
-            f"num_experts={num_experts}"
-        )
+    with checkpoint_errors("config.json"):
+        check_order("num_experts_per_tok", top_k, CAPACITY, capacity)
+        check_order(CAPACITY, capacity, "num_experts", num_experts)
     return {"n_group": 1, "topk_group": 1, CAPACITY: capacity, BLOCK_SIZE: block}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, check_supported, read_flag, read_positive
+from paradec.core.checks import check_order, shown
+from paradec.models.checkpoint import CheckpointError, check_supported, checkpoint_errors, read_flag, read_positive
 from paradec.models.family import read_shared_fields
 from paradec.models.rotary import rope_parameters
 
@@ -75,8 +75,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
 def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     """Read the numbers of experts in a layer and per token. Raises CheckpointError for inconsistent numbers."""
     num_experts, top_k = read_positive(config, "num_experts"), read_positive(config, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise CheckpointError(f"config.json: num_experts_per_tok={top_k} is larger than num_experts={num_experts}")
+    with checkpoint_errors("config.json"):
+        check_order("num_experts_per_tok", top_k, "num_experts", num_experts)
     return num_experts, top_k
 
 

@@ -224,7 +224,7 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
     assert twice.names == ["long", "long-2"] and twice.prompt("long-2")[0] == 23
     with pytest.raises(ValueError, match="structures is empty"):
         model.on([])
-    with pytest.raises(TypeError, match="'1ubi.pdb', which is no paradec Structure"):
+    with pytest.raises(TypeError, match="structures must be a Structure"):
         model.on(["1ubi.pdb"])
     with pytest.raises(ValueError, match="small is read from its published file"):
         model.save_pretrained("folder")
