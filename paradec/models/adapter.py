@@ -55,8 +55,7 @@ class Encoder(Model):
 
 
 class Opaque(Model):
-    """Any module of ids -> logits, called with ids alone and never padded: rows of unequal lengths go in separate
-    calls."""
+    """Any module of ids -> logits, called with ids alone; never padded, so calls have rows of one length."""
 
     kind = "opaque"
     hidden_size = None

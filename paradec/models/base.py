@@ -196,8 +196,7 @@ class Model(Adapter):
 
     @property
     def weights_version(self) -> int:
-        """Number of changes of the weights: by `update_weights`, or in place by an optimizer (counted when this is
-        read)."""
+        """Number of changes of the weights, by `update_weights` or in place by an optimizer (counted on reading)."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
@@ -243,8 +242,7 @@ class Model(Adapter):
         return _call_accessor(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [..., d] -> [..., vocab_size]. Raises ValueError without one
-        (`has_head`)."""
+        """The output matrix alone: [..., d] -> [..., vocab_size]. Raises ValueError without one (`has_head`)."""
         if not self.has_head:
             raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
         return self.module.get_output_embeddings()(hidden)

@@ -14,8 +14,7 @@ NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Name of the forward's argument that takes a key/value cache, from the first class in its MRO that names one; or
-    None."""
+    """The forward's argument for a key/value cache, from the first class in the MRO that names one; or None."""
     cls: Any = type(module)
     return _find_argument(cls)
 

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +88,11 @@ def load_causal(
     mtp_prefixes = find_mtp_weights(headers, config).prefixes
     module = _read_causal_module(source, cls, hf_config, files, dtype=dtype, read_elsewhere=mtp_prefixes, **options)
     if gguf_file is not None:
-        _clear_quantizer(module)
+        # of a quantised file that became plain numbers, transformers would not save them otherwise
+        if all(parameter.is_floating_point() for parameter in module.parameters()):
+            for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+                module.__dict__.pop(name, None)
+            module.config.__dict__.pop("quantization_config", None)
     if device is not None:
         module = module.to(device)
     tokenizer = _read_causal_tokenizer(source, files)
@@ -157,14 +160,6 @@ def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, 
     return module
 
 
-def _clear_quantizer(module: Any) -> None:
-    """Remove the traces of a quantised file from plain numbers, which transformers would not save otherwise."""
-    if all(parameter.is_floating_point() for parameter in module.parameters()):
-        for name in ("hf_quantizer", "is_quantized", "quantization_method"):
-            module.__dict__.pop(name, None)
-        module.config.__dict__.pop("quantization_config", None)
-
-
 def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
     if "gguf_file" not in files and not any(fetch(source, name, files["revision"]) for name in TOKENIZER_FILES):
         return None
@@ -196,14 +191,18 @@ def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None
 
 
 def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
-    """Raise CheckpointError unless the file is there, can be read, and is of an architecture that transformers
-    reads."""
+    """Raise CheckpointError unless the file can be read, and is of an architecture that transformers reads."""
     path = fetch(source, gguf_file, revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {gguf_file}")
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(f"{gguf_file} of {source!r} is read with the package gguf: pip install gguf")
-    architecture = _gguf_architecture(path)
+    from gguf import GGUFReader
+
+    # of a broken file, numpy and struct raise several kinds
+    with checkpoint_errors(f"{str(path)!r} cannot be read as a GGUF file", Exception):
+        field = GGUFReader(path).fields["general.architecture"]
+        architecture = bytes(field.parts[field.data[0]]).decode()
     if architecture in GGUF_ENCODERS:
         raise CheckpointError(f"{gguf_file} of {source!r} holds {architecture!r}, an encoder: it gives no next token")
     if architecture in GGUF_MASKED:
@@ -221,16 +220,6 @@ def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
             f"{gguf_file} of {source!r} holds {architecture!r}, which transformers does not read from GGUF; it "
             f"reads {', '.join(supported)}"
         )
-
-
-def _gguf_architecture(path: Path) -> str:
-    from gguf import GGUFReader
-
-    # of a broken file, whatever numpy and struct raise
-    with checkpoint_errors(f"{str(path)!r} cannot be read as a GGUF file", Exception):
-        field = GGUFReader(path).fields["general.architecture"]
-        architecture = bytes(field.parts[field.data[0]]).decode()
-    return architecture
 
 
 # ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------
@@ -261,8 +250,7 @@ class MtpWeights(NamedTuple):
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """The heads' weights by their names. A layer after the model's own counts as a head only if config.json counts it
-    and it has an `eh_proj`."""
+    """The heads' weights by their names. A layer after the model's own is a head if config.json counts it."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     renamed, prefixes = {}, set()
     for name in names:

@@ -133,8 +133,7 @@ def _can_reach(source: str, filename: str, revision: str | None) -> bool:
 
 
 def read_json(source: str, filename: str, revision: str | None, required: bool = False) -> dict[str, Any]:
-    """A JSON object from the checkpoint; {} if absent and not required. Raises CheckpointError for an absent or wrong
-    one."""
+    """A JSON object of the checkpoint; {} if absent and not required. Raises CheckpointError for other content."""
     path = fetch(source, filename, revision)
     if path is None:
         if required:
@@ -206,7 +205,11 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
                 f"{INDEX} of {source!r}: {shown(name)} is in {shown(shard)}; expected a .safetensors file beside it"
             )
     files = sorted(set(weight_map.values()))
-    _download_shards(source, files, revision)
+    if not os.path.isdir(source):  # side by side; those that are missing are for `fetch` to tell
+        from transformers.utils.hub import cached_files
+
+        with checkpoint_errors(f"the weights of {source!r} cannot be downloaded", OSError, ValueError):
+            cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
     shards: dict[str, dict[str, StoredTensor]] = {}
     for shard in files:
         path = fetch(source, shard, revision)
@@ -236,15 +239,6 @@ def read_tensors(source: str, names: Collection[str], revision: str | None) -> d
             with safe_open(fetch(source, file, revision), framework="pt") as tensors:
                 loaded |= {name: tensors.get_tensor(name) for name in names if shards.get(name, WEIGHTS) == file}
     return loaded
-
-
-def _download_shards(source: str, files: list[str], revision: str | None) -> None:
-    if os.path.isdir(source):
-        return
-    from transformers.utils.hub import cached_files
-
-    with checkpoint_errors(f"the weights of {source!r} cannot be downloaded", OSError, ValueError):
-        cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -70,7 +69,7 @@ class Decoder(Model):
         return logits
 
     def _call(self, query: Query, store: Any) -> Tensor:
-        arguments = {}
+        arguments: dict[str, Any] = {}
         if store is not None or getattr(query, "attention", None) is not None:
             arguments = cache_and_plan(self.module, query, store)
         mask = self._visible(query, store)
@@ -91,8 +90,13 @@ class Decoder(Model):
                 f"{self.facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated "
                 f"with topology={self.facts.topology!r}"
             )
-        if arguments:
-            check_arguments_used(self.facts.name, arguments)
+        if (shared := arguments.get("shared_prefix")) is not None:
+            shared.check_read(self.facts.name)
+        if (plan := arguments.get("attention_plan")) is not None and not plan.attended:
+            raise RuntimeError(
+                f"{self.facts.name} does not pass its keyword arguments on to its attention, which a request with "
+                "attention=... needs; leave that out"
+            )
         return logits
 
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
@@ -181,15 +185,3 @@ def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any
         else:
             warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=4)
     return arguments
-
-
-def check_arguments_used(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where the model has not passed its keyword arguments on to its attention."""
-    shared, plan = arguments.get("shared_prefix"), arguments.get("attention_plan")
-    if shared is not None:
-        shared.check_read(name)
-    if plan is not None and not plan.attended:
-        raise RuntimeError(
-            f"{name} does not pass its keyword arguments on to its attention, which a request with attention=... "
-            "needs; leave that out"
-        )

@@ -12,7 +12,6 @@ otherwise, the window excludes its end, and embeddings are the model's rows, uns
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +41,6 @@ from paradec.models.drafter import (
     NO_BIAS,
     FeatureDrafter,
     build_config,
-    check_base,
     check_base_sizes,
     check_layers,
     make_drafter,
@@ -99,25 +97,18 @@ class DFlashDrafter(FeatureDrafter):
 
     Args:
         module: transformers' network. base: the model, loaded or wrapped.
-
-    Raises:
-        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, output matrix,
-            layers, store, causality, sizes).
     """
 
     fills: ClassVar[str] = "block"
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
-        check_base(base)
+        super().__init__(module, base, name)
         check_base_sizes(name, base, hidden_size=module.config.hidden_size)
         check_layers("target_layer_ids", settings.target_layer_ids, base, settings.anchored)
         check_int("mask_token_id", settings.mask_token_id, low=0, high=base.facts.vocab_size - 1)
-        self.module = module.eval()
-        self.base = base
         self.settings = settings
         self.block_size, self.mask_token_id = settings.block_size, settings.mask_token_id
         self.keep_layers = settings.target_layer_ids
-        self.facts = dataclasses.replace(base.facts, name=name)
 
     @property
     def slots(self) -> int:
@@ -182,6 +173,16 @@ class DFlashDrafter(FeatureDrafter):
         return {"full_attention": full, "sliding_attention": full & in_window[:, None]}
 
 
+class WalkDrafter(DFlashDrafter):
+    """A DFlash drafter whose drafts depend on each other: `walk` reads the states of a call, token by token."""
+
+    fills: ClassVar[str] = "walk"
+
+    def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
+        """As `states`."""
+        return self.states(query, features, store)
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,9 +245,22 @@ def read_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
     """Fields of transformers' config, and the settings. published: whether the format is z-lab's or speculators'."""
-    fields = _read_network_fields(source, config, base, published)
-    fields["rope_parameters"] = read_angles(source, config, 10000.0 if published else 500000.0)
-    settings = _read_block_settings(source, config, base, published, "sliding_attention" in fields["layer_types"])
+    where = f"config.json of {source!r}"
+    names = ("hidden_size", "vocab_size", "num_target_layers")
+    check_base_sizes(source, base, **{name: config.get(name) for name in names})
+    num_layers: Any = config.get("num_hidden_layers")
+    with checkpoint_errors(where):
+        check_int("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
+    layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or {*layer_types} - {*LAYER_TYPES}:
+        raise CheckpointError(
+            f"{where}: layer_types={shown(layer_types)} must name num_hidden_layers={num_layers} of "
+            f"{', '.join(LAYER_TYPES)}"
+        )
+    fields = read_layer_fields(source, config, max_position_embeddings=131072)
+    angles = read_angles(source, config, 10000.0 if published else 500000.0)
+    fields |= {"num_hidden_layers": num_layers, "layer_types": layer_types, "rope_parameters": angles}
+    settings = _read_block_settings(source, config, base, published, "sliding_attention" in layer_types)
     return fields | {"target_layer_ids": config["target_layer_ids"]}, settings
 
 
@@ -270,27 +284,6 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
     return {name: value for name, value in {**config, **dflash_fields}.items() if value is not None}
 
 
-def _read_network_fields(source: str, config: Mapping[str, Any], base: Model, published: bool) -> dict[str, Any]:
-    where = f"config.json of {source!r}"
-    names = ("hidden_size", "vocab_size", "num_target_layers")
-    check_base_sizes(source, base, **{name: config.get(name) for name in names})
-    num_layers = read_positive(config, "num_hidden_layers")
-    with checkpoint_errors(where):
-        check_int("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
-    layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or not all(kind in LAYER_TYPES for kind in layer_types)
-    ):
-        raise CheckpointError(
-            f"{where}: layer_types={shown(layer_types)} must name num_hidden_layers={num_layers} of "
-            f"{', '.join(LAYER_TYPES)}"
-        )
-    fields = read_layer_fields(source, config, max_position_embeddings=131072)
-    return fields | {"num_hidden_layers": num_layers, "layer_types": layer_types}
-
-
 def _read_block_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool, has_window: bool
 ) -> BlockSettings:
@@ -301,17 +294,16 @@ def _read_block_settings(
     config = {"sliding_window": 2048, "block_size": 16, **config}
     # transformers sees one position further than z-lab's code
     window = read_positive(config, "sliding_window") + (not published) if has_window else 0
-    block = read_positive(config, "block_size")
-    max_block = base.facts.max_length or LARGEST_INT  # of the base
+    max_block = base.facts.max_length or LARGEST_INT
     scale, multiplier, cap = (config.get(name, default) for name, default in NUMBERS.items())
     with checkpoint_errors(where):
         check_int("mask_token_id", mask, low=0)
-        check_int("block_size", block, low=2, high=max_block)
+        check_int("block_size", config["block_size"], low=2, high=max_block)
         check_number("input_embedding_scale", scale, low=0, open_low=True)
         check_number("output_multiplier", multiplier, low=0, open_low=True)
         check_number("final_logit_softcapping", cap, low=0)
     return BlockSettings(
-        block_size=block,
+        block_size=config["block_size"],
         mask_token_id=mask,
         target_layer_ids=tuple(targets),
         window=window,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from paradec.core.checks import check_divides
 from paradec.models.base import Model
 from paradec.models.checkpoint import check_object, checkpoint_errors, read_flag, read_positive
-from paradec.models.dflash import FIELDS, DFlashDrafter, flatten_config, read_network, read_settings
+from paradec.models.dflash import FIELDS, WalkDrafter, flatten_config, read_network, read_settings
 from paradec.models.drafter import flatten_speculators_config, make_drafter
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -125,15 +125,9 @@ class SelectorWalk:
         return expanded.scatter_(1, self.candidates[:, slot], scores)
 
 
-class DFlash2Drafter(DFlashDrafter):
+class DFlash2Drafter(WalkDrafter):
     """A DFlash 2 network over the model that it was trained for, as `drafter` of the sampler "speculative". Under
     guidance, logits and scores of both branches are mixed before candidates are chosen."""
-
-    fills: ClassVar[str] = "walk"
-
-    def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
-        """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""
-        return self.states(query, features, store)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
         """The candidates' scores.
@@ -156,7 +150,12 @@ def load_dflash2(
 ) -> DFlash2Drafter:
     """Load a DFlash 2 drafter, as `load_drafter` does."""
     is_speculators = config.get("speculators_model_type") is not None
-    fields = flatten_speculators_config(source, config, base) if is_speculators else _published(source, config)
+    if is_speculators:
+        fields = flatten_speculators_config(source, config, base)
+    else:
+        check_object("dflash_config", config.get("dflash_config"), f"config.json of {source!r}")
+        fields = flatten_config(source, config, (*FIELDS, *SIZES, "causal"))
+        fields = {"is_causal": fields.get("causal", True), **fields}
     sizes: dict[str, Any] = {name: read_positive(fields, name) for name in SIZES}
     width = fields.get("hidden_size")
     if isinstance(width, int):
@@ -168,9 +167,3 @@ def load_dflash2(
     sizes["model_vocab_size"] = base.facts.vocab_size
     module = read_network(source, DFlash2Network, network_fields, settings, base, dtype, revision, **sizes)
     return make_drafter(DFlash2Drafter, source, module, base, settings)
-
-
-def _published(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    check_object("dflash_config", config.get("dflash_config"), f"config.json of {source!r}")
-    fields = flatten_config(source, config, (*FIELDS, *SIZES, "causal"))
-    return {"is_causal": fields.get("causal", True), **fields}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
@@ -17,7 +18,7 @@ from paradec.caches.store import KeyValueStore, store_bytes
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import check_memory
-from paradec.models.base import Model
+from paradec.models.base import Adapter, Model
 from paradec.models.checkpoint import (
     CheckpointError,
     check_object,
@@ -34,12 +35,15 @@ ROPE_NUMBERS = (
 )
 NO_BIAS: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
 TABLES = ("d2t", "t2d")
-"""`d2t`: distance from each of the drafter's ids to the model's; `t2d`: whether the drafter has each of the model's
-ids."""
+"""`d2t`: distance from the drafter's ids to the model's; `t2d`: whether the drafter has each of the model's."""
 
 
-class FeatureDrafter:
-    """A network that drafts from hidden states of the model that it was trained for."""
+class FeatureDrafter(Adapter):
+    """A network that drafts from hidden states of the model that it was trained for.
+
+    Raises:
+        TypeError: a base of another kind. ValueError: a base that it cannot draft for.
+    """
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
@@ -55,26 +59,23 @@ class FeatureDrafter:
     base: Any
     facts: ModelFacts
 
+    def __init__(self, module: Any, base: Model, name: str):
+        check_base(base)
+        super().__init__(module)
+        self.base = base
+        self.facts = dataclasses.replace(base.facts, name=name)
+
     def __repr__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         name = type(self).__name__
         return f"{name}({self.facts.name!r}: drafts for {self.base.facts.name!r}, {kind} on {self.device})"
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
 
     def store_bytes(self, rows: int, length: int) -> int:
         """Bytes that a store of `rows` rows and `length` positions will take."""
         return store_bytes(self.module.config, rows, length, self.dtype)
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """An empty store of keys and values; a token's slot is its position. Raises ValueError beyond the device's
-        memory."""
+        """An empty store of keys and values, by position. Raises ValueError beyond the device's memory."""
         check_memory(
             self.store_bytes(rows, length),
             self.device,
@@ -91,8 +92,7 @@ class FeatureDrafter:
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The model's features [R, F, layers * D] -> what is carried from position to position [R, F, D]; here
-        unchanged."""
+        """Features [R, F, layers * D] -> the input of the next position [R, F, D]; here unchanged."""
         return features
 
     def bind(self, model: Model) -> Self:
@@ -218,8 +218,7 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
 
 
 def build_config(source: str, cls: Any, **fields: Any) -> Any:
-    """A configuration of transformers' class. Raises CheckpointError if refused there, or for angles that are not
-    finite."""
+    """A configuration of transformers' class. Raises CheckpointError for a refused one, or infinite angles."""
     angles = fields["rope_parameters"]
     try:
         config = cls(**fields)

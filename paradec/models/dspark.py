@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from paradec.models.checkpoint import (
     read_tensors,
     read_weight_headers,
 )
-from paradec.models.dflash import BlockSettings, DFlashDrafter, flatten_config, read_network, read_settings
+from paradec.models.dflash import BlockSettings, WalkDrafter, flatten_config, read_network, read_settings
 from paradec.models.drafter import TABLES, flatten_speculators_config, make_drafter, read_token_map
 
 HEADS = ("vanilla", "gated", "rnn")
@@ -115,8 +115,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logit of the acceptance of a slot's draft, in the first branch. Raises ValueError without a confidence
-        head."""
+        """[R]: logit of a draft's acceptance, in the first branch. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -137,7 +136,7 @@ class MarkovWalk:
         return self.drafter.expand_logits(self.drafted_logits(slot, previous))
 
 
-class DSparkDrafter(DFlashDrafter):
+class DSparkDrafter(WalkDrafter):
     """A DSpark network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
     `block_size` drafts in one forward (one less with `sample_from_anchor` false).
 
@@ -146,19 +145,12 @@ class DSparkDrafter(DFlashDrafter):
         tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
     """
 
-    fills: ClassVar[str] = "walk"
-
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)
         self.tokens = None if tokens is None else tokens.to(self.device)
 
-    def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
-        """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""
-        return self.states(query, features, store)
-
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
-        allowed: unused."""
+        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X]."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -194,7 +186,15 @@ def load_dspark(
     rows = next(iter(headers["lm_head.weight"].shape), 0) if "lm_head.weight" in headers else None
     tables = read_tensors(source, [name for name in TABLES if name in headers], revision)
     tokens = read_token_map(source, tables, rows, base)
-    parts = _read_heads(source, fields) | {
+    rank = read_positive(fields, "markov_rank") if fields.get("markov_rank", 0) != 0 else 0
+    kind = fields.get("markov_head_type", "vanilla")
+    with checkpoint_errors(f"config.json of {source!r}"):
+        check_choice("markov_head_type", kind, HEADS)
+    parts = {
+        "rank": rank,
+        "kind": kind,
+        "confidence": bool(read_flag(fields, "enable_confidence_head", False)),
+        "confidence_with_markov": bool(read_flag(fields, "confidence_head_with_markov", False) and rank),
         "vocab": base.facts.vocab_size,
         "rows": base.facts.vocab_size if rows is None else rows,
         "embeds": "embed_tokens.weight" in headers,
@@ -204,12 +204,3 @@ def load_dspark(
         source, DSparkNetwork, network_fields, settings, base, dtype, revision, unused_suffixes=TABLES, dspark=parts
     )
     return make_drafter(DSparkDrafter, source, module, base, settings, tokens)
-
-
-def _read_heads(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    rank = read_positive(fields, "markov_rank") if fields.get("markov_rank", 0) != 0 else 0
-    kind, confident = fields.get("markov_head_type", "vanilla"), read_flag(fields, "enable_confidence_head", False)
-    with checkpoint_errors(f"config.json of {source!r}"):
-        check_choice("markov_head_type", kind, HEADS)
-    with_markov = bool(rank) and bool(read_flag(fields, "confidence_head_with_markov", False))
-    return {"rank": rank, "kind": kind, "confidence": bool(confident), "confidence_with_markov": with_markov}

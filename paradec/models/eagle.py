@@ -33,7 +33,6 @@ from paradec.models.checkpoint import CheckpointError, check_fit, read_positive
 from paradec.models.drafter import (
     FeatureDrafter,
     build_config,
-    check_base,
     check_base_sizes,
     make_drafter,
     read_angles,
@@ -43,8 +42,7 @@ from paradec.models.images.llamagen import LlamaGenModel, angles
 
 
 class EagleHead(nn.Module):
-    """The network; parameter names are those of the published checkpoints. bias, qkv_bias: whether `fc`, and q, k and v
-    have one."""
+    """The network; parameter names are the published checkpoints'. bias, qkv_bias: of `fc`, and of q, k and v."""
 
     def __init__(self, config: LlamaConfig, bias: bool = False, qkv_bias: bool = False):
         super().__init__()
@@ -89,19 +87,12 @@ class EagleDrafter(FeatureDrafter):
 
     Args:
         module: the network. base: the model, loaded or wrapped.
-
-    Raises:
-        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, output matrix,
-            store, causality, sizes).
     """
 
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
-        check_base(base)
+        super().__init__(module, base, name)
         config = module.config
         check_base_sizes(name, base, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-        self.module = module.eval()
-        self.base: Any = base
-        self.facts = dataclasses.replace(base.facts, name=name)
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
         self.raster = None
         if isinstance(base, LlamaGenModel):

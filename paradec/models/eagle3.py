@@ -11,7 +11,6 @@ Two formats are read: the paper's code's (`midlayer.`, a flat config.json) and s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,6 @@ from paradec.models.checkpoint import CheckpointError, check_fit, check_object, 
 from paradec.models.drafter import (
     TABLES,
     FeatureDrafter,
-    check_base,
     check_base_sizes,
     check_layers,
     make_drafter,
@@ -138,20 +136,13 @@ class Eagle3Drafter(FeatureDrafter):
     Args:
         module: the network. base: the model, loaded or wrapped.
         tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
-
-    Raises:
-        TypeError: a base of another kind. ValueError: a base that it cannot draft for (hidden states, layers, store,
-            causality, sizes).
     """
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
-        check_base(base)
+        super().__init__(module, base, name)
         check_layers("layers", module.settings.layers, base, has_final=True)
-        self.module = module.eval()
-        self.base: Any = base
         self.tokens = None if tokens is None else tokens.to(self.device)
         self.keep_layers = module.settings.layers
-        self.facts = dataclasses.replace(base.facts, name=name)
         self.rotary = LlamaRotaryEmbedding(module.config).to(self.device)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -160,8 +151,7 @@ class Eagle3Drafter(FeatureDrafter):
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """As `paradec.models.eagle.EagleDrafter.__call__`, with fused features; minus infinity for tokens the drafter
-        lacks."""
+        """As `EagleDrafter.__call__`, with fused features; minus infinity for tokens that the drafter lacks."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)
@@ -172,19 +162,14 @@ class Eagle3Drafter(FeatureDrafter):
             hidden = self.module(embedded, features, rotation, mask, cache)
             hidden = hidden if query.wanted is None else take_columns(hidden, query.wanted)
             normed = self.module.norm(hidden)
-            return self._logits(normed), normed if self.module.settings.norm_output else hidden
-
-    def _logits(self, normed: Tensor) -> Tensor:
-        if self.module.lm_head is None:
-            return self.base.head(normed.to(self.base.dtype))
-        return self.expand_logits(self.module.lm_head(normed).to(self.base.dtype))
+            if self.module.lm_head is None:
+                logits = self.base.head(normed.to(self.base.dtype))
+            else:
+                logits = self.expand_logits(self.module.lm_head(normed).to(self.base.dtype))
+            return logits, normed if self.module.settings.norm_output else hidden
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def is_eagle3(weights: Mapping[str, Any]) -> bool:
-    return any(name.startswith(("midlayer.", "layers.0.hidden_norm.", *TABLES)) for name in weights)
 
 
 def load_eagle3(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Family:
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
         key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
         block_name: the field of config.json with the block of a block-causal family.
-        published_block: (config.json, source) -> the block by the published name, where that field is missing.
+        second_block_name: another such field, for checkpoints without the first.
+        published_names: pattern of published names, for checkpoints without these fields; its group is the block.
+        published_block: the block of published names without a number.
         block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
         default_block_length: the block of requests of a bidirectional family that name none; None is the whole answer.
         mask_token: the mask in the vocabulary, for checkpoints without its id.
@@ -55,7 +58,9 @@ class Family:
     prediction: str
     key_mapping: Mapping[str, str] | None = None
     block_name: str | None = None
-    published_block: Callable[[Mapping[str, Any], str], int | None] | None = None
+    second_block_name: str | None = None
+    published_names: re.Pattern[str] | None = None
+    published_block: int | None = None
     block_align: str = "absolute"
     default_block_length: int | None = None
     mask_token: str | None = None
@@ -79,8 +84,13 @@ class Family:
     def block_length(self, config: Mapping[str, Any], source: str) -> int | None:
         """The block of a block-causal checkpoint, None where neither config.json nor its name says. Raises
         CheckpointError for anything but a positive integer."""
-        stated = None if self.block_name is None else read_block_length(config, self.block_name)
-        return self.published_block(config, source) if stated is None and self.published_block else stated
+        for name in (self.block_name, self.second_block_name):
+            if name is not None and (stated := read_block_length(config, name)) is not None:
+                return stated
+        match = self.published_names and self.published_names.fullmatch(os.path.basename(source.rstrip("/")))
+        if not match:
+            return None
+        return int(match[1]) if match.lastindex else self.published_block
 
 
 def read_block_length(config: Mapping[str, Any], name: str) -> int | None:

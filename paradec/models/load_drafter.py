@@ -11,9 +11,9 @@ from paradec.core.checks import check_choice, shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, read_json
 from paradec.models.dflash import TRANSFORMERS_TYPE, DFlashDrafter, load_dflash, network_classes
-from paradec.models.drafter import check_base
+from paradec.models.drafter import TABLES, check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
-from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
+from paradec.models.eagle3 import Eagle3Drafter, load_eagle3
 from paradec.models.mtp import MtpDrafter, load_mtp
 from paradec.models.weights import read_weights
 
@@ -22,6 +22,7 @@ FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark", "mtp"
 """speculators' `speculators_model_type`, and its meaning."""
 ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
 """Formats of z-lab and DeepSpec by the class in config.json."""
+EAGLE3_PREFIXES = ("midlayer.", "layers.0.hidden_norm.", *TABLES)
 UNUSED = "rotary_emb.inv_freq"
 """Ending of an unused name in old checkpoints."""
 NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
@@ -95,7 +96,9 @@ def load_drafter(
         for name, tensor in read_weights(path, NO_WEIGHTS)[0].items()
         if not name.endswith(UNUSED)
     }
-    load_eagle_format = load_eagle3 if format_name or is_eagle3(weights) else load_eagle
+    load_eagle_format = (
+        load_eagle3 if format_name or any(name.startswith(EAGLE3_PREFIXES) for name in weights) else load_eagle
+    )
     return load_eagle_format(source, config, weights, base, dtype)
 
 

@@ -98,7 +98,7 @@ class LoRA:
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        adapted = {_matrix_name(key): None for key in self.weights}
+        adapted = {key.rpartition(".lora_")[0]: None for key in self.weights}
         shapes = {name.removesuffix(".weight"): e.shape for name, e in headers.items() if name.endswith(".weight")}
         if unknown := [name for name in adapted if len(shapes.get(name, ())) != 2]:
             raise CheckpointError(
@@ -127,7 +127,7 @@ class LoRA:
             )
         parts = {f"{name}.lora_A.weight": layer.lora_A["default"] for name, layer in layers.items()}
         parts |= {f"{name}.lora_B.weight": layer.lora_B["default"] for name, layer in layers.items()}
-        weights = {key: tensor for key, tensor in self.weights.items() if _matrix_name(key) in layers}
+        weights = {key: tensor for key, tensor in self.weights.items() if key.rpartition(".lora_")[0] in layers}
         expected = {key: part.weight for key, part in parts.items()}
         check_fit(expected, weights, self.source, f"{base!r} by its {CONFIG}")
         if unused:
@@ -258,7 +258,3 @@ def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
             parent = parent.get_submodule(step)
         parent.add_module(last, nn.Linear(columns, rows, bias=False))
     return root
-
-
-def _matrix_name(key: str) -> str:
-    return key.rpartition(".lora_")[0]

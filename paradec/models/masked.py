@@ -289,35 +289,25 @@ def _read_pretrained(
         ) from error
     if family.reader is not None:
         module.__class__ = cls
-    _fix_saving(module, family)
-    if family.experts and not _can_group_experts(module):
-        module.set_experts_implementation("eager")
+    # let the module's own `save_pretrained` write what transformers loads again: under its own names of weights, and
+    # with `is_causal` False in config.json, which does not name our attention
+    renamed, conversions = {*(family.key_mapping or {}), *(family.fused or {})}, "_weight_conversions"
+    kept = [
+        entry for entry in getattr(module, conversions, None) or [] if not renamed.issuperset(entry.source_patterns)
+    ]
+    module._weight_conversions, module.config.is_causal = kept, False
+    if family.experts:  # torch's grouped products take no float64, and rows in multiples of 16 bytes
+        sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
+        if module.dtype == torch.float64 or any(size * module.dtype.itemsize % 16 for size in sizes):
+            module.set_experts_implementation("eager")
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
 
 
-def _can_group_experts(module: Any) -> bool:
-    """Whether torch's grouped products take these experts: not float64, and rows in multiples of 16 bytes."""
-    sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
-    return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
-
-
-def _fix_saving(module: Any, family: Family) -> None:
-    """Let the module's own `save_pretrained` write what transformers loads again: under transformers' names of weights,
-    and with `is_causal` False in config.json, which does not name our attention."""
-    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
-    conversions = getattr(module, "_weight_conversions", None) or []
-    module._weight_conversions = [
-        conversion for conversion in conversions if not renamed.issuperset(conversion.source_patterns)
-    ]
-    module.config.is_causal = False
-
-
 class _Float32Angles(nn.Module):
-    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`); the attention function casts
-    back."""
+    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`); attention casts back."""
 
     def __init__(self, rotary: nn.Module):
         super().__init__()

@@ -13,7 +13,6 @@ Copies of the model's embeddings and output matrix are not read.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -86,18 +85,13 @@ class MtpDrafter(FeatureDrafter):
 
     Args:
         module: the network. base: the model, loaded or wrapped.
-
-    Raises:
-        TypeError: a base of another kind. ValueError: one that it cannot draft for.
     """
 
     fills: ClassVar[str] = "layers"
 
     def __init__(self, module: MtpNetwork, base: Model, name: str = "MTP"):
+        super().__init__(module, base, name)
         check_layers(base)
-        self.module = module.eval()
-        self.base: Any = base
-        self.facts = dataclasses.replace(base.facts, name=name)
 
     @property
     def num_reread(self) -> int:

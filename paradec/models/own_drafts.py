@@ -83,8 +83,7 @@ def read_own_drafts(
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
-    """How a checkpoint drafts: with this adapter, else its own. Raises CheckpointError for an adapter that does not
-    fit."""
+    """How a checkpoint drafts: with this adapter, else its own. Raises CheckpointError for a wrong adapter."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)

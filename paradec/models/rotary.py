@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import is_finite, shown
-from paradec.models.checkpoint import CheckpointError, check_object, read_positive
+from paradec.core.checks import check_bool, check_int, check_number, shown
+from paradec.models.checkpoint import CheckpointError, check_object, checkpoint_errors, read_positive
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -85,7 +85,15 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
                 f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} has no meaning "
                 f"for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *allowed)))}"
             )
-        scaling[field] = _check_scaling_field(name, field, value)
+        with checkpoint_errors("config.json"):
+            if field == "truncate":
+                check_bool(f"{name}[{field!r}]", value)
+            elif field == "original_max_position_embeddings":
+                check_int(f"{name}[{field!r}]", value, low=1)
+            else:
+                check_number(f"{name}[{field!r}]", value, low=0, open_low=field != "llama_4_scaling_beta")
+                value = float(value)
+        scaling[field] = value
     for field in REQUIRED[kind]:
         if field not in scaling:
             raise CheckpointError(f"config.json: {name}={shown(fields)} of rope_type={kind!r} has no {field!r}")
@@ -95,20 +103,6 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
             f"high_freq_factor={scaling['high_freq_factor']}"
         )
     return scaling
-
-
-def _check_scaling_field(name: str, field: str, value: Any) -> Any:
-    is_length = field == "original_max_position_embeddings"
-    if field == "truncate":
-        is_valid, expected = isinstance(value, bool), "true or false"
-    else:
-        kinds = int if is_length else (int, float)
-        number = isinstance(value, kinds) and not isinstance(value, bool) and is_finite(value)
-        least = value > 0 or value == 0 and field == "llama_4_scaling_beta" if number else False
-        is_valid, expected = least, "a positive integer" if is_length else "a positive number"
-    if not is_valid:
-        raise CheckpointError(f"config.json: {name}[{field!r}]={shown(value)} must be {expected}")
-    return value if is_length or field == "truncate" else float(value)
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:

@@ -109,7 +109,11 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     published, module = model.published, model.module
     state = published_weights(module, published)
-    sizes = _empty_weights(module, state)
+    empty = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in module.state_dict().items()
+    }
+    sizes = {name: torch.empty_like(weight.assemble(empty.__getitem__)) for name, weight in state.items()}
     config, generation = _build_configs(model)
     headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
     try:
@@ -324,16 +328,6 @@ def published_weights(module: nn.Module, published: Published) -> dict[str, Stac
         if name in names or not is_alias:
             weights[names.get(name, name)] = part
     return weights
-
-
-def _empty_weights(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
-    """Meta tensors of the weights' shapes and dtypes."""
-    state_dict = module.state_dict()
-    empty = {
-        module_name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for module_name, tensor in state_dict.items()
-    }
-    return {name: torch.empty_like(part.assemble(empty.__getitem__)) for name, part in state.items()}
 
 
 def _storage_key(tensor: Tensor) -> Any:

@@ -70,8 +70,7 @@ class TensorParallelModel:
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
-    """The values of all ranks, which all call it in the same order. RuntimeError: a rank is late, or the store is
-    gone."""
+    """The values of all ranks, which call it in the same order. RuntimeError: a rank is late, or no store."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes, checkpoint_errors
 
+NOTHING = r"(?!)"  # a pattern that no text matches
 PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights."""
@@ -29,7 +30,7 @@ def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
 
 
 def read_weights(
-    source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED, mmap: bool = False
+    source: str | os.PathLike[str], unused: str = NOTHING, nested: Sequence[str] = NESTED, mmap: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is read
     with `weights_only=True`: code in it is not run.
@@ -61,20 +62,18 @@ def read_weights(
     weights = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     if not weights:
         raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, content))[:5]}")
-    check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items() if _used(name, unused)})
+    check_dtypes(
+        str(path), {name: tensor.dtype for name, tensor in weights.items() if not re.search(unused, str(name))}
+    )
     return weights, {}
 
 
-def _used(name: Any, unused: str | None) -> bool:
-    return unused is None or not re.search(unused, str(name))
-
-
-def _read_safetensors(path: Path, unused: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_safetensors(path: Path, unused: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     unreadable = checkpoint_errors(f"{str(path)!r} cannot be read", SafetensorError, OSError, ValueError)
     with unreadable, safe_open(path, framework="pt") as file:
-        codes = {name: file.get_slice(name).get_dtype() for name in file.keys() if _used(name, unused)}
+        codes = {name: file.get_slice(name).get_dtype() for name in file.keys() if not re.search(unused, name)}
         check_dtypes(str(path), {name: DTYPES.get(code, code) for name, code in codes.items()})
         weights = {name: file.get_tensor(name) for name in file.keys()}
         metadata = file.metadata() or {}

@@ -183,8 +183,7 @@ def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer
 def _resolve_conventions(
     module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
 ) -> tuple[str, str]:
-    """Prediction and topology, by default those of the module's kind. Raises ValueError where these differ or are
-    open."""
+    """Prediction and topology, by default those of the module's kind. Raises ValueError for others or none."""
     name = type(module).__name__
     if topology == "causal" and prediction is None and _is_causal_lm(module):
         prediction = "shifted"

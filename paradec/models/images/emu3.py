@@ -26,7 +26,11 @@ class Emu3Model(TextToImageModel):
         self.vq, size = module.model.vqmodel, module.config.vq_config.codebook_size
         self.cells = order_ids(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.row_end = self._token("<|extra_200|>")
-        self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), self._end_of_text())
+        eos = self.text_config.eos_token_id
+        eos = next(iter(eos), None) if isinstance(eos, (list, tuple)) else eos
+        if eos is None:
+            raise ValueError(f"eos_token_id of {self.facts.name} is not known: its text config does not say it")
+        self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), eos)
 
     def _token(self, text: str) -> int:
         vocabulary_map = self.module.config.vocabulary_map
@@ -36,13 +40,6 @@ class Emu3Model(TextToImageModel):
         if text not in vocabulary:
             raise ValueError(f"neither vocabulary_map nor the tokenizer of {self.facts.name} has {text!r}")
         return vocabulary[text]
-
-    def _end_of_text(self) -> int:
-        end = self.text_config.eos_token_id
-        end = next(iter(end), None) if isinstance(end, (list, tuple)) else end
-        if end is None:
-            raise ValueError(f"eos_token_id of {self.facts.name} is not known: its text config does not say it")
-        return end
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         rows = pixels_to_codes("height", height, DEFAULT_SIDE, self.scale)

@@ -67,8 +67,7 @@ class PreviewGrid(Grid):
         return torch.arange(self.preview_length, self.length)
 
     def prior_token_ids(self, tokens: Tensor) -> Tensor:
-        """GlmImagePipeline's ids of sequences [B, length]: [B, 4 height width] int64, every code twice along both
-        sides."""
+        """GlmImagePipeline's ids [B, 4 height width] int64 of sequences [B, length]: each code twice per side."""
         return self.codes(tokens).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 

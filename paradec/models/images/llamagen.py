@@ -339,8 +339,7 @@ class LlamaGenModel(ImageModel):
         return [torch.as_tensor(features).to(self.device, self.dtype) for features in captions]
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
-        """Features of captions in lower case, as in training, but without its other cleaning (links, file names and the
-        like)."""
+        """Features of captions in lower case, as in training, but without its other cleaning (links and the like)."""
         tokenizer, encoder = self.text_encoder
         tokens = tokenizer(
             [text.strip().lower() for text in texts],

@@ -210,32 +210,31 @@ class MARModel(PictureModel, Adapter):
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         with self.evaluating():
-            return self._answer(query)
+            module = self.module
 
-    def _answer(self, query: ContinuousQuery) -> ContinuousAnswer:
-        module = self.module
+            def repeat(x: Tensor) -> Tensor:
+                return x.repeat(query.branches, *[1] * (x.ndim - 1))
 
-        def repeat(x: Tensor) -> Tensor:
-            return x.repeat(query.branches, *[1] * (x.ndim - 1))
-
-        null = torch.full_like(query.labels, module.classes)
-        labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
-        buffer = query.kept is None or not query.keep_buffer
-        tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
-        past = (None, None) if query.kept is None else (query.kept.encoder, query.kept.decoder)
-        encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], buffer)
-        decoded, decoder = module.decode(encoded, columns, targets, past[1], buffer)
-        index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
-        conditions = decoded.gather(1, index)  # [R, W, width]
-        noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
-        flat = conditions.flatten(0, 1)
-        output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
-        parts = (part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance))
-        distribution = TokenDistribution(*parts)
-        kept_keys = (
-            None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
-        )
-        return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
+            null = torch.full_like(query.labels, module.classes)
+            labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
+            buffer = query.kept is None or not query.keep_buffer
+            tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
+            past = (None, None) if query.kept is None else (query.kept.encoder, query.kept.decoder)
+            encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], buffer)
+            decoded, decoder = module.decode(encoded, columns, targets, past[1], buffer)
+            index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
+            conditions = decoded.gather(1, index)  # [R, W, width]
+            noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
+            flat = conditions.flatten(0, 1)
+            output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
+            parts = (
+                part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance)
+            )
+            distribution = TokenDistribution(*parts)
+            kept_keys = (
+                None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
+            )
+            return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
 
     def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""

@@ -417,8 +417,7 @@ class VARModel(ScalePictures, Adapter):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales. Raises ValueError for another
-        size."""
+        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64. Raises ValueError for another size."""
         side = self.module.scales[-1] * self.vq.config.scale
         if images.ndim != 4 or images.shape[-2:] != (side, side):
             raise ValueError(f"images have shape {tuple(images.shape)}; expected [batch, channels, {side}, {side}]")

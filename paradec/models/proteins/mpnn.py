@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_type, shown, unknown_name
+from paradec.core.checks import check_choice, check_int, check_type, shown, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.query import Query, take_columns
@@ -197,7 +197,11 @@ class ProteinMPNNModel(Opaque):
         Raises:
             ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
-        target_index = self._find_structure(structure)
+        if isinstance(structure, str):
+            check_choice("structure", structure, self.names)
+            structure = self.names.index(structure)
+        check_int("structure", structure, low=0, high=len(self.structures) - 1)
+        target_index = int(structure)
         target = self.structures[target_index]
         frozen = {*fixed}
         for residue in frozen:
@@ -259,14 +263,6 @@ class ProteinMPNNModel(Opaque):
             letters = row[start + 1 : start + 1 + len(columns)]
             texts.append(self.tokenizer.decode([letters[column] for column in columns.of.tolist()]))
         return texts
-
-    def _find_structure(self, structure: int | str) -> int:
-        if isinstance(structure, str):
-            if structure not in self.names:
-                raise ValueError(unknown_name("structure", structure, self.names))
-            return self.names.index(structure)
-        check_int("structure", structure, low=0, high=len(self.structures) - 1)
-        return int(structure)
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
         """A store for the states of decided residues: `rows` rows of `length` columns."""

@@ -83,7 +83,12 @@ class Structure:
             raise ValueError(f"sequence of {self.name} holds {', '.join(invalid)}; allowed are {LETTERS}")
         self._check_atoms()
         if self.membrane is not None:
-            self._check_membrane(self.membrane)
+            labels = (self.membrane,) * len(self) if isinstance(self.membrane, int) else tuple(self.membrane)
+            if len(labels) != len(self):
+                raise ValueError(f"membrane of {self.name} has {len(labels)} entries; it has {len(self)} residues")
+            for label in labels:
+                check_int("membrane", label, low=min(MEMBRANE), high=max(MEMBRANE))
+            object.__setattr__(self, "membrane", labels)
 
     def _check_atoms(self) -> None:
         atoms = torch.zeros(0, 3, dtype=self.coordinates.dtype) if self.atoms is None else self.atoms
@@ -101,14 +106,6 @@ class Structure:
             raise ValueError(f"elements of {self.name} hold {shown(invalid)}; allowed are the symbols of elements")
         object.__setattr__(self, "atoms", atoms)
         object.__setattr__(self, "elements", elements)
-
-    def _check_membrane(self, membrane: Sequence[int] | int) -> None:
-        labels = (membrane,) * len(self) if isinstance(membrane, int) else tuple(membrane)
-        if len(labels) != len(self):
-            raise ValueError(f"membrane of {self.name} has {len(labels)} entries; it has {len(self)} residues")
-        for label in labels:
-            check_int("membrane", label, low=min(MEMBRANE), high=max(MEMBRANE))
-        object.__setattr__(self, "membrane", labels)
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -189,7 +186,8 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
             break
         if record not in ("ATOM", "HETATM") or selected is not None and chain not in selected or residue in WATER:
             continue
-        element = _read_element(line)
+        name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()
+        element = line[76:78].strip().upper() or (name if name in ELEMENTS else name[:1])  # without one, by its name
         atom = f"{line[12:16].strip()} of calcium" if element == "CA" else line[12:16].strip()
         is_residue = record == "ATOM" or residue in MODIFIED
         key = (chain, line[22:27], "" if is_residue else residue)
@@ -224,13 +222,6 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
         torch.tensor([xyz for xyz, _ in ligand_atoms], dtype=torch.float64).reshape(-1, 3),
         [element for _, element in ligand_atoms],
     )
-
-
-def _read_element(line: str) -> str:
-    if symbol := line[76:78].strip():
-        return symbol.upper()
-    name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()
-    return name if name in ELEMENTS else name[:1]
 
 
 def _type_name(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_divides, check_order, is_finite
+from paradec.core.checks import check_at_most, check_divides, is_finite
 from paradec.models.checkpoint import (
     NEUTRAL,
     CheckpointError,
@@ -78,8 +78,12 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     # defaults of the published configuration class that differ from Llama's are refused, not assumed
     check_supported({**CLASS_DEFAULTS, **config}, SUPPORTED)
     hidden, layers, heads = (read_positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
+    size = vocab = read_positive(config, "vocab_size")
+    if config.get("embedding_size") is not None:
+        size = read_positive(config, "embedding_size")
     with checkpoint_errors("config.json"):
         check_divides("n_heads", heads, "d_model", hidden)
+        check_at_most("vocab_size", vocab, "embedding_size", size)
     if hidden // heads % 2:
         raise CheckpointError(
             f"config.json: d_model={hidden} / n_heads={heads} is odd; rotary angles need an even width"
@@ -91,7 +95,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         num_key_value_heads=_kv_heads(config, heads),
         head_dim=hidden // heads,
         intermediate_size=_mlp_size(config, hidden),
-        vocab_size=_embedding_size(config),
+        vocab_size=size,
         max_position_embeddings=read_positive(config, "max_sequence_length"),
         rope_parameters=rope_parameters(config),
         rms_norm_eps=float(read_positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
@@ -101,16 +105,6 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         tie_word_embeddings=bool(read_flag(config, "weight_tying", True)),
         **NEUTRAL,
     )
-
-
-def _embedding_size(config: Mapping[str, Any]) -> int:
-    vocab = read_positive(config, "vocab_size")
-    if config.get("embedding_size") is None:
-        return vocab
-    size = read_positive(config, "embedding_size")
-    with checkpoint_errors("config.json"):
-        check_order("vocab_size", vocab, "embedding_size", size)
-    return size
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:

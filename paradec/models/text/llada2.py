@@ -9,15 +9,14 @@ these names.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_int, check_order, shown
+from paradec.core.checks import check_at_most, check_int, shown
 from paradec.models.checkpoint import CheckpointError, checkpoint_errors, read_positive
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family, read_block_length, read_shared_fields
+from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED_SIZES, experts_per_token
 
@@ -127,32 +126,20 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     # norm_topk_prob: as the published code does it
     fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": top_k > 1}
     if config.get(CAPACITY) is not None:
-        return fields | _block_routing(config, num_experts, top_k)
+        capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
+        with checkpoint_errors("config.json"):
+            check_at_most("num_experts_per_tok", top_k, CAPACITY, capacity)
+            check_at_most(CAPACITY, capacity, "num_experts", num_experts)
+        return fields | {"n_group": 1, "topk_group": 1, CAPACITY: capacity, BLOCK_SIZE: block}
     num_groups, topk_group = (read_positive(config, name) for name in ("n_group", "topk_group"))
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise CheckpointError(
             f"config.json: num_experts={num_experts} cannot be cut into n_group={num_groups} equal groups of at least 2"
         )
     with checkpoint_errors("config.json"):
-        check_order("topk_group", topk_group, "n_group", num_groups)
-        check_order("num_experts_per_tok", top_k, "experts of topk_group", topk_group * (num_experts // num_groups))
+        check_at_most("topk_group", topk_group, "n_group", num_groups)
+        check_at_most("num_experts_per_tok", top_k, "experts of topk_group", topk_group * (num_experts // num_groups))
     return fields | {"n_group": num_groups, "topk_group": topk_group}
-
-
-def _block_routing(config: Mapping[str, Any], num_experts: int, top_k: int) -> dict[str, Any]:
-    capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
-    with checkpoint_errors("config.json"):
-        check_order("num_experts_per_tok", top_k, CAPACITY, capacity)
-        check_order(CAPACITY, capacity, "num_experts", num_experts)
-    return {"n_group": 1, "topk_group": 1, CAPACITY: capacity, BLOCK_SIZE: block}
-
-
-def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of block routing; otherwise 32 for a published name."""
-    block_length = read_block_length(config, BLOCK_SIZE)
-    if block_length is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
-        return block_length
-    return 32
 
 
 def reader() -> type:
@@ -176,7 +163,9 @@ FAMILY = Family(
     prediction="same",
     key_mapping=KEY_MAPPING,
     block_name=BLOCK_NAME,
-    published_block=published_block,
+    second_block_name=BLOCK_SIZE,
+    published_names=PUBLISHED,
+    published_block=32,
     mask_token="<|mask|>",
     experts=True,
     fused=FUSED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_order, shown
+from paradec.core.checks import check_at_most, shown
 from paradec.models.checkpoint import CheckpointError, check_supported, checkpoint_errors, read_flag, read_positive
 from paradec.models.family import read_shared_fields
 from paradec.models.rotary import rope_parameters
@@ -76,7 +76,7 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     """Read the numbers of experts in a layer and per token. Raises CheckpointError for inconsistent numbers."""
     num_experts, top_k = read_positive(config, "num_experts"), read_positive(config, "num_experts_per_tok")
     with checkpoint_errors("config.json"):
-        check_order("num_experts_per_tok", top_k, "num_experts", num_experts)
+        check_at_most("num_experts_per_tok", top_k, "num_experts", num_experts)
     return num_experts, top_k
 
 

@@ -39,17 +39,13 @@ def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
     return is_short or any(I_DLM.search(name) for name in names if isinstance(name, str))
 
 
-def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    match = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
-    return None if match is None else int(match.group(1) or 4)
-
-
 FAMILY = Family(
     module="Qwen3ForCausalLM",
     config=qwen3_config,
     prediction="same",
     block_name=BLOCK_NAME,
-    published_block=published_block,
+    published_names=PUBLISHED,
+    published_block=4,
     mask_token="<|MASK|>",
     qwen2_tokenizer=True,
 )

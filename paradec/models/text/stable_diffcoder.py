@@ -7,7 +7,6 @@ token i, attention is block-causal over blocks of 4 counted from position 0.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -42,15 +41,12 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     )
 
 
-def published_block(config: Mapping[str, Any], source: str) -> int | None:
-    return None if PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None else 4
-
-
 FAMILY = Family(
     module="LlamaForCausalLM",
     config=llama_config,
     prediction="same",
     block_name=BLOCK_NAME,
-    published_block=published_block,
+    published_names=PUBLISHED,
+    published_block=4,
     mask_token="<[MASK_TOKEN]>",
 )
