@@ -32,8 +32,8 @@ def eager(
     scores = query.to(value.dtype) @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+    wide_dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=wide_dtype).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 

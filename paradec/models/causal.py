@@ -61,6 +61,8 @@ def load_causal(
         gguf_file: the GGUF file in `source`. Its weights become plain numbers, float32 unless `dtype` says otherwise.
         options: for `from_pretrained`.
     """
+    import transformers
+
     for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if (value := options.pop(name, None)) is not None:
             value = getattr(value, "source", value)
@@ -73,7 +75,9 @@ def load_causal(
         _check_gguf(source, gguf_file, revision)
         files["gguf_file"] = gguf_file
         dtype = torch.float32 if dtype == "auto" else dtype
-    hf_config = _read_config(source, files)
+    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with checkpoint_errors(f"the config of {source!r} cannot be read", *kinds):
+        hf_config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
     config = hf_config.to_dict() if gguf_file is not None else config
     cls = _select_class(source, config)
     headers: dict[str, Any] = {}
@@ -141,15 +145,6 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
             "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
         )
     return getattr(transformers, expected)
-
-
-def _read_config(source: str, files: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
-    with checkpoint_errors(f"the config of {source!r} cannot be read", *kinds):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
-    return config
 
 
 def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:

@@ -252,7 +252,8 @@ def read_settings(
     with checkpoint_errors(where):
         check_int("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
     layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or {*layer_types} - {*LAYER_TYPES}:
+    known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
+    if not known or len(layer_types) != num_layers:
         raise CheckpointError(
             f"{where}: layer_types={shown(layer_types)} must name num_hidden_layers={num_layers} of "
             f"{', '.join(LAYER_TYPES)}"

@@ -251,10 +251,10 @@ def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     root = nn.Module()
     for name, (rows, columns) in shapes.items():
         parent = root
-        *path, last = name.split(".")
-        for step in path:
-            if not hasattr(parent, step):
-                parent.add_module(step, nn.Module())
-            parent = parent.get_submodule(step)
-        parent.add_module(last, nn.Linear(columns, rows, bias=False))
+        *path, layer_name = name.split(".")
+        for child in path:
+            if not hasattr(parent, child):
+                parent.add_module(child, nn.Module())
+            parent = parent.get_submodule(child)
+        parent.add_module(layer_name, nn.Linear(columns, rows, bias=False))
     return root

@@ -291,11 +291,10 @@ def _read_pretrained(
         module.__class__ = cls
     # let the module's own `save_pretrained` write what transformers loads again: under its own names of weights, and
     # with `is_causal` False in config.json, which does not name our attention
-    renamed, conversions = {*(family.key_mapping or {}), *(family.fused or {})}, "_weight_conversions"
-    kept = [
-        entry for entry in getattr(module, conversions, None) or [] if not renamed.issuperset(entry.source_patterns)
-    ]
-    module._weight_conversions, module.config.is_causal = kept, False
+    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
+    conversions = getattr(module, "_weight_conversions", None) or []
+    module._weight_conversions = [item for item in conversions if not renamed.issuperset(item.source_patterns)]
+    module.config.is_causal = False
     if family.experts:  # torch's grouped products take no float64, and rows in multiples of 16 bytes
         sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
         if module.dtype == torch.float64 or any(size * module.dtype.itemsize % 16 for size in sizes):

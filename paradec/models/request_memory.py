@@ -59,7 +59,7 @@ def request_memory(
     else:
         config, module = source.text_config, source.module
     sizes = [(weight.numel(), dtype or weight.dtype) for weight in module.parameters()]
-    weights, dtype = sum(count * of.itemsize for count, of in sizes), dtype or sizes[0][1]
+    weights, dtype = sum(count * weight_dtype.itemsize for count, weight_dtype in sizes), dtype or sizes[0][1]
     store = store_bytes(config, rows, length, store_dtype or dtype) if stores else 0
     return RequestMemory(weights, store, rows * (wanted or length) * config.vocab_size * dtype.itemsize)
 

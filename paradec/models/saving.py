@@ -242,8 +242,8 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
-                place = module_name.removesuffix(part)
-                return place + name, tuple(place + other for other in parts)
+                prefix = module_name.removesuffix(part)
+                return prefix + name, tuple(prefix + fused_part for fused_part in parts)
     return None
 
 
@@ -381,10 +381,10 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
         size = sizes[name]
         begin, end = end, end + size.nbytes
         header[name] = {"dtype": DTYPE_CODES[size.dtype], "shape": list(size.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in names:
             tensor = tensor_of(name)
             if (tensor.shape, tensor.dtype) != (sizes[name].shape, sizes[name].dtype):
@@ -416,12 +416,13 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
         if any(type(state[source]) is not Tensor or state[source].device.type == "meta" for source in weight.sources):
             raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
         targets = [state[source][weight.index] if weight.index else state[source] for source in weight.sources]
-        first = targets[0]
-        sizes = [len(target) for target in targets] if first.ndim else []
-        shape = [sum(sizes), *first.shape[1:]] if sizes else []
-        if list(value.shape) != shape or value.is_floating_point() != first.is_floating_point():
+        first_target = targets[0]
+        sizes = [len(target) for target in targets] if first_target.ndim else []
+        shape = [sum(sizes), *first_target.shape[1:]] if sizes else []
+        if list(value.shape) != shape or value.is_floating_point() != first_target.is_floating_point():
             raise ValueError(
-                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; {name} has {first.dtype} {shape} there"
+                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; {name} has {first_target.dtype} {shape} "
+                "there"
             )
         writes += zip(targets, value.detach().split(sizes) if sizes else [value.detach()], strict=True)
     return writes
@@ -440,19 +441,19 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=folder))
-    new, old = draft / "new", draft / "old"
+    new_files, old_files = draft / "new", draft / "old"
     try:
-        new.mkdir()
-        old.mkdir()
-        yield new
-        for path in new.rglob("*"):
+        new_files.mkdir()
+        old_files.mkdir()
+        yield new_files
+        for path in new_files.rglob("*"):
             if path.is_file():
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
         with _replacing_files:
-            _replace_files(folder, new, old)
+            _replace_files(folder, new_files, old_files)
     except BaseException:
-        if not old.is_dir() or not any(old.iterdir()):
+        if not old_files.is_dir() or not any(old_files.iterdir()):
             shutil.rmtree(draft, ignore_errors=True)
             if is_new:
                 with suppress(OSError):
@@ -461,19 +462,19 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(draft, ignore_errors=True)
 
 
-def _replace_files(folder: Path, new: Path, old: Path) -> None:
-    """Move the replaced files into `old`, then the new ones in; if that fails, all back."""
-    incoming = sorted((path.name for path in new.iterdir()), key=lambda name: (name == "config.json", name))
+def _replace_files(folder: Path, new_files: Path, old_files: Path) -> None:
+    """Move the replaced files into `old_files`, then the new ones in; if that fails, all back."""
+    incoming = sorted((path.name for path in new_files.iterdir()), key=lambda name: (name == "config.json", name))
     outgoing = [path.name for path in folder.iterdir() if path.name in incoming or REPLACED.fullmatch(path.name)]
     try:
         for name in sorted(outgoing, key=lambda name: (name != "config.json", name)):
-            os.replace(folder / name, old / name)
+            os.replace(folder / name, old_files / name)
         for name in incoming:
-            os.replace(new / name, folder / name)
+            os.replace(new_files / name, folder / name)
     except BaseException:
         for name in reversed(incoming):
-            if not (new / name).exists() and (folder / name).exists():
-                os.replace(folder / name, new / name)
-        for name in sorted((path.name for path in old.iterdir()), key=lambda name: (name == "config.json", name)):
-            os.replace(old / name, folder / name)
+            if not (new_files / name).exists() and (folder / name).exists():
+                os.replace(folder / name, new_files / name)
+        for name in sorted((path.name for path in old_files.iterdir()), key=lambda name: (name == "config.json", name)):
+            os.replace(old_files / name, folder / name)
         raise

@@ -82,7 +82,7 @@ def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
 @contextmanager
 def fail_together() -> Iterator[None]:
     """A block that all ranks leave together. ConnectionError: another rank has failed, with its error."""
-    failure, others = None, list[str]()
+    failure, failures = None, list[str]()
     try:
         yield
     except BaseException as error:
@@ -91,14 +91,14 @@ def fail_together() -> Iterator[None]:
     try:
         if distributed.is_initialized():
             lines = exchange(line, None if failure is None else FAILURE_WAIT)
-            others = [f"rank {rank} failed: {text}" for rank, text in enumerate(lines) if text not in ("", line)]
+            failures = [f"rank {rank} failed: {text}" for rank, text in enumerate(lines) if text not in ("", line)]
     except RuntimeError as error:  # the others are in the middle of a call
         failure = failure or error
         _failures.append(line or str(error))
     if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # this rank was in the middle of a call, perhaps
         _failures.append(line)
-    if others and (failure is None or isinstance(failure, RuntimeError)):
-        raise ConnectionError(others[0]) from failure
+    if failures and (failure is None or isinstance(failure, RuntimeError)):
+        raise ConnectionError(failures[0]) from failure
     if failure is not None:
         raise failure
 

@@ -126,7 +126,8 @@ def test_the_distribution_of_20000_answers_is_the_models(name: str, temperature:
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     ("dflash2-zlab", lambda c, w: c["dflash_config"].update(conv_group_size=5), "conv_group_size=5 must divide"),
-    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(target_layer_ids=[1, 3, 9]), "target_layer_ids=.1, 3, 9."),
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(block_size=1), "block_size=1 must be"),
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(target_layer_ids=[1, 3, 9]), "target_layer_ids=9"),
     ("dflash2-zlab", lambda c, w: c.pop("dflash_config"), "dflash_config=None must be an object"),
     ("dflash2-zlab", lambda c, w: w.pop("candidate_selector.hidden_projection.weight"), "missing .*hidden_projection"),
     ("dflash2-speculators", lambda c, w: c.update(aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),

@@ -158,9 +158,22 @@ class ProteinMPNNModel(Opaque):
         for structure in backbones:
             check_type("an entry of structures", structure, Structure)
             _check_membrane(module, structure, name)
-        self.structures, self.rules = tuple(backbones), _rules_per_structure(rules, len(backbones))
+        is_shared = rules is None or isinstance(rules, DesignRules)
+        rule_list: list[Any] = [rules or DesignRules()] * len(backbones) if is_shared else list(rules)  # type: ignore[arg-type]
+        for entry in rule_list:
+            check_type("an entry of rules", entry, DesignRules)
+        if len(rule_list) != len(backbones):
+            raise ValueError(
+                f"rules has {len(rule_list)} entries for {len(backbones)} structures; give one, or one for each"
+            )
+        self.structures, self.rules = tuple(backbones), rule_list
         self.columns = [Columns.from_rules(*pair) for pair in zip(backbones, self.rules, strict=True)]
-        self.names = _unique_names([structure.name for structure in backbones])
+        self.names: list[str] = []
+        for structure in backbones:
+            suffix, candidate = 2, structure.name
+            while candidate in self.names:
+                candidate, suffix = f"{structure.name}-{suffix}", suffix + 1
+            self.names.append(candidate)
         facts = ModelFacts(
             vocab_size=FIRST_STRUCTURE + len(backbones),
             mask_token_id=MASK_ID,
@@ -421,22 +434,3 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
             f"membrane of {structure.name} has the labels {shown(sorted(labels))}; {name} has one for the whole "
             "protein: 1 (transmembrane) or 0"
         )
-
-
-def _rules_per_structure(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
-    rule_list = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
-    for entry in rule_list:
-        check_type("an entry of rules", entry, DesignRules)
-    if len(rule_list) != count:
-        raise ValueError(f"rules has {len(rule_list)} entries for {count} structures; give one, or one for each")
-    return rule_list
-
-
-def _unique_names(names: Sequence[str]) -> list[str]:
-    unique_names: list[str] = []
-    for name in names:
-        suffix, candidate = 2, name
-        while candidate in unique_names:
-            candidate, suffix = f"{name}-{suffix}", suffix + 1
-        unique_names.append(candidate)
-    return unique_names
