@@ -75,6 +75,8 @@ class Rule:
     """Whether `StepRule.observe_change` is implemented."""
     from_input: ClassVar[bool] = False
     """Whether the difference of the transformer's output and input is forecast."""
+    evaluates_last: ClassVar[bool] = False
+    """Whether `num_inference_steps` is needed where the run does not tell its steps."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -99,7 +101,8 @@ class Rule:
     @property
     def needs_total(self) -> str:
         """Clause for an error in runs of an unknown number of steps; "" if the rule serves them."""
-        return ""
+        is_unknown = self.evaluates_last and getattr(self, "num_inference_steps", None) is None
+        return f"num_inference_steps=None: {type(self).__name__} evaluates the last step" if is_unknown else ""
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         """Return the names of facts that the rule is bound to and that are unknown (None).

@@ -122,16 +122,13 @@ class DiCache(Probe):
     num_inference_steps: int | None = integer(None, low=1, none=True)
 
     name = "dicache"
+    evaluates_last = True
     whole = True
     how = "taylor"
 
     @property
     def head(self) -> int:
         return self.probe_depth
-
-    @property
-    def needs_total(self) -> str:
-        return "" if self.num_inference_steps else "num_inference_steps=None: DiCache evaluates the last step"
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         memory, total = progress.memory, self.num_inference_steps or progress.total or 0
@@ -374,14 +371,11 @@ class EasyCache(StepRule):
     num_inference_steps: int | None = integer(None, low=1, none=True)
 
     name = "easycache"
+    evaluates_last = True
     how = "reuse"
     where = "output"
     measures = True
     from_input = True
-
-    @property
-    def needs_total(self) -> str:
-        return "" if self.num_inference_steps else "num_inference_steps=None: EasyCache evaluates the last step"
 
     def is_full(self, progress: RunProgress) -> bool:
         last = (self.num_inference_steps or progress.total or 0) - 1

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from paradec.core.checks import check_choice, check_int
 from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, find_places
 from paradec.integrations.diffusers.hooks.hook import Hook
-from paradec.integrations.diffusers.hooks.session import Session, find_transformers
+from paradec.integrations.diffusers.hooks.session import Session, check_every_step, find_transformers
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Every
@@ -62,11 +62,8 @@ def calibrate(
     for _ in range(runs):
         for name, samples_by_step in _record_features(pipe, run, module, names, samples).items():
             steps = sorted(samples_by_step)
-            if steps != list(range(len(steps))) or not steps:
-                raise ValueError(f"run: {name} was not evaluated at every step of a run, but at {steps}")
+            check_every_step(f"{name} was not evaluated", steps, len(total.get(name, ())))
             scores, error = _compare(torch.stack([torch.cat(samples_by_step[step]) for step in steps]), metric)
-            if name in total and total[name].shape != scores.shape:
-                raise ValueError(f"run: one run has {len(total[name])} steps, another {len(scores)}")
             total[name] = total.get(name, 0) + scores
             errors[name] += error
     count = len(total[names[0]])

@@ -15,9 +15,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.targets import Modules
-
 Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
 
@@ -156,15 +153,6 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
         (name,) = children
         return find_branches(children[name], f"{prefix}{name}.")
     return roles
-
-
-def select_places(transformer: nn.Module, settings: Forecast) -> list[Place]:
-    """Return the modules to hook for these settings. Raises ValueError as `match_patterns` and `find_places`."""
-    if isinstance(settings.where, Modules):
-        return match_patterns(transformer, settings.where.modules, settings.where.skip)
-    if settings.rule.from_input:
-        return [Place("", "residual", "")]
-    return find_places(transformer, settings.where or "module", settings.rule.measures)
 
 
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:

@@ -87,7 +87,7 @@ class Clock:
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
-            self._observe(scheduler)  # exchanged since the last run
+            self.observe(self.pipe)  # the scheduler was exchanged since the last run
             self.begin()
         if self.pipe is None and not self.run.is_open:
             self.begin()
@@ -103,8 +103,14 @@ class Clock:
         return run
 
     def observe(self, pipe: Any) -> None:
-        self.pipe = pipe
-        self._observe(pipe.scheduler)
+        """Replace `set_timesteps` and `step` of the pipeline's scheduler, until `release`."""
+        self.release()
+        self.pipe, self.scheduler = pipe, pipe.scheduler
+        for name, around in (("set_timesteps", _set_timesteps), ("step", _step)):
+            if hasattr(self.scheduler, name):
+                method, self.before[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
+                placed = functools.update_wrapper(functools.partial(around, self, method), method)
+                setattr(self.scheduler, name, placed)
 
     def release(self) -> None:
         for name, before in self.before.items():
@@ -114,14 +120,6 @@ class Clock:
                 if before is not None:
                     setattr(self.scheduler, name, before)
         self.scheduler, self.before = None, {}
-
-    def _observe(self, scheduler: Any) -> None:
-        self.release()
-        self.scheduler = scheduler
-        for name, around in (("set_timesteps", _set_timesteps), ("step", _step)):
-            if hasattr(scheduler, name):
-                method, self.before[name] = getattr(scheduler, name), vars(scheduler).get(name)
-                setattr(scheduler, name, functools.update_wrapper(functools.partial(around, self, method), method))
 
     def _read_timestep(self, run: Run, timestep: Any) -> Run:
         if not isinstance(timestep, (Tensor, int, float)):

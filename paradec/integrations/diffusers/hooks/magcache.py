@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paradec.core.checks import check_int
-from paradec.integrations.diffusers.hooks.session import Session
+from paradec.integrations.diffusers.hooks.session import Session, check_every_step
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Probe, RunProgress
 from paradec.samplers.forecast.rules import MagRatios
@@ -46,10 +46,7 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
         with Session(pipe, Forecast(when=measure)) as session:
             run()
             steps = sorted(session.report().full_steps)
-        if not steps or steps != list(range(len(steps))) or steps != sorted(measure.ratios):
-            raise ValueError(f"run: no transformer was called at every step of one run, but at {steps}")
+        check_every_step("no transformer was called", steps, len(total))
         ratios = [sum(measure.ratios[step]) / len(measure.ratios[step]) for step in steps]
-        if total and len(total) != len(ratios):
-            raise ValueError(f"run: one run has {len(total)} steps, another {len(ratios)}")
         total = [a + b for a, b in zip(total or [0.0] * len(ratios), ratios, strict=True)]
     return MagRatios(tuple(value / runs for value in total))

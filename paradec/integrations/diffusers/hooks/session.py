@@ -142,3 +142,11 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
             f"{', '.join(TRANSFORMERS)}, or such a transformer itself"
         )
     return modules
+
+
+def check_every_step(problem: str, steps: list[int], num_steps: int) -> None:
+    """Raise ValueError unless a calibration's run has all steps, and `num_steps` as the run before (0: none)."""
+    if not steps or steps != list(range(len(steps))):
+        raise ValueError(f"run: {problem} at every step of one run, but at {steps}")
+    if num_steps not in (0, len(steps)):
+        raise ValueError(f"run: one run has {num_steps} steps, another {len(steps)}")

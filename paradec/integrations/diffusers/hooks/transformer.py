@@ -23,7 +23,7 @@ from paradec.integrations.diffusers.hooks.blocks import (
     find_main_stream,
     find_places,
     is_feature,
-    select_places,
+    match_patterns,
 )
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.hook import Hook
@@ -133,7 +133,13 @@ class Transformer:
         self.stack: Stack | None = None
         self.attention: nn.Module | None = None  # its input is watched where blocks decide
         self.hidden: Tensor | None = None  # the first block's input, watched where modules inside blocks decide
-        places, rule = select_places(self.base, settings), settings.rule
+        rule, where = settings.rule, settings.where or "module"
+        if isinstance(where, Modules):
+            places = match_patterns(self.base, where.modules, where.skip)
+        else:
+            places = find_places(self.base, where, rule.measures)
+        if rule.from_input:
+            places = [Place("", "residual", "")]
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
             differing = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
