@@ -1,12 +1,8 @@
 """A batch that stays full: the slot of a row that has ended goes to the next prompt that waits.
 
-`Batch` is what `paradec.generate_many` and servers decode with. Prompts come in at any time and from any thread; every
-`step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those
-of `paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start`
-makes it, takes a slot in the canvas, the memory and the store of the state (`paradec.core.rows`), and depends on no
-neighbour.
-
-Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling.
+Iteration-level scheduling (Yu et al., "Orca", OSDI 2022). Each prompt's tokens are those of `paradec.generate` on the
+list of all prompts in order of arrival: a row begins as the sampler's `start` makes it, is copied into a slot of the
+state (`paradec.core.rows`), and depends on no neighbour.
 """
 
 from __future__ import annotations
@@ -41,14 +37,12 @@ from paradec.batching.slots import (
     bytes_of_row,
     call_on_done,
     can_run_on_device,
-    can_start_together,
     group_key,
-    join_tickets,
     why_unsupported,
 )
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import hold_interrupt
-from paradec.core.prompts import encode
+from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import NotFinite
 from paradec.core.weights import weights_lock
 from paradec.request import Arguments, Preset, Request
@@ -67,39 +61,33 @@ class Batch:
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
     Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) share their calls. Others are
-    decoded in other groups; every step takes one step of each group. Groups share the rows: a free one goes to the
-    prompt that has waited longest, so that none starves.
+    decoded in other groups, and every step takes one step of each group. A free row goes to the oldest prompt.
 
-    `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. Ctrl-C
-    leaves the batch at its last commit: call `step` again.
+    `step` runs in one thread at a time; any thread may call the rest. Ctrl-C leaves the batch at its last commit.
 
     A prompt that raises while it is let in fails alone: its output has the error. Where a step of several rows raises,
-    they begin anew, each by itself and with the same result, and a row whose steps raise again fails alone.
+    each begins anew by itself, with the same result, and a row whose steps raise again fails.
 
-    Out of memory: of the rows that were being evaluated the younger half begins anew once there is room, with the same
-    result, and as many positions are not evaluated together again. A row that does not fit alone fails.
+    Out of memory: the younger half of the evaluated rows begins anew once there is room, with the same result, and as
+    many positions are not evaluated together again. A row that does not fit alone fails.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; of the kinds `KINDS`.
         batch_size: rows at most.
-        max_memory: bytes that keys, values and the methods' memory may take together; None leaves it to `batch_size`
-            and to what the device has.
-        calls_per_step: how many calls a step of masked rows of unequal lengths may be split into: 3 pads little, which
-            counts where a call costs what its positions cost; 1 pads all rows to the longest, which counts where it
-            costs its launch. (Rows that a cache evaluates whole and those that it evaluates in part never share one.)
-        prefix_memory: bytes of keys and values that ended rows leave for prompts that begin with the same tokens, on
-            causal models and, with a cache that is exact, on block-causal ones; None is a quarter of what the rows
-            take, 0 keeps nothing. Answers are the same (in narrow types up to near-ties); `Output.reused` counts.
-        preset, arguments: the fields of `paradec.Request` that prompts begin from, as in `generate`. Without a `seed`
-            one is drawn for all. Those of `REFUSED` have no meaning here.
+        max_memory: bytes of keys, values and the methods' memory together; None: no limit besides `batch_size`.
+        calls_per_step: calls, 1 to 3, that a step of masked rows of unequal lengths may be split into: 3 pads little; 1
+            pads all rows to the longest, for devices on which a launch costs more than positions.
+        prefix_memory: bytes of keys and values that ended rows leave for prompts with the same beginning, on causal
+            models and, with an exact cache, on block-causal ones; None is a quarter of what the rows take. Answers are
+            the same (in narrow types up to near-ties); `Output.reused` counts.
+        preset, arguments: the fields of `paradec.Request` that prompts begin from, but those of `REFUSED`. Without a
+            `seed` one is drawn for all.
 
     Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
-            refilled with; the message names it.
+        TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
     """
 
-    capture: ClassVar[bool] = True
-    """False takes the steps of `compile=True` uncaptured, on any device."""
+    capture: ClassVar[bool] = True  # False takes the steps of `compile=True` uncaptured, on any device
 
     def __init__(
         self,
@@ -125,8 +113,14 @@ class Batch:
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
         seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._seeded = replace(self.request, seed=seed)
-        self.prefixes = self._make_prefixes(prefix_memory)
-        """Keys and values that rows leave for each other; None where nothing is kept."""
+        self.prefixes: Prefixes | None = None  # keys and values that rows leave for each other
+        if model.facts.topology in ("causal", "block_causal"):
+            self.prefixes = None if prefix_memory == 0 else Prefixes(model, prefix_memory)
+        elif prefix_memory:
+            raise ValueError(
+                f"prefix_memory={prefix_memory} has nothing to keep: every key of {model.facts.name} depends on the "
+                "whole row; share_prefix=True of generate approximates it"
+            )
         self._waits = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
@@ -155,19 +149,17 @@ class Batch:
         Args:
             prompt: one of what `generate` takes: text, a chat, ids, or what a tokenizer returns.
             streamer: `put(ids)` and `end()`, as transformers' streamers: ids [1, n] that are final with everything left
-                of them final, the prompt's at first; `put_draft` as in `paradec.api.streaming`. Called from `step`; an
-                exception from it ends this prompt alone.
-            on_done: called with the ticket once its output is there, by the thread that takes the step, after the step:
-                it may use the batch, `step` and `close` too. `step` raises what it raises, once every other ticket's
-                was called.
-            id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
+                of them, the prompt's first; `put_draft` as in `paradec.api.streaming`. Called from `step`; an exception
+                from it ends this prompt alone.
+            on_done: called with the ended ticket after the step, by the thread that takes it. It may use the batch,
+                `step` and `close` too. `step` raises what it raises, after the other tickets' calls.
+            id: names the prompt for the caller, in `Ticket.id` and `Output.id`.
             cache_salt: a text; only prompts with an equal one share keys and values.
             alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
             preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
 
         Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
-            BatchClosed: the batch is closed.
+            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
         """
         request, sampler = self._prepare_prompt(changes, preset)
         prompts = encode(self.model, prompt, None, request.chat)
@@ -176,7 +168,6 @@ class Batch:
         return self._queue(Ticket(0, id, prompts, request, sampler, streamer, on_done, cache_salt=cache_salt), alone)
 
     def _prepare_prompt(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
-        """The request of one prompt, and its sampler."""
         if preset is None and not changes:
             return self._seeded, self.sampler
         request, sampler = self._change(changes, preset)
@@ -189,7 +180,6 @@ class Batch:
         return replace(request, seed=self._seeded.seed if seed is None else seed), sampler
 
     def _queue(self, ticket: T, alone: bool) -> T:
-        """Check a ticket and put it into the queue."""
         if ticket.on_done is not None and not callable(ticket.on_done):
             raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
         if len(ticket.prompts.rows) != 1:
@@ -235,8 +225,10 @@ class Batch:
         self._waits.check_open()
 
     def close(self, error: Exception | None = None) -> None:
-        """End what is not done with `error`, by default `Cancelled`, and give the memory back. Waits for a step that
-        runs; where a streamer calls it, that step ends everything."""
+        """End what is not done with `error`, by default `Cancelled`, and give the memory back.
+
+        Waits for a running step; called by a streamer, that step ends everything.
+        """
         self._waits.close(error)
         if self._stepper != threading.get_ident():
             with self._turn():
@@ -278,7 +270,6 @@ class Batch:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """This thread's turn to step."""
         with self._stepping, weights_lock(self.model):
             self._stepper = threading.get_ident()
             try:
@@ -287,7 +278,6 @@ class Batch:
                 self._stepper = None
 
     def _end_all(self) -> None:
-        """End everything, once the batch is closed."""
         with self._waits.changed:
             tickets = [*self._waits.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
         for ticket in tickets:
@@ -302,61 +292,59 @@ class Batch:
     # ---- of text; pictures override these ---------------------------------------------------------------------------
 
     _prepare = staticmethod(prepare_request)
-
-    def _check_model(self, model: Any) -> None:
-        """Raise TypeError for another kind of model."""
-        check_model("Batch", model, KINDS)
+    _check_model = staticmethod(partial(check_model, "Batch", allowed=KINDS))
 
     def _check(self, request: Request, sampler: Any) -> None:
         """Raise ValueError where the batch cannot be refilled with such a request."""
-        if why := why_unsupported(self.model, request, sampler):
-            raise ValueError(why)
-        if request.compile and self.capture and self.model.device.type != "cuda":
-            raise ValueError(
-                f"compile=True in a batch that is refilled captures CUDA graphs, and the model is on "
-                f"{self.model.device}: leave compile out"
+        why, device = why_unsupported(self.model, request, sampler), self.model.device
+        if why is None and request.compile and self.capture and device.type != "cuda":
+            why = (
+                f"compile=True in a batch that is refilled captures CUDA graphs; the model is on {device}: leave it out"
             )
+        if why is not None:
+            raise ValueError(why)
 
     def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
-        """The request, and its sampler, of a prompt with other fields than the batch."""
+        """Make the request and the sampler of a prompt with other fields than the batch."""
         request = replace(self.request, **Request.merge_arguments(changes, preset))
         is_same = request.sampler is self.request.sampler
         return request, self.sampler if is_same else make_sampler(self.model, request.sampler)
 
-    def _make_prefixes(self, budget: int | None) -> Prefixes | None:
-        """Make what keeps keys and values for later rows; None where nothing is kept.
-
-        Raises:
-            ValueError: a budget for a model whose rows have nothing to share.
-        """
-        facts = self.model.facts
-        if facts.topology in ("causal", "block_causal"):
-            return None if budget == 0 else Prefixes(self.model, budget)
-        if budget:
-            raise ValueError(
-                f"prefix_memory={budget} has nothing to keep: every key of {facts.name} depends on the whole row; "
-                "share_prefix=True of generate approximates it"
-            )
-        return None
-
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
-        """Whether two prompts may begin as rows of one request."""
-        return can_start_together(self.model, first, second)
+        """Whether two prompts may start as rows of one request: they differ only in ids and seeds.
+
+        Prompts with holes or pictures, isolated ones and those on the device start alone.
+        """
+        for ticket in (first, second):
+            if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:
+                return False
+            if self.model.facts.hole_id in ticket.prompts.rows[0]:
+                return False
+        if first.request is second.request:
+            return True
+        return first.request.changes() | {"seed": None} == second.request.changes() | {"seed": None}
 
     def _begin(self, tickets: Sequence[Any]) -> Any:
         """Make the state of prompts that can start together."""
-        return tickets[0].sampler.start(self.model, *join_tickets(tickets))
+        request, sampler, prompts = tickets[0].request, tickets[0].sampler, tickets[0].prompts
+        if len(tickets) > 1:
+            parts = [ticket.prompts for ticket in tickets]
+            starts = [start for part in parts for start in part.starts]
+            copies = [copy_index for part in parts for copy_index in part.before or ()]
+            prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, among=True)
+            seeds: Any = tuple(ticket.request.seed for ticket in tickets)
+            request = request if len({*seeds}) == 1 else replace(request, seed=seeds)
+        return sampler.start(self.model, prompts, request)
 
     def _model_of(self, ticket: Any) -> Any:
-        """The model that decodes a prompt, or a copy that holds this prompt (`paradec.core.rows`)."""
+        """The model that decodes a prompt, or a copy that holds it (`paradec.core.rows`)."""
         return self.model
 
     def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
-        """The outputs of some rows of a state."""
         return build_outputs(self.model, state, slots, tickets, error)
 
     def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> Any:
-        """The output of a prompt of which nothing was decoded. ids: the prompt's."""
+        """Build the output of a prompt of which nothing was decoded. ids: the prompt's."""
         return failed_output(self.model, ids, error)
 
     def finish(self, output: Any) -> None:
@@ -385,7 +373,6 @@ class Batch:
                         self._fail(tickets[0], detach_error(error))
 
     def _start(self, tickets: Sequence[Ticket]) -> RowState:
-        """Make the state of a request that has these prompts alone."""
         state, sampler = self._begin(tickets), tickets[0].sampler
         if sampler.family == "masked":
             state.most_calls = self.calls_per_step
@@ -398,7 +385,7 @@ class Batch:
         return state
 
     def _enter(self, tickets: Sequence[Ticket], state: RowState) -> bool:
-        """Give the rows slots in the group of their kind. False: there is no room for all of them now."""
+        """Give the rows slots in the group of their kind. False: there is no room for all now."""
         first, count = tickets[0], len(tickets)
         on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
         key = group_key(first, state, on_device)
@@ -408,7 +395,7 @@ class Batch:
         if group is not None:
             width = group.columns(width)
         row_bytes = bytes_of_row(self.model, state, width)
-        reserved = sum(g.nbytes for g in self._groups if g is not group)
+        reserved = sum(len(g.tickets) * g.row_bytes for g in self._groups if g is not group)
         reserved += 0 if self.prefixes is None else self.prefixes.nbytes
         max_slots = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
         if self.max_memory is not None:
@@ -444,12 +431,10 @@ class Batch:
         return True
 
     def _drop_prefixes(self) -> None:
-        """Give back what ended rows have left."""
         if self.prefixes is not None:
             self.prefixes.tree.clear()
 
     def _close_empty(self) -> None:
-        """Let go of the groups whose rows have all ended."""
         with hold_interrupt():
             for group in [group for group in self._groups if not group.occupied]:
                 group.close()
@@ -458,7 +443,7 @@ class Batch:
     # ---- stepping -------------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
-        """Take one step of a group, and end the rows that have ended with it."""
+        """Take one step of a group and end its finished rows."""
         while not group.state.done:
             is_between_commits = True
             error: Exception
@@ -497,15 +482,14 @@ class Batch:
                 self._harvest(group)
 
     def _requeue(self, group: Group) -> list[Ticket]:
-        """Put the rows of a group back into the queue, to be decoded from their beginning; return them."""
+        """Put the rows of a group back into the queue; return them."""
         self._groups.remove(group)
         tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waits.waiting]
         self._waits.requeue(tickets)
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Begin each row of a group anew by itself, since a step raised. Return the rows that fail: those that were by
-        themselves."""
+        """Requeue each row of a group whose step raised, to be decoded alone. Returns those that were: they fail."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -515,11 +499,9 @@ class Batch:
         return failed
 
     def _shrink(self, group: Group, keep: bool) -> list[Ticket]:
-        """Let the younger half of a group wait again, since memory was too small; all of it where the state is between
-        two commits (`keep` False). Fewer positions are evaluated together from now on.
+        """Requeue the younger half of a group that ran out of memory, and evaluate fewer positions from now on.
 
-        Returns:
-            The row that fails, where it was alone in the batch.
+        keep: False requeues all, as the state is between two commits. Returns a row that was alone in the batch.
         """
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._most_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
@@ -544,8 +526,11 @@ class Batch:
         return failed
 
     def _harvest(self, group: Group) -> None:
-        """Stream what is final, and end the rows that have ended."""
-        group.record_time()
+        """Stream what is final, and end finished rows."""
+        time_now = time.perf_counter()
+        for ticket in group.tickets:
+            if ticket is not None:
+                ticket.committed = ticket.committed or time_now
         self._feed(group, range(len(group.tickets)))
         running = group.state.running
         if finished := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
@@ -584,7 +569,7 @@ class Batch:
     def _read(
         self, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
     ) -> list[Any]:
-        """Build the outputs of rows; where that raises, of each row by itself, and one that raises then fails."""
+        """Build the outputs of rows; if that raises, of each row by itself, and one that raises again fails."""
         try:
             return self._build_outputs(state, slots, tickets, error)
         except Exception as raised:
@@ -613,14 +598,17 @@ class Batch:
 
     def _cancel(self) -> None:
         """End the prompts that were cancelled."""
-        for ticket in self._waits.remove_cancelled():
-            self._fail(ticket, self._cause(ticket))
-        for group in self._groups:
-            for slot, ticket_in_slot in enumerate(group.tickets):
-                if ticket_in_slot is not None and ticket_in_slot.cancelled:
-                    self._let_go(group, [slot], self._cause(ticket_in_slot))
-                    group.stop_rows(np.array([slot]))
 
-    def _cause(self, ticket: Ticket) -> Exception:
-        """The error of a cancelled prompt."""
-        return self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")
+        def cause(ticket: Ticket) -> Exception:
+            return self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")
+
+        with self._waits.changed:
+            cancelled = [ticket for ticket in self._waits.waiting if ticket.cancelled]
+        for waiting in cancelled:
+            self._waits.remove(waiting)
+            self._fail(waiting, cause(waiting))
+        for group in self._groups:
+            for slot, ticket in enumerate(group.tickets):
+                if ticket is not None and ticket.cancelled:
+                    self._let_go(group, [slot], cause(ticket))
+                    group.stop_rows(np.array([slot]))

@@ -21,16 +21,22 @@ from paradec.request import Preset, Request
 
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
 
-REFILLED = ("masked", "draft_verify")
-"""Sampler families whose rows can be replaced."""
+
+def check_refillable(model: PictureModel) -> None:
+    """Raise TypeError for an image model whose batches cannot be refilled."""
+    if model.family not in ("masked", "draft_verify"):
+        raise TypeError(
+            f"generate_many takes autoregressive and masked image models; {model.facts.name} is decoded by samplers of "
+            f"family {model.family!r}, whose rows take their steps together and end together, so that no slot becomes "
+            "free before the others: give it to paradec.generate_images"
+        )
 
 
 @dataclass(eq=False)
 class ImageTicket(Ticket):
-    """A prompt in an `ImageBatch`."""
+    """A prompt in an `ImageBatch`, with its `ImageRequest`."""
 
-    laid: Any = None
-    """Its `ImageRequest`."""
+    image_request: Any = None
     accepted: list[int] = field(default_factory=list, repr=False)
     """Tokens that became final at each step, minus retracted ones."""
 
@@ -45,8 +51,8 @@ class ImageBatch(Batch):
             `paradec.generate_images`.
 
     Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
-            refilled with; the message names it. ImportError: output_type="pil" without pillow.
+        TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
+        ImportError: output_type="pil" without pillow.
     """
 
     def __init__(
@@ -80,7 +86,7 @@ class ImageBatch(Batch):
 
         Args:
             prompt: one class label or text, or what else `generate_images` takes of this model.
-            negative_prompt: of this one, where it has one of its own.
+            negative_prompt: of this prompt, in the place of the batch's.
             on_done, id, alone, preset, changes: as in `Batch.add`.
 
         Raises:
@@ -88,51 +94,45 @@ class ImageBatch(Batch):
         """
         request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
-        laid = self._lay_out(self.model, prompt, negative_prompt)
+        image_request = self._lay_out(self.model, prompt, negative_prompt)
         drafter = getattr(sampler, "drafter", None)
         if isinstance(drafter, PictureModel):  # it reads the same conditions
             self._lay_out(drafter, prompt, negative_prompt)
-        prompts = encode(self.model, laid.prompts)
-        return self._queue(ImageTicket(0, id, prompts, request, sampler, on_done=on_done, laid=laid), alone)
+        prompts = encode(self.model, image_request.prompts)
+        ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request)
+        return self._queue(ticket, alone)
 
     def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
-        """Make the row of one prompt.
-
-        Raises:
-            ValueError: of a model that holds what it knows of a request's rows and does not say how they are exchanged.
-        """
-        laid = model.request(prompt, self.grid, 1, negative_prompt)
-        if laid.model is not model and not (model is self.model and has_rows(laid.model)):
-            raise ValueError(
-                f"{model.facts.name} holds what its prompts say for rows that begin together; use "
-                "paradec.generate_images"
-            )
-        return laid
+        """Make the row of one prompt. Raises ValueError for a model that holds its prompts and cannot exchange them."""
+        image_request = model.request(prompt, self.grid, 1, negative_prompt)
+        if image_request.model is not model and not (model is self.model and has_rows(image_request.model)):
+            reason = "holds what its prompts say for rows that begin together; use paradec.generate_images"
+            raise ValueError(f"{model.facts.name} {reason}")
+        return image_request
 
     # ---- of pictures ------------------------------------------------------------------------------------------------
+
+    _check_model = staticmethod(check_refillable)
 
     def _prepare(self, model: Any, arguments: Mapping[str, Any], preset: Preset | None = None) -> Any:  # type: ignore[override]
         self._arguments = Request.merge_arguments(arguments, preset)
         request = picture_request(model, self._arguments)
         return request, request.sampler
 
-    def _check_model(self, model: Any) -> None:
-        check_refillable(model)
-
     def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
         request = picture_request(self.model, {**self._arguments, **Request.merge_arguments(changes, preset)})
         return request, request.sampler
 
     def _model_of(self, ticket: ImageTicket) -> Any:
-        return ticket.laid.model
+        return ticket.image_request.model
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
         return False  # each has a model that holds its prompt
 
     def _begin(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets
-        laid: ImageRequest = replace(ticket.laid, prompts=ticket.prompts)
-        state = self.model.begin(ticket.sampler, laid, self.grid, ticket.request)
+        image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
+        state = self.model.begin(ticket.sampler, image_request, self.grid, ticket.request)
         state.trace = None  # it would be of this row alone
         ticket.accepted = []
         return state
@@ -181,13 +181,3 @@ class ImageBatch(Batch):
             output.images = output.codes
         else:
             output.images = make_images(self.model, output.tokens, self.grid, self.output_type)
-
-
-def check_refillable(model: PictureModel) -> None:
-    """Raise TypeError for an image model whose batches cannot be refilled."""
-    if model.family not in REFILLED:
-        raise TypeError(
-            f"generate_many takes autoregressive and masked image models; {model.facts.name} is decoded by samplers of "
-            f"family {model.family!r}, whose rows take their steps together and end together, so that no slot becomes "
-            "free before the others: give it to paradec.generate_images"
-        )

@@ -12,7 +12,7 @@ from paradec.api.output import Output
 from paradec.batching.batch import Batch
 from paradec.batching.images import ImageBatch, check_refillable
 from paradec.batching.outputs import detach_error
-from paradec.batching.slots import KINDS, BatchClosed, Cancelled, Ticket
+from paradec.batching.slots import KINDS, Cancelled, Ticket
 from paradec.core.checks import check_choice, check_int, check_model, shown
 from paradec.core.interrupts import hold_interrupt
 from paradec.core.protocol import Interrupted
@@ -23,8 +23,7 @@ __all__ = ["Many", "generate_many"]
 
 ORDERS = ("input", "completed")
 ERRORS = ("output", "raise")
-AHEAD = 8
-"""Answers that are held back for an earlier one, times the batch size, where nothing is said."""
+AHEAD = 8  # default of `look_ahead`, times the batch size
 
 
 def generate_many(  # type: ignore[misc]  # the request's `order` is for its prompt alone
@@ -55,38 +54,32 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; of image models the autoregressive and the masked ones.
-        prompts: any iterable, even an endless one: prompts are read only as they are needed. An entry is a prompt as
-            `generate` takes it (text, a chat, ids, the result of a tokenizer); or a mapping {"prompt": ...} with any
-            fields of `paradec.Request` for this prompt and an "id" for its `Output`; or a pair (prompt, Request), whose
-            fields apply where they differ from the defaults. Entries that differ only in seed, max_new_tokens,
-            stop_strings and, with masked samplers, suppress_tokens share their model calls; others are decoded beside
-            them.
-        batch_size: the most rows that are decoded at once.
-        order: "input" gives answers in the order of the prompts, "completed" as they end; `Output.index` is the number
-            of the prompt. (The request field of the same name, for models of any order, is set by an entry or the
-            preset.)
-        errors: "output" gives an `Output` with `error` for a prompt that fails (one that is too long, ids outside the
-            vocabulary, NaN logits), and the others continue. "raise" raises the error in its place; the iteration can
-            be continued.
-        look_ahead: the most answers that are held back while an earlier one is missing; by default 8 times the batch
+        prompts: any iterable, even an endless one, read as rows become free. An entry is a prompt as `generate` takes
+            it; or a mapping {"prompt": ...} with fields of `paradec.Request` for this prompt and an "id" for its
+            `Output`; or a pair (prompt, Request), whose fields apply where they differ from the defaults. Entries that
+            differ only in seed, max_new_tokens, stop_strings and, with masked samplers, suppress_tokens share their
+            model calls.
+        batch_size: rows decoded at once, at most.
+        order: "input" gives answers in the order of the prompts, "completed" as they end. (The request field of the
+            same name is set by an entry or the preset.)
+        errors: "output" gives an `Output` with `error` for a prompt that fails, and the others continue. "raise" raises
+            the error in its place; the iteration can be continued.
+        look_ahead: answers that are held back while an earlier one is missing, at most; by default 8 times the batch
             size. A larger number keeps the batch full when answers differ much in length.
-        max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
-            With None `batch_size` and the device decide: rows that do not fit are decoded in smaller batches.
-        calls_per_step: as in `paradec.batching.Batch`.
-        prefix_memory: bytes that prompts' shared beginnings may take, as in `paradec.batching.Batch`; text models only.
+        max_memory, calls_per_step, prefix_memory: as in `paradec.batching.Batch`; the last for text models only.
         height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
             or a class label, and its mapping may hold its own "negative_prompt".
-        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`;
-            `paradec.batching.REFUSED` lists those that are refused here.
+        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`, but those of
+            `paradec.batching.REFUSED`.
 
     Returns:
         An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture each; `index` is
-        the number of the prompt. Its `cancel` cancels one prompt, and `close` all that are left.
+        the number of the prompt. Its `cancel` cancels one prompt, and `close` all.
 
     Raises:
-        ValueError, TypeError: an argument out of its range, before any prompt is read; the message names it.
-        Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of complete
-            answers that were not given yet (pictures as codes: `images` is None). Continued iteration gives them.
+        ValueError, TypeError: an argument out of its range, before any prompt is read.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the list of complete answers that were not given yet
+            (pictures as codes: `images` is None). Continued iteration gives them.
     """
     of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
     of_batch |= {"preset": preset, **arguments}
@@ -121,55 +114,56 @@ class Many(Iterator[Any]):
         check_choice("errors", errors, ERRORS)
         check_int("look_ahead", look_ahead, low=0, none=True)
         self.batch = make()
-        """The core: its `occupied` says how full it is."""
         self._source, self._exhausted = iter(prompts), False
         self._in_order, self._raises = order == "input", errors == "raise"
         size = self.batch.batch_size
-        self._held_at_most = size + (AHEAD * size if look_ahead is None else look_ahead)
-        self._read = self._given = 0
+        self._max_read_ahead = size + (AHEAD * size if look_ahead is None else look_ahead)
+        self._num_read = self._num_returned = 0
         self._tickets: dict[int, Ticket] = {}
-        self._done: dict[int, Output | ImageOutput] = {}  # in the order in which they ended
-        self._unwanted: set[int] = set()
-        self._numbering = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
+        self._outputs: dict[int, Output | ImageOutput] = {}  # in the order in which they ended
+        self._cancelled: set[int] = set()
+        self._index_lock = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
 
     def __next__(self) -> Any:
         try:
             while (index := self._next()) is None:
                 self._fill()
-                if self._exhausted and self._given == self._read:
+                if self._exhausted and self._num_returned == self._num_read:
                     self.batch.close()
                     raise StopIteration
                 self._take(self.batch.step())
-            self.batch.finish(self._done[index])
+            self.batch.finish(self._outputs[index])
         except KeyboardInterrupt as interrupt:
             self._take(self.batch.ended())
             stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
-            stopped.output = [self._done[i] for i in (sorted(self._done) if self._in_order else self._done)]
+            stopped.output = [self._outputs[i] for i in (sorted(self._outputs) if self._in_order else self._outputs)]
             raise stopped from interrupt
-        output = self._done.pop(index)
-        self._given += 1
+        output = self._outputs.pop(index)
+        self._num_returned += 1
         if self._raises and output.error is not None and not isinstance(output.error, Cancelled):
             output.error.add_note(f"prompt {index} of generate_many")
             raise output.error
         return output
 
     def cancel(self, index: int) -> bool:
-        """Take back the prompt of this number, from any thread: its output bears the error `Cancelled` and what was
-        decoded until then. A prompt that has not been read yet is not decoded. False if it has ended already."""
+        """Cancel the prompt of this number, from any thread; False if it has ended.
+
+        Its output has the error `Cancelled` and what was decoded. A prompt that was not read yet is not decoded.
+        """
         check_int("index", index, low=0)
-        with self._numbering:
-            if index >= self._read:
-                self._unwanted.add(index)
+        with self._index_lock:
+            if index >= self._num_read:
+                self._cancelled.add(index)
                 return True
             ticket = self._tickets.get(index)
         return ticket is not None and self.batch.cancel(ticket)
 
     def close(self) -> None:
-        """End the iteration: what is not decoded yet will not be, and memory is given back."""
+        """End the iteration without decoding the remaining prompts, and give memory back."""
         self.batch.close()
         self.batch.ended()
-        self._exhausted, self._given = True, self._read
-        self._done.clear()
+        self._exhausted, self._num_returned = True, self._num_read
+        self._outputs.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -178,18 +172,17 @@ class Many(Iterator[Any]):
         self.close()
 
     def _next(self) -> int | None:
-        """The number of the output that is to be given now; None if there is none yet."""
+        """Index of the next output to give; None if it is not there yet."""
         if self._in_order:
-            return self._given if self._given in self._done else None
-        return next(iter(self._done), None)
+            return self._num_returned if self._num_returned in self._outputs else None
+        return next(iter(self._outputs), None)
 
     def _fill(self) -> None:
-        """Read prompts as long as there are rows for them."""
         batch = self.batch
         while (
             not self._exhausted
             and batch.occupied + batch.waiting < batch.batch_size
-            and self._read - self._given < self._held_at_most
+            and self._num_read - self._num_returned < self._max_read_ahead
         ):
             try:
                 entry = next(self._source)
@@ -200,19 +193,17 @@ class Many(Iterator[Any]):
                 self._add(entry)
 
     def _add(self, entry: Any) -> None:
-        """Give the batch a prompt."""
         ticket, output = None, None
         try:
             ticket = self.batch.add(**as_arguments(entry))
-        except BatchClosed:
-            raise
         except Exception as error:
+            self.batch.check_open()
             output = self.batch.failed_output(detach_error(error))
             output.id = entry.get("id") if isinstance(entry, Mapping) else None
-        with self._numbering:
-            index, self._read = self._read, self._read + 1
-            unwanted = index in self._unwanted
-            self._unwanted.discard(index)
+        with self._index_lock:
+            index, self._num_read = self._num_read, self._num_read + 1
+            unwanted = index in self._cancelled
+            self._cancelled.discard(index)
             if ticket is not None:
                 self._tickets[index] = ticket
         if output is not None:
@@ -229,15 +220,11 @@ class Many(Iterator[Any]):
 
     def _hold(self, index: int, output: Output | ImageOutput) -> None:
         output.index = index
-        self._done[index] = output
+        self._outputs[index] = output
 
 
 def as_arguments(entry: Any) -> dict[str, Any]:
-    """What `Batch.add` takes for one entry of the prompts.
-
-    Raises:
-        TypeError: a mapping with a prompt whose keys are no strings.
-    """
+    """Arguments of `Batch.add` for one entry of the prompts. Raises TypeError for keys that are no strings."""
     if isinstance(entry, Mapping) and "prompt" in entry:
         for name in entry:
             if not isinstance(name, str):

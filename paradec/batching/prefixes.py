@@ -1,5 +1,4 @@
-"""Prefix sharing in a batch: new rows take keys and values of common prefixes from ended or running rows
-(`paradec.caches.prefix_tree`)."""
+"""Prefix sharing in a batch: new rows take keys and values of ended or running rows (`paradec.caches.prefix_tree`)."""
 
 from __future__ import annotations
 
@@ -19,26 +18,17 @@ from paradec.core.weights import fingerprint_weights
 
 __all__ = ["Prefixes"]
 
-CAUSAL_BLOCK = 16
-"""Tokens per block of the tree, for causal models."""
+CAUSAL_BLOCK = 16  # tokens per block of the tree, for causal models
 
 
 class Prefixes:
-    """Shared prefixes of a batch's rows; answers are unchanged.
-
-    Args:
-        model: the batch's model.
-        budget: maximum bytes; None is a quarter of the rows' bytes.
-    """
+    """Shared prefixes of a batch's rows; answers are unchanged. budget: bytes; None is a quarter of the rows'."""
 
     def __init__(self, model: Any, budget: int | None):
         facts = model.facts
         self.model = model
         self.tree = PrefixTree(facts.block_length if facts.topology == "block_causal" else CAUSAL_BLOCK, budget or 0)
-        self.hits = 0
-        """Rows that reused a prefix."""
-        self.saved = 0
-        """Positions that were not evaluated again."""
+        self.hits = self.saved = 0  # rows that reused a prefix, and positions that were not evaluated again
         self._follows = budget is None
         self._weights = 0
         self._began: dict[int, int] = {}  # ticket -> the weights that its row began with
@@ -46,7 +36,6 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tree."""
         return self.tree.nbytes
 
     def allow(self, nbytes: int) -> None:
@@ -57,8 +46,10 @@ class Prefixes:
     # ---- rows that begin ------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
-        """Fill new rows with prefixes from the tree or from running rows. A missing prefix that several new or waiting
-        prompts share is evaluated once first."""
+        """Fill new rows with prefixes from the tree or from running rows.
+
+        A missing prefix that several new or waiting prompts share is evaluated once first.
+        """
         if why_unshared(self.model, state) is not None:
             return
         if (weights := fingerprint_weights(self.model.module)) != self._weights:
@@ -80,13 +71,15 @@ class Prefixes:
         )
         counts, layers_of_row = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
-            tokens, scope = self._usable(state, row, ticket), scope_of(state, ticket)
-            shared = [
-                self._common(tokens, candidate, scope, state) for candidate in candidates if candidate is not ticket
-            ]
-            num_shared = max(shared, default=0)
-            if num_shared > self.tree.count(tokens, scope) and self._fits(state, num_shared):
-                self._evaluate(state, row, tokens[:num_shared], scope)
+            # those before the position whose logits predict the first undecided one
+            size = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
+            tokens, scope = ticket.prompts.rows[0][: max(size, 0)], scope_of(state, ticket)
+            others = [candidate for candidate in candidates if candidate is not ticket]
+            num_shared = max((self._common(tokens, other, scope, state) for other in others), default=0)
+            if num_shared > self.tree.count(tokens, scope):
+                dtype = getattr(state.cache, "store_dtype", None)
+                if self.model.store_bytes(1, num_shared, dtype) <= self.tree.budget:
+                    self._evaluate(state, row, tokens[:num_shared], scope)
             counts[row], layers = self.tree.find(tokens, scope)
             layers_of_row.append(layers)
         if counts.any():
@@ -116,17 +109,6 @@ class Prefixes:
         while shared + block <= len(tokens) and tokens[shared : shared + block] == row[shared : shared + block]:
             shared += block
         return shared
-
-    def _usable(self, state: Any, row: int, ticket: Ticket) -> list[int]:
-        """Tokens that a cached prefix may replace: those before the position whose logits predict the first undecided
-        one."""
-        if ticket.prompts.images is not None:
-            return []
-        return ticket.prompts.rows[0][: max(int(state.prompt_length[row]) - state.facts.shift, 0)]
-
-    def _fits(self, state: Any, count: int) -> bool:
-        """Whether `count` tokens of one row fit the budget."""
-        return self.model.store_bytes(1, count, getattr(state.cache, "store_dtype", None)) <= self.tree.budget
 
     def _fill(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
         """Load each row's cached layers, of its leading `counts` [B] tokens, into the state's store."""
@@ -173,7 +155,6 @@ class Prefixes:
             self.tree.add(tokens, _row_of(state.store, slot, num_cached, count), num_cached, scope)
 
     def forget(self, ticket: Ticket) -> None:
-        """Forget an ended prompt."""
         self._began.pop(ticket.number, None)
         self._firsts.pop(ticket.number, None)
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,14 +28,12 @@ if TYPE_CHECKING:
     from paradec.samplers.masked.state import MaskedState
 
 RowState: TypeAlias = "MaskedState | CausalState"
-"""States whose rows can be replaced."""
 S = TypeVar("S", "MaskedState", "CausalState")
 KINDS = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
 ROW_FIELDS = ("max_new_tokens", "seed", "stop_strings", "chat")
 """Request fields that may differ between rows of one group."""
 MASKED_ROW_FIELDS = (*ROW_FIELDS, "suppress_tokens")
-"""`ROW_FIELDS` for masked samplers."""
 _PREFIX = "a prefix needs rows that begin together; use paradec.generate"
 REFUSED = {
     "prefix": _PREFIX,
@@ -50,8 +48,7 @@ REFUSED = {
     "progress": "count the outputs as they end",
 }
 """Unsupported request fields, with advice."""
-WIDTHS = 32
-"""Growing canvases are rounded up to a multiple of this."""
+WIDTHS = 32  # growing canvases are rounded up to a multiple of this
 
 
 class Cancelled(Exception):
@@ -66,22 +63,18 @@ class BatchClosed(RuntimeError):
 class Ticket:
     """A prompt in a `Batch`: the handle for `cancel`, and later the output."""
 
-    number: int
-    """Index in order of arrival."""
+    number: int  # in order of arrival
     id: Any
     prompts: Prompts
     request: Request
-    sampler: Any
-    """The request's sampler, made for the model."""
+    sampler: Any  # the request's, made for the model
     streamer: Any = None
     on_done: Callable[[Ticket], None] | None = None
     output: Output | None = None
     """One row; None until it has ended."""
     cancelled: bool = False
-    cache_salt: str | None = None
-    """Only prompts with an equal one share keys and values."""
-    isolated: bool = False
-    """Whether it is decoded alone, because a step of its group raised."""
+    cache_salt: str | None = None  # only prompts with an equal one share keys and values
+    isolated: bool = False  # decoded alone, because a step of its group raised
     new_tokens: int = field(default=0, repr=False)
     added: float = field(default_factory=time.perf_counter, repr=False)
     """Time of `add`; `began` is when it got a row, `committed` its first commit, all in seconds of one clock."""
@@ -108,11 +101,7 @@ class Queue:
         self._number = 0
 
     def add(self, ticket: Ticket, alone: bool) -> None:
-        """Number a ticket and append it. alone: do not count it as a copy of equal prompts.
-
-        Raises:
-            BatchClosed: the queue is closed.
-        """
+        """Number a ticket and append it. alone: do not count it as a copy of equal prompts. Raises BatchClosed."""
         prompts = ticket.prompts
         identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
         key = hashlib.blake2b(identity, digest_size=16).digest()
@@ -144,7 +133,6 @@ class Queue:
         return tickets
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket."""
         with self.changed:
             self.waiting.remove(ticket)
 
@@ -152,14 +140,6 @@ class Queue:
         """Put tickets back, in order of arrival."""
         with self.changed:
             self.waiting = deque(sorted((*tickets, *self.waiting), key=lambda ticket: ticket.number))
-
-    def remove_cancelled(self) -> list[Ticket]:
-        """Remove and return the tickets that were cancelled."""
-        with self.changed:
-            tickets = [ticket for ticket in self.waiting if ticket.cancelled]
-            for ticket in tickets:
-                self.waiting.remove(ticket)
-        return tickets
 
     def close(self, error: Exception | None) -> None:
         """Accept no more tickets. error: why."""
@@ -182,37 +162,22 @@ class Group(Generic[S]):
 
     @property
     def occupied(self) -> int:
-        """Number of slots in use."""
         return sum(ticket is not None for ticket in self.tickets)
 
     @property
     def width(self) -> int:
-        """Columns of the canvas."""
         return int(self.state.canvas.shape[1])
 
     def columns(self, width: int) -> int:
         """Columns that the canvas needs for a row of `width`."""
         return self.width if width <= self.width else -(-width // WIDTHS) * WIDTHS
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate bytes of its rows."""
-        return len(self.tickets) * self.row_bytes
-
     def propose(self) -> Any:
-        """Take one step of all rows; returns the proposal for `commit`."""
+        """Take one step of all rows; return the proposal for `commit`."""
         return self.sampler.step(self.model, self.state)
 
     def commit(self, proposal: Any) -> None:
-        """Commit a proposal."""
         self.sampler.commit(self.state, proposal)
-
-    def record_time(self) -> None:
-        """Record the time of each row's first commit."""
-        time_now = time.perf_counter()
-        for ticket in self.tickets:
-            if ticket is not None:
-                ticket.committed = ticket.committed or time_now
 
     def sync(self, slots: np.ndarray) -> None:
         """Update the host state of slots [N] before it is read."""
@@ -237,11 +202,9 @@ class Group(Generic[S]):
             self._arrange(occupied, num_slots, columns)
 
     def _more(self, slots: int, max_slots: int, waiting: int) -> int:
-        """New number of slots when all are occupied."""
         return min(max_slots, slots + max(waiting, slots // 2, 1))
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Drop all slots but these."""
         if slots:
             self._arrange(slots, len(slots), self.state.num_columns(np.array(slots)))
 
@@ -276,8 +239,10 @@ class Group(Generic[S]):
 
 
 class DeviceGroup(Group["MaskedState"]):
-    """A group whose steps run on the device (`compile=True`). The host state is updated when it is read. All slots are
-    made at once, since a graph is captured for a fixed number of them."""
+    """A group whose steps run on the device (`compile=True`); the host state is updated when it is read.
+
+    All slots are made at once, since a graph is captured for a fixed number of them.
+    """
 
     rows: DeviceRows | None = None  # made for the first row
 
@@ -343,11 +308,7 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Reason why a batch cannot be refilled with a request; None if it can.
-
-    Args:
-        sampler: the request's sampler, if already made.
-    """
+    """Reason why a batch cannot be refilled with a request; None if it can. sampler: the request's, if already made."""
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
@@ -355,43 +316,10 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
     if request.rng != "counter":
         return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
     sampler = sampler or make_sampler(model, request.sampler)
+    refused = f"sampler {sampler.name!r} of family {sampler.family!r} does not work with batches that are refilled"
     if sampler.lock_step:
-        return (
-            f"sampler {sampler.name!r} does not work with batches that are refilled: its rows take their steps "
-            "together and end together; use paradec.generate_images"
-        )
-    if sampler.family not in ("masked", "draft_verify"):
-        return (
-            f"sampler {sampler.name!r} of family {sampler.family!r} does not work with batches that are refilled; "
-            "'masked' and 'draft_verify' do"
-        )
-    return None
-
-
-def can_start_together(model: Any, first: Ticket, second: Ticket) -> bool:
-    """Whether two prompts may start as rows of one request: they differ only in ids and seeds, and neither has holes or
-    pictures, is isolated, or steps on the device."""
-    for ticket in (first, second):
-        if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:
-            return False
-        if model.facts.hole_id in ticket.prompts.rows[0]:
-            return False
-    if first.request is second.request:
-        return True
-    return first.request.changes() | {"seed": None} == second.request.changes() | {"seed": None}
-
-
-def join_tickets(tickets: Sequence[Ticket]) -> tuple[Prompts, Request]:
-    """Build one request with a row per ticket."""
-    first = tickets[0]
-    if len(tickets) == 1:
-        return first.prompts, first.request
-    parts = [ticket.prompts for ticket in tickets]
-    starts = [start for part in parts for start in part.starts]
-    copies = [copy_index for part in parts for copy_index in part.copy_indices or ()]
-    prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, joins_batch=True)
-    seeds: Any = tuple(ticket.request.seed for ticket in tickets)
-    return prompts, first.request if len({*seeds}) == 1 else replace(first.request, seed=seeds)
+        return f"{refused}: its rows take their steps together and end together; use paradec.generate_images"
+    return None if sampler.family in ("masked", "draft_verify") else f"{refused}; 'masked' and 'draft_verify' do"
 
 
 def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
