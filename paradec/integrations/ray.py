@@ -1,14 +1,10 @@
 """Ray Data: a class for `map_batches`, and a job that can be stopped and gone on with.
 
->>> import ray, paradec.integrations.ray                                                                    # doctest:
-+SKIP
 >>> prompts = ray.data.read_json("prompts.jsonl")                    # columns "id" and "prompt" # doctest: +SKIP
->>> paradec.integrations.ray.answer(prompts, "answers", workers=4, source="GSAI-ML/LLaDA-8B-Instruct")       # doctest:
-+SKIP
+>>> paradec.integrations.ray.answer(prompts, "answers", workers=4)                               # doctest: +SKIP
 
-Ray Data starts a worker that died anew, and its batch is done again: from 2.60 on it sets `max_restarts=-1` and
-`max_task_retries=-1` itself, and deprecates giving them (older releases end the job without them). It does not go on
-with a job that was stopped as a whole: `answer` writes parts of Parquet, and begins with the ids that no part holds.
+Ray Data restarts a worker that died (from 2.60 on), but not a job that was stopped: `answer` writes parts of Parquet,
+and begins with the ids that no part holds.
 """
 
 from __future__ import annotations
@@ -34,10 +30,9 @@ class Predictor:
     Args:
         source: for `paradec.load`; None is the packaged model. load: its further arguments (dtype, device, ...).
         prompt, id: names of the columns. Ids are unique texts or ints.
-        batch_size: rows that are decoded at once.
-        seed: of all draws; a row's own is `seed_of(seed, id)`.
+        seed: of all draws; a row draws with `seed_of(seed, id)`.
         model: a function without arguments that makes the model, instead of `source`.
-        arguments: fields of `paradec.Request`, as for `paradec.generate_many`.
+        batch_size, arguments: as for `paradec.generate_many`.
     """
 
     def __init__(
@@ -91,9 +86,8 @@ def answer(
 
     Args:
         dataset: with columns "id" and "prompt", and any others, which are kept.
-        folder: of this job alone. A half-written part is renamed to NAME.broken and done again. Rows with an error
-            count as answered.
-        workers: processes with a model each, on one CPU of Ray's unless `num_cpus` says otherwise; leave one CPU free.
+        folder: of this job alone. Rows with an error count as answered.
+        workers: processes with a model each, on one CPU of Ray's unless `num_cpus` is given; leave one CPU free.
         rows_per_part: rows that a worker loses at most when the job is stopped.
         arguments: as for `Predictor`; `num_gpus` and `num_cpus` of each worker.
 
@@ -122,8 +116,7 @@ def answer(
 
 
 def check_ids(dataset: Any, id: str = "id") -> None:
-    """Read the ids of a Ray dataset. Raises ValueError: no such column, an id that is neither a text nor an int, or one
-    that occurs twice."""
+    """Check that the ids of a Ray dataset are distinct texts or ints. Raises ValueError."""
     columns = dataset.columns()
     if not columns:
         return  # Ray knows none where there are no rows
@@ -139,13 +132,12 @@ def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
-    """The ids in a folder's parts. A part that cannot be read is renamed to NAME.broken. Raises ValueError: an id that
-    occurs twice."""
+    """The ids in a folder's parts; an unreadable part is renamed to NAME.broken. Raises ValueError for an id twice."""
     check_installed()
     import pyarrow
     import pyarrow.parquet
 
-    found: set[Any] = set()
+    ids_of_parts: set[Any] = set()
     for part in sorted(Path(folder).rglob("*.parquet")):
         try:
             ids = pyarrow.parquet.read_table(part, columns=[id]).column(id).to_pylist()
@@ -153,8 +145,8 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
             log.warning("%s cannot be read and is done again: %s", part, error)
             part.rename(part.with_name(part.name + ".broken"))
             continue
-        found |= _once(ids, found, part)
-    return found
+        ids_of_parts |= _once(ids, ids_of_parts, part)
+    return ids_of_parts
 
 
 def check_installed() -> None:

@@ -157,7 +157,7 @@ class Answer:
             reply.send(self, lambda: Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
 
     def end(self) -> None:
-        """Do nothing: the output follows."""
+        """Do nothing; the output follows."""
 
     def _feed(self, ids: list[int], scores: LogProbs | None) -> Piece:
         self.num_tokens += len(ids)
@@ -224,7 +224,7 @@ class Reply:
         self._head = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.service.name}
 
     def send(self, answer: Answer, read: Callable[[], Piece]) -> None:
-        """Let the event loop read the next piece of an answer, from any thread."""
+        """Queue the next piece of an answer for the event loop, from any thread."""
         self._loop.call_soon_threadsafe(self.queue.put_nowait, (answer, read))
 
     async def respond(self) -> Response:
@@ -274,7 +274,6 @@ class Reply:
             yield answer, piece
 
     async def _stream(self) -> AsyncIterator[str]:
-        """Server-sent events; those that are ready together are sent together."""
         began, started, events = time.perf_counter(), set[int](), ""
         try:
             role: Any = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -298,13 +297,11 @@ class Reply:
             yield f"{events}data: {json.dumps(error.body)}\n\n"
 
     def _to_json(self, choices: list[Any], **more: Any) -> str:
-        """Write a response, or a chunk of a stream."""
         kind: Any = (ChatCompletionChunk if self.body.stream else ChatCompletion) if self.is_chat else Completion
         response = kind(object=OBJECTS[kind], **self._head, choices=choices, **more)
         return str(response.model_dump_json(exclude_unset=True, warnings=False))
 
     def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> Any:
-        """A choice, or a part of it in a stream."""
         scores = [score for piece in pieces for score in piece.scores]
         content, stream = "".join(piece.content for piece in pieces), self.body.stream
         fields: Any = {"index": answer.index, "finish_reason": pieces[-1].finish_reason}

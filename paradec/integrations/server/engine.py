@@ -37,7 +37,6 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether prompts are decoded."""
         return not self.batch.closed
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from paradec.batching.slots import BatchClosed, Cancelled, Ticket
@@ -61,6 +62,8 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
             return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
         case BatchClosed():
             return ApiError(message, 503, retry_after=5)
+        case ValidationError():  # of a response
+            return ApiError("ValidationError in the server", 500)
         case ValueError() | TypeError() | ModuleNotFoundError():
             if param is None:
                 message = re.sub(r"\w+", lambda word: CLIENT_NAMES.get(word[0], word[0]), message)
@@ -92,7 +95,6 @@ class Call:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody waits for its answers."""
         return self not in self.limits.calls
 
     def reserve(self, tokens: int) -> None:
@@ -167,7 +169,7 @@ class Limits:
             metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
     async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        """Check a request and run the application on its body, which is read; watch whether the client leaves."""
+        """Check a request, run the application on its body, and watch whether the client leaves."""
         is_post = scope["method"] == "POST"
         try:
             self._check(scope, is_post)

@@ -140,8 +140,7 @@ class TextBody(Body):
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Read the fields of `paradec.Request` but the constraint. Those of the body have priority over a preset's.
 
-    Raises:
-        ApiError, ValueError, TypeError: a field, a value or a preset that is not supported, or two fields for the same.
+    Raises ApiError, ValueError or TypeError for a field, a value or a preset that is not supported.
     """
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT, *IGNORED)
     extra = body.model_extra or {}
@@ -158,9 +157,8 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     own, sampling = _read_own(body), dict[str, Any]()
     for outer, inner in SAMPLING.items():
-        if (value := extra.get(outer)) is None or (
-            outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)
-        ):
+        value = extra.get(outer)
+        if value is None or (outer == "top_k" and value in (-1, 0) and not isinstance(value, bool)):
             continue
         if inner in own or sampling.get(inner, value) != value:
             other = f"{OWN}.{inner}" if inner in own else "max_tokens"
@@ -179,7 +177,6 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def _read_own(body: Body) -> dict[str, Any]:
-    """Read the fields in `OWN` that go to `paradec.Request`, but the constraint. Raises ApiError."""
     for name, value in body.paradec.items():
         if name not in (*FIELDS, "drafts"):
             raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
@@ -222,10 +219,7 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
-    """Find the field that says the form of an answer, and its value. Raises ApiError for several.
-
-    calls: tools of which one must be called.
-    """
+    """Find the field that says the form of an answer, and its value. calls: of a required tool. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": calls}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
@@ -236,11 +230,7 @@ def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
 
 
 def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Constraint:
-    """Build the constraint of a field and its automaton, which the batch then finds.
-
-    Raises:
-        ApiError: a malformed value, one that is not supported, or one that takes too much time or memory.
-    """
+    """Build the constraint of a field and its automaton, which the batch then finds. Raises ApiError."""
     try:
         if name == "tool_choice":
             constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value])
@@ -258,7 +248,7 @@ def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Co
 
 
 def _read_format(name: str, value: Any) -> Any:
-    """A constraint as `paradec.Request` takes it in plain data. Raises ValueError for another form."""
+    """Convert to plain data of `paradec.Request`. Raises ValueError for another form."""
     if name == OWN:
         return value
     if name == "response_format":
@@ -293,7 +283,6 @@ def is_complete(constraint: Constraint | None, model: Any, ids: list[int]) -> bo
 
 
 def _texts(constraint: Constraint, model: Any) -> Any:
-    """The texts of a constraint in a model's tokens: the automaton, or the matcher of a grammar on a causal model."""
     facts = model.facts
     if isinstance(constraint, Grammar) and facts.topology == "causal":
         return GrammarTexts(constraint.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
