@@ -330,8 +330,8 @@ class Batch:
         if len(tickets) > 1:
             parts = [ticket.prompts for ticket in tickets]
             starts = [start for part in parts for start in part.starts]
-            copies = [copy_index for part in parts for copy_index in part.before or ()]
-            prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, among=True)
+            copies = [copy_index for part in parts for copy_index in part.copy_indices or ()]
+            prompts = Prompts([part.rows[0] for part in parts], False, starts, copies, joins_batch=True)
             seeds: Any = tuple(ticket.request.seed for ticket in tickets)
             request = request if len({*seeds}) == 1 else replace(request, seed=seeds)
         return sampler.start(self.model, prompts, request)
