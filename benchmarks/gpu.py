@@ -360,7 +360,7 @@ class Steps:
         state, batch = self.start(shorter), self.batch
         with torch.inference_mode():
             table = graphs.block_table(state)
-            layout = graphs.StepLayout.of(self.sampler, state, table[0], self.device.type == "cuda")
+            layout = graphs.StepLayout.from_state(self.sampler, state, table[0], self.device.type == "cuda")
             device = DeviceEngine(layout)
             device.load(self.model, state, table)
             device._play("full", batch, device.columns)
@@ -383,7 +383,7 @@ class Steps:
             query, _ = device._query("window", rows, device.running, device.length, width)
             forward: Any = lambda: self.model(query, device.store)  # noqa: E731
             if layout.capture:
-                forward = graphs.captured(device, forward)
+                forward = graphs.capture_graph(device, forward)
             alone = milliseconds(lambda _: forward(), self.device, self.scale.repeats) * 1e-3
         return {
             "graphed_per_second": 1 / seconds,

@@ -166,7 +166,7 @@ class Request:
         "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
     )
-    blocks: str | BlockPolicy | None = argument(None, check_lazily("paradec.samplers.masked.policies:policy_of"))
+    blocks: str | BlockPolicy | None = argument(None, check_lazily("paradec.samplers.masked.policies:parse_policy"))
     block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
     steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
     max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")

@@ -375,7 +375,7 @@ class Batch:
     def _start(self, tickets: Sequence[Ticket]) -> RowState:
         state, sampler = self._begin(tickets), tickets[0].sampler
         if sampler.family == "masked":
-            state.most_calls = self.calls_per_step
+            state.max_calls = self.calls_per_step
         if why := state.why_rows_fixed():
             raise ValueError(f"sampler {sampler.name!r} with this request cannot be refilled: {why}")
         if self.prefixes is not None:

@@ -302,7 +302,7 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
     """Whether a row's steps run on the device. uncapturable: why no graph could be captured, if so."""
     if not request.compile:
         return False
-    if why := uncapturable or device_step.refusal(sampler, model, state):
+    if why := uncapturable or device_step.why_unsupported(sampler, model, state):
         warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
     return not why
 

@@ -39,7 +39,7 @@ def spans(
         if kind == "full" and (first + size < stop).any():
             kind = "rest"
         start, stop = first, first + size
-    groups = buckets(stop - start, exact=not state.pads, most=min(most, state.most_calls))
+    groups = buckets(stop - start, exact=not state.pads, most=min(most, state.max_calls))
     return [
         Part.span(chosen[g], start[g], stop[g], kind, _rounded(state, stop[g] - start[g], multiple)) for g in groups
     ]
@@ -53,7 +53,7 @@ def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, m
     if state.present is not None:
         needed = needed & state.present[state.window.rows[chosen]]
     sizes = needed.sum(1)
-    groups = buckets(sizes, exact=not state.pads, most=min(most, state.most_calls))
+    groups = buckets(sizes, exact=not state.pads, most=min(most, state.max_calls))
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]
 
 

@@ -99,7 +99,7 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
         raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
-def check_at_most(name: str, value: int, bound_name: str, bound: int) -> None:
+def check_at_most(name: str, value: float, bound_name: str, bound: float) -> None:
     """Raise ValueError unless the setting `name` is at most the setting `bound_name`."""
     if value > bound:
         raise ValueError(f"{name}={shown(value)} must be at most {bound_name}={shown(bound)}")

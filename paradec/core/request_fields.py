@@ -69,7 +69,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
                 f"sampler={value.name!r} has a {model_field}, {shown(model)}, which cannot be saved: leave it out"
             )
     if name == "blocks":
-        return import_lazily("paradec.samplers.masked.policies:policy_data")(value)
+        return import_lazily("paradec.samplers.masked.policies:policy_to_data")(value)
     data = to_data(value)
     try:
         json.dumps(data)

@@ -1,5 +1,4 @@
-"""From logits to the distributions that tokens are drawn from: guidance, temperature, top-p and top-k, and what
-speculative verification reads of distributions. All are functions of logits or distributions [..., V]."""
+"""From logits to the distributions of draws. All are functions of logits or distributions [..., V]."""
 
 from __future__ import annotations
 
@@ -17,12 +16,11 @@ from paradec.request import Request
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
-"""The same on the CPU: what stays in its caches is twice as fast."""
+"""The same on the CPU: what fits in its caches is twice as fast."""
 UNLIKELY = -80.0
-"""Tokens of a float32 distribution as far as this below the best one, over the temperature, have no probability; 1e-35
-else."""
+"""Tokens this far below the best one, over the temperature, have no probability in float32; 1e-35 else."""
 HEAD = 2**12
-"""Tokens that a nucleus is looked for in before all others are."""
+"""Tokens in which a nucleus is first looked for."""
 FEW = 2**8
 """Shares that are sorted."""
 
@@ -34,12 +32,10 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
     """uncond + s (cond - uncond) of a call's logits [2N, W, V], conditional half first: [N, W, V], float32 at least.
 
     The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), its
-    limit is taken: what both exclude stays excluded; so does what the conditional branch alone excludes, at s > 0; what
-    the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and above 1 it and
-    its like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf.
-
-    Args:
-        scale: s, a number or [N, 1, 1].
+    limit is taken: a token that both exclude stays excluded, one that the conditional branch alone excludes at s > 0.
+    One that the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and above 1
+    such tokens take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf. scale: s,
+    a number or [N, 1, 1].
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
     mixed = conditional - unconditional
@@ -59,14 +55,13 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Logits [..., V] less the largest of their row, over a temperature (a number, or broadcastable): no finite row
-    overflows. Softmax is that of logits / temperature. Rows of -inf alone, +inf and NaN are NaN."""
+    """(Logits [..., V] - the largest of their row) / temperature (a number, or broadcastable): no finite row overflows.
+    Softmax is that of logits / temperature. Rows of -inf alone, +inf and NaN are NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
 def log_of(p: Tensor) -> Tensor:
-    """ln of distributions [..., V], -inf where a probability is 0 or no normal number of its type: a processor's
-    logarithm takes ten times as long over these."""
+    """ln of distributions [..., V], -inf where a probability is 0 or subnormal, which would take ten times as long."""
     least = torch.finfo(p.dtype).tiny
     return torch.threshold_(p.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
 
@@ -85,14 +80,12 @@ def chunks(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def ascending(values: Tensor) -> Tensor:
-    """Values [..., N] in ascending order. On the CPU by numpy, which sorts values an order of magnitude faster than
-    torch sorts values and places."""
+    """Values [..., N] in ascending order. On the CPU numpy is ten times as fast as torch's sort with indices."""
     return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort(-1).values
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with 1e-12 added to both within
-    the logarithm: tokens that `previous` excludes count finitely."""
+    """softmax(logits) [..., V] in float32, and its KL [...] to `previous` in nats; logarithms are of p + 1e-12."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(chunks(p), chunks(previous), strict=True)
     kl = [torch.linalg.vecdot(now, (now + 1e-12).div_(before + 1e-12).log_()) for now, before in pairs]
@@ -105,8 +98,8 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
 def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, *, sorted_ties: bool = True) -> Tensor:
     """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
 
-    Dream's order. The token that crosses `top_p` and tokens as good as the `top_k`-th stay. Which of equal tokens the
-    nucleus ends with is left to `torch.sort`; without `sorted_ties` the first of them stay in large vocabularies on the
+    Dream's order. The token that crosses `top_p` and tokens as good as the `top_k`-th stay. `torch.sort` decides which
+    of equal tokens the nucleus ends with; without `sorted_ties` the first of them stay in large vocabularies on the
     CPU, which takes no sort.
     """
     nucleus = top_p is not None and top_p < 1
@@ -137,8 +130,8 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
-    several equal tokens. For small vocabularies on the CPU."""
+    """The least logit [...] that `filter_logits` keeps, and whether that defines the result [...]: not where it keeps
+    some of several equal tokens. For small vocabularies on the CPU."""
     if len(parts := chunks(logits)) > 1:
         found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
         least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
@@ -179,7 +172,6 @@ def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, so
 
 
 def _is_out(row: Tensor, least: float, last: int) -> Tensor:
-    """Which of logits [V] are less than `least`, or equal to it after the token `last`."""
     out = row < least
     out[last + 1 :] |= row[last + 1 :] == least
     return out
@@ -188,9 +180,8 @@ def _is_out(row: Tensor, least: float, last: int) -> Tensor:
 def draw_filtered(
     logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
 ) -> Tensor | None:
-    """Draw tokens [...] with numbers uniform [...] from what `filter_logits(sorted_ties=False)` leaves of logits /
-    temperature [..., V], without writing it. None where this saves nothing: small vocabularies, other devices or
-    dtypes."""
+    """Draw tokens [...] with numbers uniform [...] from `filter_logits(sorted_ties=False)` of logits / temperature
+    [..., V], without writing it. None where this saves nothing: small vocabularies, other devices or dtypes."""
     size = logits.shape[-1]
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
@@ -217,14 +208,13 @@ def draw_filtered(
 
 
 def shares_of(row: Tensor, temperature: float = 1.0) -> Tensor:
-    """softmax(row / temperature) [V], without underflow: shares below exp(FLOOR) of the largest take long to compute,
-    and count as exp(FLOOR)."""
+    """softmax(row / temperature) [V]; slow tiny shares, below exp(FLOOR) of the largest, count as exp(FLOOR)."""
     return tempered(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
 def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
-    """The least of logits `row` [V] that is kept, and the last token with just that logit that is kept (V - 1: all of
-    them). All tokens are kept where a logit is NaN or +inf, or none is finite.
+    """The least of logits `row` [V] that is kept, and the last token with that logit that is kept (V - 1: all). All
+    tokens are kept where a logit is NaN or +inf, or none is finite.
 
     A nucleus holds a token if the shares [V] of all better ones add up to at most `top_p`, in float64. Of the nucleus,
     `top_k` keeps the best tokens and those that equal the last of them.
@@ -290,9 +280,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Distribution that a token is drawn from, in the order of LlamaGen's public code: temperature, top-k, then top-p
-    of what is left. logits [..., V] -> [..., V], float32 at least; one-hot at temperature 0; NaN where no logit is
-    finite."""
+    """As `token_distribution`, in the order of LlamaGen's public code: temperature, top-k, then top-p of the rest."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)
@@ -301,8 +289,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:
-    """Distributions [..., V] that are 1 at the best of logits [..., V], float32 or float64; NaN where that is no finite
-    number."""
+    """Distributions [..., V] that are 1 at the best of logits [..., V]; NaN where that is not finite."""
     best = argmax(logits).unsqueeze(-1)
     finite = logits.gather(-1, best).isfinite()
     one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,8 @@ from paradec.request import Request
 
 
 def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
-    """Count the undecided positions that are appended to every row.
-
-    Args:
-        asked: the request's `max_new_tokens`. hole: id of positions to fill. name: of such a position, for messages.
-
-    Raises:
-        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
-    """
+    """Count the positions to append to every row: `asked`, or the default. hole: id of positions to fill, `name` in
+    messages. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
     holes = any(hole in row for row in rows)
     new = asked if asked is not None else 0 if holes else model.default_max_new_tokens
     check_int("max_new_tokens", new, low=0 if holes else 1)
@@ -41,20 +35,21 @@ def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
     return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
 
 
-def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
-    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
+def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] = ()) -> list[int]:
+    """Ids that are never drawn, ascending. Raises ValueError where these and the `unused` ids leave no token."""
     suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
     for token in suppressed:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
+    ids = {*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())}
+    if len(ids.union(unused)) >= facts.vocab_size:
+        raise ValueError(
+            f"suppress_tokens excludes all {facts.vocab_size} tokens; holes_eos_inf=True leaves none in holes"
+        )
+    return sorted(ids)
 
 
 def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
-    """The generator of `rng="reference"`, and one seed per row.
-
-    Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
-    """
+    """The generator of `rng="reference"`, and one seed per row. Raises ValueError for seeds or rows that do not fit."""
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
     if len(seeds) != len(rows):
@@ -77,7 +72,7 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
     """[B, 2] int64: a 64-bit key per row from its seed, its prompt and the number of equal rows before it (`before`;
-    None counts them). So a row keeps its numbers when the batch around it changes, and copies of a prompt differ."""
+    None counts them). A row keeps its numbers when the batch around it changes, and copies of a prompt differ."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -107,11 +102,8 @@ def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make the trace of a request; None where it asks for none.
-
-    Args:
-        canvas: [B, L] int64 at the start. ends: [B] int64, the columns of each row. details: further fields of `Trace`.
-    """
+    """Make a request's trace, or None. canvas: [B, L] int64 at the start. ends: [B] int64. details: fields of
+    `Trace`."""
     if not request.trace:
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""What rules share: the best token of a position, and the positions with the highest scores."""
+"""The best token of a position, and the positions with the highest scores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from paradec.kernels.token_stats import path_for, read_stats
 
 
 def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token [...] (int64) of logits [..., V], and its probability [...], in float32 at least: enough where it
-    is not compared with a threshold, and cheap."""
+    """The best token [...] (int64) of logits [..., V], and its probability [...] in float32 at least."""
     if path_for(logits) != "float64":
         stats = read_stats(logits, frozenset())
         return stats.token, stats.prob
@@ -22,12 +21,7 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """[R, W] bool: the `count` highest scores of each row, never an ineligible entry; equal scores go to the lower
-    index.
-
-    Args:
-        scores: [R, W], -inf where not eligible. count: [R] int64, on the host or the device.
-    """
+    """[R, W] bool: the `count` [R] highest scores of each row (-inf: none); equal scores go to the lower index."""
     if isinstance(count, np.ndarray):
         if set(count.tolist()) == {1}:  # one token a step needs no sort
             at = scores.argmax(-1, keepdim=True)

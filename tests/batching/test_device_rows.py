@@ -30,8 +30,8 @@ class Uncaptured(Batch):
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding to 64 positions would be most of what these models compute."""
-    monkeypatch.setattr(device_graphs, "COLUMNS", 8)
-    monkeypatch.setattr(device_engine, "WIDTHS", 8)
+    monkeypatch.setattr(device_graphs, "COLUMN_MULTIPLE", 8)
+    monkeypatch.setattr(device_engine, "WIDTH_MULTIPLE", 8)
 
 
 @pytest.fixture

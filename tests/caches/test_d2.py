@@ -201,9 +201,9 @@ class ByDensity(LowConfidence):
 
     sigma: float = 10.0
 
-    def ranked(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
+    def ranking_scores(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
         answer = state.canvas[:, int(state.prompt_length[0]) :] != state.mask_id
-        return super().ranked(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
+        return super().ranking_scores(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
 
 
 @pytest.mark.parametrize("numbers", which(2, 3))

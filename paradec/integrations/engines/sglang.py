@@ -183,7 +183,7 @@ class BlockSteps:
         part = block_size // self.parts
         most = part
         if self.sampler.needs.revises:
-            most = int(self.sampler.most_steps(np.array([part]))[0])
+            most = int(self.sampler.max_steps(np.array([part]))[0])
         elif self.sampler.needs.may_wait:
             most = max(part, (self.fields.get("steps") or 0) // self.parts)
         return most * self.parts + 1

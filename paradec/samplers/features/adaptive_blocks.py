@@ -1,4 +1,4 @@
-"""Blocks that end where the logits of their first step say (`paradec.AdaptiveBlocks`)."""
+"""Blocks whose ends depend on the logits of their first step (`paradec.AdaptiveBlocks`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
 
 @dataclass
 class Opening:
-    """What a policy with `reads_logits` sees of rows that open a block.
-
-    Shapes: `R` rows, `W` positions from the start of each row's block on (the widest row's; see `available`).
-    """
+    """`R` rows that open a block, for a policy with `reads_logits`. `W` positions from the start of each block."""
 
     tokens: Tensor
     """[R, W] int64: candidate tokens."""
@@ -42,10 +39,10 @@ class Opening:
 class AdaptiveBlocks(BlockPolicy):
     """Blocks that end with a semantic step, where the model predicts a delimiter.
 
-    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, the candidates of the coming
-    window are read. Of those that are delimiters the most confident one (the leftmost on ties) ends the block if its
-    probability is at least `delimiter_threshold`; without one the block has the default length. A row's blocks depend
-    on that row alone. What the user gave among the positions read is no delimiter.
+    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, the candidates of the coming window are
+    read. Of those that are delimiters the most confident one (the leftmost on ties) ends the block if its probability
+    is at least `delimiter_threshold`; without one the block has the default length. Prompt tokens among the positions
+    read are no delimiters.
 
     Args:
         length: B_0, the default block length (16, 32 or 64 in the paper).
@@ -54,13 +51,12 @@ class AdaptiveBlocks(BlockPolicy):
             is no delimiter; when none is left, a warning says that blocks stay fixed.
         delimiter_match: "exact" takes tokens that read as one of the texts (LLaDA: its newline), "ends" all tokens that
             end with one (";\\n" too: the public code for Dream lists 24 tokens of this kind, this finds all).
-        window: share of the answer's length that is read ahead, truncated to whole positions. A block may be that
-            long, beyond `length`.
-        min_length: shortest block, at least 1, the paper's. A new block costs caches a full forward, so that a newline
-            that certainly comes next is better not a block of its own.
+        window: share of the answer's length that is read ahead, truncated to whole positions. A block may be that long,
+            beyond `length`.
+        min_length: shortest block, at least 1, the paper's. Caches evaluate a full forward for every new block.
 
-    The number of blocks is not known before decoding: `steps` cannot be spread over them. A method with a time grid
-    (Dream's) plans the first step of a block for the positions read, the others for the block.
+    `steps` cannot be spread over a number of blocks that is not known before. A method with a time grid (Dream's) plans
+    the first step of a block for the positions read, the others for the block.
     """
 
     length: int = 32
@@ -71,8 +67,7 @@ class AdaptiveBlocks(BlockPolicy):
     min_length: int = 1
     model_block: int | None = field(default=None, repr=False)
     model_align: str = field(default="absolute", repr=False)
-    """Set by `for_model`: blocks do not cross those that a block-causal model was trained with, and where these are
-    counted from."""
+    """Set by `for_model`: blocks do not cross those of a block-causal model."""
 
     reads_logits: ClassVar[bool] = True
 
@@ -115,11 +110,8 @@ class AdaptiveBlocks(BlockPolicy):
         return (self.window * (length - prompt_length)).astype(np.int64)
 
     def for_model(self, model: Any) -> AdaptiveBlocks | FixedBlocks:
-        """The policy with token ids in place of texts; fixed blocks where no text is a token.
-
-        Raises:
-            ValueError: a token id outside the model's vocabulary.
-        """
+        """The policy with token ids in place of texts; fixed blocks where no text is a token. Raises ValueError for an
+        unknown id."""
         facts = model.facts
         texts = tuple(d for d in self.delimiters if isinstance(d, str))
         ids = {d for d in self.delimiters if isinstance(d, int)}
@@ -145,13 +137,12 @@ class AdaptiveBlocks(BlockPolicy):
 
 def check_delimiters(value: Any) -> tuple[str | int, ...]:
     """A sequence of texts and token ids as a tuple; raise ValueError for anything else."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise ValueError(f"delimiters={shown(value)} must be a sequence of texts and token ids")
-    if not len(value):
-        raise ValueError(f"delimiters={shown(value)} is empty; without any, use paradec.FixedBlocks")
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not len(value) or "" in value:
+        raise ValueError(
+            f"delimiters={shown(value)} must be a sequence of token ids and texts that are not empty; without "
+            "delimiters, use paradec.FixedBlocks"
+        )
     for entry in value:
-        if entry == "":
-            raise ValueError(f"delimiters={shown(value)} holds an empty text; give texts that some token reads as")
         if not isinstance(entry, str):
             check_int("delimiters", entry, low=0)
     return tuple(entry if isinstance(entry, str) else int(entry) for entry in value)
@@ -161,7 +152,7 @@ _TOKEN_TEXTS: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDiction
 
 
 def _decode_vocabulary(tokenizer: Any) -> list[str]:
-    """What each id reads as. Decoding a whole vocabulary takes seconds, so it is kept while the tokenizer lives."""
+    """The text of each id. Decoding a vocabulary takes seconds: the result is kept with the tokenizer."""
     if tokenizer not in _TOKEN_TEXTS:
         _TOKEN_TEXTS[tokenizer] = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     return _TOKEN_TEXTS[tokenizer]
@@ -183,23 +174,11 @@ class AdaptiveBlockEnds(Feature):
         self.opening[rows] = True
 
     def on_propose(self, state: Any, proposal: Any) -> None:
-        """End the proposal where its candidates say that blocks do."""
-        proposal.block_end = self._read_ends(state, proposal)
-        if proposal.block_end is not None:
-            proposal.available = proposal.available & (proposal.positions < proposal.block_end.unsqueeze(1))
-
-    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        if proposal.block_end is None:
-            return False
-        self.opening[proposal.rows] = False
-        return True
-
-    def _read_ends(self, state: Any, proposal: Any) -> Tensor | None:
-        """[R] int64: where each running row's block ends; None where no row has just opened one."""
+        """Restrict the proposal to the block ends that its candidates imply, in blocks that have just opened."""
         rows = state.window.rows
         index = self.opening[rows].nonzero()[0]
         if not len(index):
-            return None
+            return
         opened_rows, device = rows[index], proposal.values.device
         start, end = torch.as_tensor(np.stack((state.block_start[rows], state.block_end[rows])), device=device)
         device_index = torch.as_tensor(index, device=device)
@@ -213,15 +192,18 @@ class AdaptiveBlockEnds(Feature):
         )
         # the block reaches what can be committed, where given text comes first
         size = state.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
-        return end.index_copy(0, device_index, start[device_index] + size)
+        proposal.block_end = end.index_copy(0, device_index, start[device_index] + size)
+        proposal.available = proposal.available & (proposal.positions < proposal.block_end.unsqueeze(1))
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        if proposal.block_end is None:
+            return False
+        self.opening[proposal.rows] = False
+        return True
 
 
 def cut_blocks(state: Any, rows: np.ndarray, end: np.ndarray) -> None:
-    """End the blocks of `rows` [R], which have just opened, at `end` [R].
-
-    Raises:
-        RuntimeError: an end after that of the block.
-    """
+    """End the just opened blocks of `rows` [R] at `end` [R]. Raises RuntimeError for an end after the block's."""
     if (end > state.block_end[rows]).any():
         raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than what it read")
     shorter = end < state.block_end[rows]

@@ -1,20 +1,19 @@
 """Constraints (`constraint`): every answer, or hole, is a text of a language.
 
 Masked models and canvases of noise: a step conditions the product of its marginals on the language
-(`paradec.constraints.passes`). Candidates are one text: the likeliest, or a joint draw; so whatever a method selects of
-them stays possible. Scores are those of the conditioned marginals.
+(`paradec.constraints.passes`). Candidates are one text, the likeliest or a joint draw, so that any selection stays
+possible. Scores are those of the conditioned marginals.
 
-Causal models: the distribution of a slot is the model's over the tokens that keep a text possible, given what is final
-and the drafts before the slot, in as many tokens as are left. Drafts are verified against these distributions, and
-drawn from them where a smaller model drafts; so whatever is exact without a constraint has exactly the distribution of
-token-by-token decoding with it.
+Causal models: the distribution of a slot is the model's over the tokens that keep a text possible, given the final
+tokens, the drafts before the slot and the number of tokens left. Drafts are drawn from these distributions and verified
+against them: what is exact without a constraint has exactly the distribution of token-by-token decoding with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError for the first reason, of those for all families and of these, that a request's constraint does
-    not work."""
+    """Raise ValueError for the first reason that holds, of these and those for all families."""
     name, request = model.facts.name, state.request
     common = {
         f"it says what texts read, and {name} has no tokenizer": getattr(model, "tokenizer", None) is None,
@@ -103,10 +101,10 @@ class SpanConstraint(Feature):
 
 @dataclass
 class MaskedConstraint(SpanConstraint):
-    """The texts of each row, and what its draws have cost.
+    """The texts of each row, and the weight of its draws.
 
-    Positions of the open block that one token fits are written with every commit; at temperature 0 also when the block
-    opens, without a forward. Above it, the block's first step weighs them.
+    Positions of the open block that only one token fits are written with every commit; at temperature 0 also when the
+    block opens, without a forward. Above it, the block's first step weighs them.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -116,12 +114,7 @@ class MaskedConstraint(SpanConstraint):
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> MaskedConstraint:
-        """That of a request that begins.
-
-        Raises:
-            ValueError: a sampler, cache, block policy or stop rule that it does not work with; no tokenizer; or no text
-                of the constraint fits a row.
-        """
+        """Make the constraint of a request. Raises ValueError where it does not work, or no text fits a row."""
         raise_unsupported(model, state, _masked_reasons(sampler, state))
         canvas = state.canvas.cpu().numpy()
         # with early rules a step looks at the row's end
@@ -135,10 +128,10 @@ class MaskedConstraint(SpanConstraint):
     def after_row_change(self) -> None:
         self._draws = {}
 
-    def candidates(
+    def read_candidates(
         self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidate tokens and quantities; replaces the method's `read`."""
+        """Candidate tokens and quantities; replaces the method's own."""
         positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
@@ -160,7 +153,7 @@ class MaskedConstraint(SpanConstraint):
         is_constrained[entries] = True
         tokens, quantities = current, dict[str, Tensor]()
         if sampler.needs.decided_logits or bool((undecided & ~is_constrained.view_as(undecided)).any()):
-            tokens, quantities = sampler.read(state, logits, query, generator)
+            tokens, quantities = sampler.read_candidates(state, logits, query, generator)
         if not texts:
             return tokens, quantities
         flat = torch.tensor(entries, device=logits.device)
@@ -180,8 +173,8 @@ class MaskedConstraint(SpanConstraint):
     def _draw_text(
         self, sampler: Any, state: Any, raw: Tensor, part: Part, part_index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
-        sampler reads."""
+        """Candidates [m] of a part's undecided positions from raw logits [m, V], and the quantities [m] that are
+        read."""
         needs, temperature = sampler.needs, state.request.temperature
         model = self._marginals(state, part, raw)
         if model is None:
@@ -229,7 +222,7 @@ class MaskedConstraint(SpanConstraint):
             open_blocks(state, np.array(full_rows))
 
     def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
-        """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
+        """Undecided positions of the open block that only one token fits, with that token."""
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
@@ -276,27 +269,19 @@ class MaskedConstraint(SpanConstraint):
 
 
 def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
-    """Why a masked sampler and the other arguments of a request could not serve a constraint, and whether it is so."""
-    name, needs, request, methods = sampler.name, sampler.needs, state.request, getattr(sampler, "rules", (sampler,))
+    name, needs, blocks, methods = sampler.name, sampler.needs, state.blocks, getattr(sampler, "rules", (sampler,))
+    redraws = overrides(sampler, "read_candidates") and state.request.temperature > 0
+    trims = state.request.eos_early_stop and any(overrides(method, "trim") for method in methods)
+    is_partial = state.cache.facts.evaluates not in ("block", "undecided")
     return {
         f"sampler {name!r} drafts steps ahead of the text": needs.multi_step,
         f"sampler {name!r} replaces what it has decided": needs.revises or needs.mask_probes,
         f"sampler {name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
-        f"sampler {name!r} draws every token once more, by itself": (
-            overrides(sampler, "read") and request.temperature > 0
-        ),
-        f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": (
-            request.eos_early_stop and any(overrides(method, "trim") for method in methods)
-        ),
-        f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": (
-            state.cache.facts.evaluates not in ("block", "undecided")
-        ),
-        f"blocks={shown(state.blocks)} have several blocks of a row open at once": (
-            isinstance(state.blocks, PipelinedBlocks)
-        ),
-        f"blocks={shown(state.blocks)} end where single candidates say so": (
-            getattr(state.blocks, "reads_logits", False)
-        ),
+        f"sampler {name!r} draws every token once more, by itself": redraws,
+        f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": trims,
+        f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": is_partial,
+        f"blocks={shown(blocks)} have several blocks of a row open at once": isinstance(blocks, PipelinedBlocks),
+        f"blocks={shown(blocks)} end where single candidates say so": getattr(blocks, "reads_logits", False),
     }
 
 
@@ -307,20 +292,16 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 class CanvasConstraint(SpanConstraint):
     """The texts of each row, and their distributions at this step.
 
-    What an earlier step kept counts for nothing, so that one thing decides whether an answer fits: a canvas closes with
-    the likeliest text, not with the best token of each position, from the state after the canvas before it to states
-    from which the rest can be filled. Entropies are those of the conditioned marginals.
+    A canvas closes with the likeliest text, not with the best token of each position, from the state after the canvas
+    before it to states from which the rest can be filled. Entropies are those of the conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
 
     @classmethod
     def from_request(cls, model: Any, state: Any, canvas: np.ndarray) -> CanvasConstraint:
-        """That of a request that begins. canvas: [B, L] int64 with `HOLE` at what is to be filled.
-
-        Raises:
-            ValueError: an argument that it does not work with; no tokenizer; or no text fits a row.
-        """
+        """Make the constraint of a request. canvas: [B, L] int64 with `HOLE` at positions to fill. Raises as
+        `MaskedConstraint`."""
         raise_unsupported(model, state, {})
         return cls(find_spans(model, state, canvas, HOLE, state.width))
 
@@ -328,8 +309,7 @@ class CanvasConstraint(SpanConstraint):
         self._parts: list[tuple[int, Part, list[int], Marginals]] = []
 
     def conditioned(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, C, V] whose tempered distributions are conditioned on the texts, from those of the model; and the
-        likeliest texts [R, C]."""
+        """Logits [R, C, V] whose tempered distributions are conditioned on the texts; the likeliest texts [R, C]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
         undecided = state.undecided.cpu().numpy()
@@ -363,32 +343,15 @@ class CanvasConstraint(SpanConstraint):
 # ---- causal models --------------------------------------------------------------------------------------------------
 
 
-class Texts(Protocol):
-    """Allowed texts of an answer, token by token. States are values."""
-
-    @property
-    def begin(self) -> Any:
-        """The state before the first token."""
-
-    def after(self, state: Any, token: int) -> Any | None:
-        """The state after a token; None where no text continues with it."""
-
-    def excluded(self, state: Any, num_read: int, device: torch.device) -> Tensor | None:
-        """[V] bool: the tokens with which no text can be completed, after `num_read` tokens; None where none can in any
-        case."""
-
-    def certain(self, state: Any, num_read: int) -> int | None:
-        """The only token with which a text can be completed, or None."""
-
-
 @dataclass(frozen=True)
 class SpanTexts:
-    """Texts of an automaton that fit the remaining positions."""
+    """Texts of an automaton that fit the remaining positions, token by token. States are values, from `begin` on."""
 
     span: Span
     begin: int = 0
 
     def after(self, state: int, token: int) -> int | None:
+        """The state after a token; None where no text continues with it."""
         following = self.span.automaton.step(state, token)
         return None if following < 0 else following
 
@@ -398,6 +361,7 @@ class SpanTexts:
         return np.asarray(classes[self.span.after(num_read + 1)[following]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
+        """[V] bool: tokens with which no text can be completed, after `num_read` tokens; None where none can at all."""
         span = self.span
         if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None
@@ -407,6 +371,7 @@ class SpanTexts:
         return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 
     def certain(self, state: int, num_read: int) -> int | None:
+        """The only token with which a text can be completed, or None."""
         fits = self._fitting(state, num_read)
         is_certain = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
         return int(self.span.automaton.members[fits[0]][0]) if is_certain else None
@@ -414,13 +379,10 @@ class SpanTexts:
 
 @dataclass
 class CausalConstraint:
-    """The text state of each row. `B` rows.
+    """The text state of each of `B` rows. After a draft that fits no text, slots keep the model's distribution."""
 
-    A slot after a draft that fits no text keeps the model's own distribution: it never becomes final.
-    """
-
-    texts: list[Texts] = field(metadata=ROWS)
-    """[B]."""
+    texts: list[Any] = field(metadata=ROWS)
+    """[B] `SpanTexts` or `GrammarTexts`."""
     first: np.ndarray = field(metadata=ROWS)
     """[B] int64: where each answer begins."""
     read: np.ndarray = field(metadata=ROWS)
@@ -430,12 +392,7 @@ class CausalConstraint:
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> CausalConstraint:
-        """That of a request that begins.
-
-        Raises:
-            ValueError: a sampler or another argument that it does not work with; no tokenizer, or one that a grammar
-                does not work with; or no text fits.
-        """
+        """Make the constraint of a request. Raises as `MaskedConstraint`."""
         value, facts = state.request.constraint, model.facts
         reasons = {
             f"{facts.name} is a model of any order": bool(getattr(model, "any_order", False)),
@@ -448,7 +405,7 @@ class CausalConstraint:
         raise_unsupported(model, state, reasons)
         if isinstance(value, Grammar):
             grammar = GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
-            texts: list[Texts] = [grammar] * state.batch
+            texts: list[Any] = [grammar] * state.batch
         else:
             canvas = state.canvas.cpu().numpy()
             canvas = np.where(np.arange(canvas.shape[1]) < state.prompt_length[:, None], canvas, HOLE)
@@ -493,7 +450,6 @@ class CausalConstraint:
         return masked
 
     def _advance(self, state: Any, row: int) -> Any:
-        """Advance a row's state over its final tokens."""
         begin = int(self.first[row] + self.read[row])
         for token in state.canvas[row, begin : int(state.committed[row])].tolist():
             self.state[row] = self.texts[row].after(self.state[row], token)

@@ -18,7 +18,7 @@ class DecisionOrder(Feature):
     """The row's step after which each position took its token."""
 
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64; -1 where the token was given, or the position is undecided."""
+    """[B, L] int64; -1 at prompt tokens and undecided positions."""
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         rows = self.decided_at.index_select(0, torch.as_tensor(query.rows, device=self.decided_at.device))

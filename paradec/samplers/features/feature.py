@@ -11,14 +11,13 @@ Ends: TypeAlias = np.ndarray | None
 
 
 class Feature:
-    """An optional feature of a request, made where the request asks for it and kept in `state.features[name]`.
+    """An optional feature of a request, kept in `state.features[name]`.
 
-    The loop calls the features of a request in the order in which the dict holds them. Here, the callbacks do nothing.
-    `R` are the running rows, `W` the positions of the window. Fields with rows say so in their metadata
-    (`paradec.core.rows`).
+    The loop calls the features of a request in the order of the dict; these callbacks do nothing. `R` are the running
+    rows, `W` the positions of the window. Fields with rows say so in their metadata (`paradec.core.rows`).
 
     Class attributes:
-        why_rows_stay: why rows of a state with it cannot leave, and others take their place; None where they can.
+        why_rows_stay: why rows of a state with it cannot be replaced; None where they can.
         host_only: why the device step cannot serve it; `{state}` is filled in. None where it can.
     """
 
@@ -30,7 +29,7 @@ class Feature:
         return False
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """`rows` [N], which run, have opened a block; first when the request starts, then in commits."""
+        """Called when `rows` [N], which run, have opened a block; first when the request starts, then in commits."""
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         """Complete the model call of one part of the cache's plan. The state does not change."""
@@ -42,18 +41,11 @@ class Feature:
         """Complete a decision before it is written. The state does not change."""
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """The window holds the decision, and the step was counted; full blocks and ended rows are about to close.
-
-        Args:
-            tokens: [R, W] int64, the window after the write.
-            ends: where stop rules end rows.
-
-        Returns:
-            Whether any block ends elsewhere than before.
-        """
+        """Called after the write and the count of a step, before full blocks and ended rows close. Returns whether any
+        block's end has changed. tokens: [R, W] int64, the window after the write. ends: where stop rules end rows."""
         return False
 
 
 def overrides(sampler: Any, method: str) -> bool:
-    """Whether a masked sampler has its own form of a method. (The base imports modules that import this.)"""
+    """Whether a masked sampler overrides a method. (The base imports modules that import this.)"""
     return bool(getattr(type(sampler), method).__qualname__ != f"MaskedSampler.{method}")

@@ -12,7 +12,7 @@ from paradec.samplers.features.feature import Feature
 
 
 class Holes(Feature):
-    """Keeps end tokens out of holes: masks with something given after them."""
+    """Keeps end tokens out of holes: masks before a prompt token."""
 
     def reads_window(self, state: Any) -> bool:
         return True

@@ -37,8 +37,8 @@ class RecordedLogProbs(Feature):
 def step_logprobs(
     request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
 ) -> StepLogProbs:
-    """Those of tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the request's
-    temperature as well. known: as `known_probabilities` gives it."""
+    """Log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at
+    the request's temperature as well. known: as from `known_probabilities`."""
     values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:
         values.at_temperature = values.chosen
@@ -49,8 +49,8 @@ def step_logprobs(
 
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
-    """The probabilities [N, W] of tokens under softmax(logits [N, W, V]), where a masked sampler's confidences are
-    these; None where they are something else, and in small vocabularies, which are read again at no cost."""
+    """The probabilities [N, W] of tokens under softmax(logits [N, W, V]) where a masked sampler's confidences are
+    these, else None. None in small vocabularies, too, which are cheap to read again."""
     changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

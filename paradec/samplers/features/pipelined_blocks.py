@@ -1,7 +1,7 @@
 """Several open blocks in one window (`paradec.PipelinedBlocks`): which must make progress, and how the window moves.
 
-The window of a row reaches from the start of its first block with something undecided to the end of the last block that
-was added. Which of these blocks are fully active follows from the canvas: nothing is kept but the two ends.
+A row's window reaches from the start of its first block with undecided positions to the end of the last block that was
+added. Which of these blocks are fully active follows from the canvas.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, NEVER, EndOfText, Fixe
 class PipelinedBlocks(FixedBlocks):
     """Fixed blocks of which several are open at once: the next one is added before the last one is full.
 
-    "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. What a step may commit are the
-    undecided positions of all open blocks. Before a step the next block is added where at least `add` of the last one's
-    positions are decided: one a step, and none after an end of the text. The sampler's rule sees all open blocks
-    together; the token that it commits in any case is the best one of the first block that is not full, not of all.
+    "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
+    positions of all open blocks. Before a step the next block is added where at least `add` of the last one's positions
+    are decided: one a step, and none after an end of the text. The sampler's rule sees all open blocks together; the
+    token that it always commits is the best one of the first block that is not full.
 
-    Works with the samplers that need no schedule over steps and take nothing back, on all models, with the usual block
+    Works with samplers that need no schedule over steps and take nothing back, on all models, with the usual block
     caches, and with `delayed`, which is made for it. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
 
     Args:
@@ -41,8 +41,8 @@ class PipelinedBlocks(FixedBlocks):
         forced: which blocks commit at least one token in every step: "first" the first open one (d3LLM), "active" every
             fully active one that is not full (D2F). Blocks that were merely added commit what the rule passes.
 
-    What was given within a block (holes) counts neither as decided nor as undecided. d3LLM's code for LLaDA also
-    commits the surest position of all open blocks whatever its score; here no rule does that across blocks.
+    Prompt tokens within a block (around holes) count neither as decided nor as undecided. d3LLM's code for LLaDA also
+    commits the most confident position of all open blocks whatever its score; here no rule does that across blocks.
     """
 
     align: str = "model"
@@ -65,12 +65,52 @@ class PipelinedBlocks(FixedBlocks):
 
 @dataclass
 class OpenBlocks(Feature):
-    """Moves the windows of several open blocks."""
-
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        return proposal.early is None and move_windows(state, tokens, ends)
+        """Move the windows [R, W]: full blocks in front leave, and the next block is added where the last one is
+        decided far enough. Ended rows stay."""
+        if proposal.early is not None:
+            return False
+        window = state.window
+        policy: Any = state.blocks
+        rows, positions = window.rows, window.host_positions
+        end = state.block_end[rows]
+        undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
+        if window.host_valid is not None:
+            undecided &= window.host_valid
+        stays = ~undecided.any(1)  # the whole window is full: the next block opens as any does
+        if ends is not None:
+            stays |= ends < NEVER
+        start, prompt = state.block_start[rows], state.prompt_length[rows]
+        first_undecided = positions[np.arange(len(rows)), undecided.argmax(1)]
+        origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
+        new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
+        offset = np.where(stays, 0, new_start - start)
+        # the last block: its start, and what of it was to be decided and is left
+        last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
+        total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
+        num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
+        is_filled = total - num_undecided >= policy.add * total
+        adds = ~stays & is_filled & (end < state.length[rows]) & ~_has_ended(state, tokens)
+        is_moved = (offset > 0) | adds
+        if not is_moved.any():
+            return False
+        state.memory.shift("window", rows[offset > 0], offset[offset > 0])
+        state.block_start[rows] += offset
+        state.block_step[rows[offset > 0]] = 0
+        adding = rows[adds]
+        while len(adding):  # what was given whole is passed over
+            old_end = state.block_end[adding]
+            state.block_end[adding] = policy.open(old_end, state.prompt_length[adding], state.length[adding])
+            masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, old_end]
+            state.remaining[adding] += masks
+            adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
+        num_masks = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
+        state.masks_at_open[rows] = np.where(is_moved, num_masks, state.masks_at_open[rows])
+        for feature in state.features.values():
+            feature.on_start(state, rows[adds])
+        return True
 
 
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
@@ -88,31 +128,25 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
             "rule without a schedule, e.g. sampler='threshold'"
         )
     if sampler.uses_steps and steps is not None:
-        raise ValueError(
-            f"steps={steps} does not work with blocks={shown(policy)}: steps are spread over one block after the "
-            "other; leave steps out"
-        )
+        raise ValueError(f"steps={steps} does not work with blocks={shown(policy)}: leave steps out")
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
-    """[R, W] int64: the blocks that positions are in, counted from the one that begins at `block_start` [R, 1]."""
+    """[R, W] int64: the blocks of positions, counted from the one that begins at `block_start` [R, 1]."""
     first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
 def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
-    """Where the open blocks of a row begin, whose window is [start, end)."""
+    """Where the open blocks begin in a row whose window is [start, end)."""
     first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
     length = state.blocks.length
     return [start, *range(start + length - (start - first) % length, end, length)]
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """[R, W] int64: for positions in blocks that must make progress, the number of the block; -1 for others.
-
-    Args:
-        current: [R, W] int64: what the state's window holds.
-    """
+    """[R, W] int64: the numbers of blocks that must make progress; -1 elsewhere. current: [R, W] int64: the window's
+    tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
@@ -128,8 +162,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
 
 
 def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
-    """[R, W] int64, each position's block, -1 outside the open ones; and [R, K] int64, how many positions of each block
-    were to be decided."""
+    """[R, W] int64: each position's block, -1 outside the open ones; [R, K] int64: each block's initial masks."""
     window, policy = state.window, state.blocks
     rows, positions = window.rows, window.host_positions
     start, end = state.block_start[rows, None], state.block_end[rows, None]
@@ -148,8 +181,7 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
-    """[R, W] bool: the candidate with the highest score of each block that `leading` [R, W] numbers (-1: of none), the
-    lowest position on ties."""
+    """[R, W] bool: the best candidate of each block that `leading` [R, W] numbers (-1: none), the lowest on ties."""
     is_candidate = candidates & (leading >= 0)
     count = scores.shape[1]
     block = leading.clamp(min=0)
@@ -162,8 +194,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
-    """The selected candidates [R, W] bool; in several open blocks also the best candidate of those that must make
-    progress and have none selected."""
+    """The selection [R, W] bool, and the best candidate of each block that must make progress and has none selected."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()
@@ -171,56 +202,8 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
     return selected | best_of_blocks(view.scores, torch.where(has_selected, -1, leading), view.candidates)
 
 
-def move_windows(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
-    """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
-    the last one is decided far enough. Returns whether any window is another one.
-
-    Args:
-        ends: where stop rules end rows, as `StopRule` says it: these stay.
-    """
-    window = state.window
-    policy: Any = state.blocks
-    rows, positions = window.rows, window.host_positions
-    end = state.block_end[rows]
-    undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
-    if window.host_valid is not None:
-        undecided &= window.host_valid
-    stays = ~undecided.any(1)  # the whole window is full: the next block opens as any does
-    if ends is not None:
-        stays |= ends < NEVER
-    start, prompt = state.block_start[rows], state.prompt_length[rows]
-    first_undecided = positions[np.arange(len(rows)), undecided.argmax(1)]
-    origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
-    new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
-    offset = np.where(stays, 0, new_start - start)
-    # the last block: its start, and what of it was to be decided and is left
-    last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
-    total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
-    num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
-    is_filled = total - num_undecided >= policy.add * total
-    adds = ~stays & is_filled & (end < state.length[rows]) & ~_has_ended(state, tokens)
-    is_moved = (offset > 0) | adds
-    if not is_moved.any():
-        return False
-    state.memory.shift("window", rows[offset > 0], offset[offset > 0])
-    state.block_start[rows] += offset
-    state.block_step[rows[offset > 0]] = 0
-    adding = rows[adds]
-    while len(adding):  # what was given whole is passed over
-        old_end = state.block_end[adding]
-        state.block_end[adding] = policy.open(old_end, state.prompt_length[adding], state.length[adding])
-        masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, old_end]
-        state.remaining[adding] += masks
-        adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
-    num_masks = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
-    state.masks_at_open[rows] = np.where(is_moved, num_masks, state.masks_at_open[rows])
-    for feature in state.features.values():
-        feature.on_start(state, rows[adds])
-    return True
-
-
 def _has_ended(state: Any, tokens: np.ndarray) -> np.ndarray:
-    """[R] bool: rows whose window [R, W] holds an end of the text. What comes after it will not be read."""
+    """[R] bool: rows whose window [R, W] holds an end of the text."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
     if rule is None:

@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix, plan_reuse
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
 from paradec.caches.parts import outward
 from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
-from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 
 
 @dataclass
 class PrefixReuse(Feature):
-    """What a request takes over, and how much of it the next one can; one of the two may be None."""
+    """The prefix that a request takes over, and how much the next one can take over; one of the two may be None."""
 
     reuse: Reuse | None
     settled: np.ndarray | None
@@ -34,8 +32,8 @@ class PrefixReuse(Feature):
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
-        """Put the prefix that is taken over into the store. One that is evaluated for that is a forward of all rows,
-        whose positions are the first row's."""
+        """Copy or evaluate the prefix into the store. An evaluation counts as a forward, with the first row's
+        positions."""
         reuse = self.reuse
         if reuse is None:
             return
@@ -51,16 +49,6 @@ class PrefixReuse(Feature):
             state.trace.steps.append(TraceStep([], (reuse.start * first).tolist(), "prefix", [1] * state.batch))
 
     def kept_prefix(self, state: Any, model: Any) -> KeptPrefix | None:
-        """What the next request can take over, if that was asked for."""
         if self.settled is None:
             return None
         return keep_prefix(state, model, None if self.reuse is None else self.reuse.kept)
-
-
-def plan_request_reuse(
-    request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray, causal_keys: bool
-) -> Reuse | None:
-    """Plan which keys and values the request takes over, if any."""
-    prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
-    branches = 1 if request.guidance_scale == 1.0 else 2
-    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)

@@ -20,32 +20,26 @@ from paradec.samplers.features.logprobs import step_logprobs
 
 @dataclass
 class RecordedRollout(Feature):
-    """What was written, whatever becomes of it at a row's end, with its log-probabilities."""
+    """All writes of a request with their log-probabilities, whatever is cut off at a row's end."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1))
     steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
     logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
-    """Of samplers that take back: what steps wrote, row by row, [n, 5] float64 tensors of step, position, token and
-    its two log-probabilities."""
+    """Of samplers that take back: each row's writes, [n, 5] float64: step, position, token, two log-probabilities."""
     settings: dict[str, Any]
-    """The request's."""
     version: int
     """Of the weights when it began."""
     approximation: str | None
-    """What about the cache lets steps evaluate something else than whole rows."""
+    """The argument that makes calls evaluate something else than whole rows."""
 
     host_only = "rollouts are recorded step by step"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
-        """The empty record of a request that begins.
-
-        Raises:
-            ValueError: a rollout that cannot be recorded, since a log-probability would not be that of a state that the
-                rollout holds.
-        """
+        """Make the empty record of a request. Raises ValueError where log-probabilities would not be those of a stored
+        state."""
         masked = sampler.family == "masked"
         reasons = _masked_reasons(sampler, model, state) if masked else _causal_reasons(sampler, model, state)
         if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
@@ -75,8 +69,7 @@ class RecordedRollout(Feature):
         return False
 
     def record_causal(self, state: Any, proposal: Any, tokens: Tensor, selected: Tensor) -> None:
-        """Record tokens [R, W] that a step of a causal model writes where `selected` [R, W]. The proposal has their
-        guided logits [R, W, V] as "logits"."""
+        """Record tokens [R, W] that a step of a causal model writes where `selected` [R, W]."""
         logits = proposal.quantities["logits"]
         if state.allowed is not None:
             logits = logits.masked_fill(~state.allowed, -torch.inf)
@@ -104,7 +97,6 @@ class RecordedRollout(Feature):
         self.steps[row, positions] = FORCED - int(state.row_step[row])
 
     def read(self, model: Any, state: Any) -> Rollout:
-        """What was recorded until now."""
         length = torch.as_tensor(state.length).clone()
         width, tempered = int(length.max()), state.request.temperature > 0
         writes: Tensor | None = None
@@ -136,30 +128,24 @@ class RecordedRollout(Feature):
 
 
 def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """Why rollouts of a masked sampler could not be recorded, and whether it is so."""
     request, name, rules = state.request, sampler.name, getattr(sampler, "members", ()) or (sampler,)
-    holes = bool((state.answer_start > state.prompt_length).any())
+    has_holes = request.holes_eos_inf and bool((state.answer_start > state.prompt_length).any())
+    trims = request.eos_early_stop and any(overrides(rule, "trim") for rule in rules)
+    reads_order = getattr(model, "reads_order", False)
     return {
         f"sampler {name!r}, which takes several steps in one call": sampler.needs.multi_step,
         f"sampler {name!r}, whose steps are its own": overrides(sampler, "commit") or overrides(sampler, "propose"),
         f"sampler {name!r}, whose guidance changes from step to step": any(overrides(r, "guidance") for r in rules),
         f"sampler {name!r}, whose distribution has the mask in it": any(overrides(r, "weighs_mask") for r in rules),
-        f"sampler {name!r}, which cuts rows off on the way; give eos_early_stop=False": (
-            request.eos_early_stop and any(overrides(rule, "trim") for rule in rules)
-        ),
+        f"sampler {name!r}, which cuts rows off on the way; give eos_early_stop=False": trims,
         "rng='reference', whose distributions have the mask in them": request.rng == "reference",
-        f"{model.facts.name}, whose answers depend on the order of what is decided as well": (
-            getattr(model, "reads_order", False)
-        ),
-        "holes that end tokens are kept out of; give holes_eos_inf=False": (
-            holes and request.holes_eos_inf and bool(model.facts.eos_token_ids)
-        ),
+        f"{model.facts.name}, whose answers depend on the order of what is decided as well": reads_order,
+        "holes without end tokens; give holes_eos_inf=False": has_holes and bool(model.facts.eos_token_ids),
     }
 
 
 def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """Why rollouts of a sampler of causal models could not be recorded, and whether it is so: tokens are drawn from
-    something else than the model says of the tokens before them."""
+    """Why tokens are not drawn from the model's distribution given the tokens before, and whether it is so."""
     name, topology, other_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
@@ -181,7 +167,7 @@ def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
 
 
 def _suppressed(state: Any) -> Tensor:
-    """[B, S] int64: the ids that were never proposed."""
+    """[B, S] int64: ids that were never proposed."""
     if hasattr(state, "allowed"):  # of causal models
         excluded = torch.empty(0, dtype=torch.int64) if state.allowed is None else (~state.allowed).nonzero().squeeze(1)
         return excluded.cpu().expand(state.batch, -1).clone()
@@ -192,7 +178,7 @@ def _suppressed(state: Any) -> Tensor:
 
 
 def _approximation(state: Any) -> str | None:
-    """What next to the cache lets steps evaluate something else than whole rows; None where nothing does."""
+    """The feature, besides the cache, that makes calls evaluate something else than whole rows, or None."""
     if "suffix_window" in state.features:
         return f"suffix={shown(state.request.suffix)}"
     if "sparse_attention" in state.features:

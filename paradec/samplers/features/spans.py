@@ -36,7 +36,6 @@ class Part(NamedTuple):
     row: int
     span: Span
     first: int
-    """Its first position."""
     held: list[int | None]
     """The tokens, None where undecided."""
     state: int
@@ -46,18 +45,14 @@ class Part(NamedTuple):
 
     @property
     def open(self) -> list[int]:
-        """The undecided positions."""
         return [self.first + slot for slot, token in enumerate(self.held) if token is None]
 
 
 def find_parts(
     spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
 ) -> list[Part]:
-    """Find the undecided parts of a row's spans between positions `begin` and `stop`.
-
-    Args:
-        tokens: [L] int64 of the row. undecided: [L] bool. Everything before `begin` is decided.
-    """
+    """The undecided parts of a row's spans from `begin` to `stop`. tokens, undecided: [L]; all before `begin` is
+    decided."""
     parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)
@@ -75,12 +70,12 @@ def find_parts(
 
 
 def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
-    """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
-    given between them; or one for each hole that has its own constraint.
+    """The spans of each row of a request with a constraint: one from its first hole to the end of the answer; or one
+    for each hole that has its own constraint.
 
     Args:
-        state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, which
-            holds `hole` where something is to be filled. width: positions that a step looks at together, at most.
+        state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, `hole`
+            where something is to be filled. width: positions of a step, at most.
 
     Raises:
         ValueError: no text fits a row, the number of holes is another, or a step's tables are too large.
@@ -95,10 +90,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
             edges = [(a, b) for a, b in np.flatnonzero(masked[1:] != masked[:-1]).reshape(-1, 2).tolist()]
             entries = value
             if len(value) != len(edges):
-                raise ValueError(
-                    f"constraint has {len(value)} entries, and row {row} {len(edges)} holes, with the answer after its "
-                    "text; give one for each, None where it is free"
-                )
+                raise ValueError(f"constraint={shown(value)} needs {len(edges)} entries, one per hole of row {row}")
         of_row = []
         for entry, (first, end) in zip(entries, edges, strict=True):
             if entry is None:
@@ -129,8 +121,8 @@ def _make_span(
     first: int,
     may_end: bool,
 ) -> Span:
-    """Make the span of a constraint from position `first` on, with `fixed` tokens (None: undecided). may_end: whether
-    end tokens may follow. Raises ValueError where no text fits."""
+    """Make the span of a constraint from position `first` on. fixed: tokens or None. Raises ValueError where no text
+    fits."""
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
     reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)
     automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
@@ -162,11 +154,8 @@ def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
 def automaton_of(
     model: Any, value: Constraint, end_ids: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
 ) -> TokenAutomaton:
-    """Make a constraint's automaton over a model's tokens (`token_automaton`). end_ids: ids that may follow a text.
-
-    Raises:
-        ValueError: the model can write no text, or not all of a choice.
-    """
+    """A constraint's automaton over a model's tokens. end_ids: ids that may follow a text. Raises ValueError where the
+    model can write no text, or not all of a choice."""
     tokenizer, size = model.tokenizer, model.facts.vocab_size
     texts = token_automaton(value, tokenizer, size, (), ())
     used_ids = [token for token in reserved if token < size and texts.class_of[token] >= 0]
@@ -195,7 +184,6 @@ def _explain_misfit(
     may_end: bool,
     max_new_tokens: int | None,
 ) -> str:
-    """Why no text fits the slots from `first` on."""
     size = len(fixed)
     if not automaton.reach(size)[0]:
         lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if may_end else min(max(2 * size, 64), LENGTHS)))
@@ -208,6 +196,6 @@ def _explain_misfit(
     for slot, token in enumerate(fixed):
         slots = [*fixed[: slot + 1], *[None] * (size - slot - 1)]
         if token is not None and not passes.completions(automaton, slots, automaton.accept)[0, 0]:
-            text = tokenizer.decode([token])
-            return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
-    raise AssertionError("a text fits")
+            break
+    text = tokenizer.decode([token])
+    return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"

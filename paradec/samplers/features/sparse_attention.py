@@ -16,10 +16,10 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class SparseAttention(Feature):
-    """Tells the attention method which calls were made for a step that counts."""
+    """Reports the calls of committed steps to the attention method."""
 
     attention_state: Any
-    """What the method keeps of a request, with `plan`, `committed`, `report` and `release`."""
+    """The method's state of a request, with `plan`, `committed`, `report` and `release`."""
 
     why_rows_stay = "sparse attention keeps a pattern of all rows"
     host_only = "sparse attention keeps its pattern on the host"
@@ -33,12 +33,8 @@ class SparseAttention(Feature):
 
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method, if it works with this sampler and model; None attends to everything. Without one in
-    the request that of the model counts; where it does not work, a warning says so.
-
-    Raises:
-        ValueError: a method that was asked for and does not work; the message says why.
-    """
+    """Find the attention method of the request, else the model's; None attends to everything. Raises ValueError if the
+    request's does not work with the sampler and model; the model's gives a warning."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)

@@ -23,13 +23,12 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class StopStrings:
     """End a row at the token that completes one of some texts, once nothing before it is undecided.
 
-    A text may lie across tokens, and special tokens count with their names. The token that completes it is kept
-    entirely, as transformers' `StopStringCriteria` does; unlike there, the prompt's text is not part of a match.
-    Answers are decoded incrementally: only new tokens, after a few that are known.
+    A text may lie across tokens, and special tokens count with their names. The token that completes it stays whole, as
+    in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are decoded
+    incrementally.
 
     Args:
-        texts: what to look for.
-        tokenizer: the model's.
+        texts, tokenizer: the stop strings; the model's tokenizer.
         first: [B] int64: the position from which on text counts.
         mask: the id of undecided positions, in windows that have them.
     """
@@ -50,7 +49,6 @@ class StopStrings:
 
     @classmethod
     def from_request(cls, request: Request, model: Any, first: np.ndarray, mask: int | None = None) -> StopStrings:
-        """Make the stop strings of a request. Raises ValueError without a tokenizer."""
         texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
         if getattr(model, "tokenizer", None) is None:
             raise ValueError(
@@ -70,16 +68,8 @@ class StopStrings:
         return positions if (positions < NEVER).any() else None
 
     def find_ends(self, rows: np.ndarray, begin: np.ndarray, tokens: np.ndarray, final: np.ndarray) -> np.ndarray:
-        """Read what is final of some rows.
-
-        Args:
-            rows: [R]. begin: [R] int64: the position of each row's first token here; all before it is final.
-            tokens: [R, W] int64. final: [R] int64: the position up to which they are final. Tokens that were read
-                before may have changed.
-
-        Returns:
-            [R] int64: the position after the token that completes a text, `NEVER` where none does.
-        """
+        """Read tokens [R, W] of `rows` [R] from position `begin` [R] up to `final` [R]; those read before may have
+        changed. Returns [R] int64: the position after the token that completes a text, `NEVER` where none does."""
         positions = np.full(len(rows), NEVER)
         for index, row in enumerate(rows.tolist()):
             if self.texts[row]:
@@ -90,8 +80,7 @@ class StopStrings:
         return positions
 
     def _read(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
-        """Let a row's answer hold `new_tokens` from its token `begin` on. Returns the number of tokens that
-        complete a text, None where none is there."""
+        """Write tokens into a row's answer from its token `begin` on; return how many complete a text, or None."""
         answer, marks = self.answers[row], self.marks[row]
         old_tokens = answer[begin:]
         num_equal = len(old_tokens)
@@ -116,7 +105,7 @@ class StopStrings:
         return None
 
     def _decode(self, row: int, count: int) -> tuple[str, bool]:
-        """Return the text of the first `count` tokens of an answer, and whether its new part contains a stop string."""
+        """The text of the first `count` tokens of an answer, and whether its new part contains a stop string."""
         ids, marks = self.answers[row][:count], self.marks[row]
         text, num_known = "", 0
         while marks:

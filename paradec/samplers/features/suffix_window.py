@@ -20,7 +20,7 @@ from paradec.samplers.masked.blocks import WholeCanvas
 
 @dataclass
 class SuffixWindow(Feature):
-    """What exists of each row while its open block is open."""
+    """The positions that exist of each row while its block is open."""
 
     suffix: Suffix
     present: np.ndarray = field(metadata=row_layout(columns=1))
@@ -29,7 +29,7 @@ class SuffixWindow(Feature):
     host_only = "what exists of a suffix changes with the blocks, on the host"
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
+        """Choose the positions of `rows` [N] for the blocks that they have opened."""
         if not len(rows):
             return
         masks = np.diff(state.masks_before[rows], axis=1) > 0

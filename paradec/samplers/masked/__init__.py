@@ -1,7 +1,4 @@
-"""Masked diffusion models, text and pictures: a method is a rule that says which undecided positions become final.
-
-`base.py` is the loop's stages, `state.py` what changes while it runs; every other method has a file of its own.
-"""
+"""Masked diffusion models, text and images: a method is a rule that says which undecided positions become final."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import importlib
 from typing import Any
 
 BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View")
-"""What a new method needs, from `base.py`, which is not imported for a stop rule alone."""
+"""Interface of a new method, from `loop.py`, which a stop rule does not need."""
 
 
 def __getattr__(name: str) -> Any:

@@ -57,19 +57,12 @@ class WholeCanvas(BlockPolicy):
 
 
 class StopRule(Protocol):
-    """One reason to end a row, after all given tokens. Made for one request; it may have state."""
+    """One reason to end a row, after all prompt tokens. Made for one request; it may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """Find where the running rows end.
-
-        Args:
-            state: the `MaskedState` after the write.
-            tokens: [R, W] int64 on the host, the window after the write.
-
-        Returns:
-            [R] int64: the position after a row's last token, `NEVER` where it goes on; None when all go on. Nothing
-            before a row's end may be undecided.
-        """
+        """Find where the running rows end: [R] int64, the position after a row's last token, `NEVER` where it goes on;
+        None when all go on. Nothing before a row's end may be undecided. state: the `MaskedState` after the write.
+        tokens: [R, W] int64 on the host, the window after it."""
         ...
 
 
@@ -98,7 +91,7 @@ class EndOfText:
 
 
 def find_ends(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.ndarray | None:
-    """Ends of the running rows by the earliest of their rules, as of a `StopRule`."""
+    """The earliest ends of the running rows by any rule, as of a `StopRule`."""
     ends = None
     for rule in rules:
         ends_of_rule = rule(state, tokens)
@@ -130,28 +123,23 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
 
 
 def close_blocks(
-    state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, moved: bool = False
+    state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish the rows that stop rules end; open the block after a full one.
-
-    Args:
-        rows: [R], the running ones. ends: as of a `StopRule`.
-        held: [R] bool, rows that stay in a full block.
-        moved: whether the end of a block has changed in this step.
-    """
+    """Finish the rows that stop rules end; open the block after a full one. ends: [R], as of a `StopRule`. held: [R]
+    bool, rows that stay in a full block. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
     if held is not None:
         full &= ~held
-    if ends is None and not moved and not full.any():
+    if ends is None and not changed and not full.any():
         return
     if ends is not None:
         stopped = ends < NEVER
         full &= ~stopped
-        last = state.length.copy()
-        last[rows[stopped]] = ends[stopped]
-        state.end = np.minimum(state.end, last)
+        last_end = state.length.copy()
+        last_end[rows[stopped]] = ends[stopped]
+        state.end = np.minimum(state.end, last_end)
         state.stopped[rows[stopped]] = ends[stopped] <= state.asked[rows[stopped]]
-        _fill_tails(state, last)
+        _fill_tails(state, last_end)
         state.finish(rows[stopped])
     open_blocks(state, rows[full])
 
@@ -164,11 +152,11 @@ def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
     state.length[rows], state.level = cut, False
     state.end[rows] = np.minimum(state.end[rows], cut)
     state.block_end[rows] = np.minimum(state.block_end[rows], cut)
-    left = tokens[shorter] == state.mask_id
-    left &= window.host_positions[shorter] < state.block_end[rows, None]
+    undecided = tokens[shorter] == state.mask_id
+    undecided &= window.host_positions[shorter] < state.block_end[rows, None]
     if window.host_valid is not None:
-        left &= window.host_valid[shorter]
-    state.remaining[rows] = left.sum(1)
+        undecided &= window.host_valid[shorter]
+    state.remaining[rows] = undecided.sum(1)
     if state.store is not None:
         for branch in range(state.branches):
             state.store.forget(rows + branch * state.batch, cut)
@@ -176,7 +164,6 @@ def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
 
 
 def _fill_tails(state: MaskedState, ends: np.ndarray) -> None:
-    """Fill rows with padding from `ends` [B] on."""
     column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
     tail = column >= torch.as_tensor(ends, device=column.device).unsqueeze(1)
     state.canvas.masked_fill_(tail, state.facts.fill_token_id)

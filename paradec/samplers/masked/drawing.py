@@ -1,4 +1,4 @@
-"""Drawn tokens and drawn positions of the masked family: what the loop needs above temperature 0."""
+"""Drawn tokens and drawn positions of the masked family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.query import WindowQuery
-from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
+from paradec.kernels.token_stats import TokenDraws, token_statistics
 from paradec.samplers.distributions import draw_filtered, filter_logits, tempered
 from paradec.samplers.masked import reference
 from paradec.samplers.statistics import top_by_rank
@@ -19,11 +19,10 @@ from paradec.samplers.statistics import top_by_rank
 def read_drawn(
     sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidate tokens [R, W] and quantities [R, W] of one query's rows: drawn, of filtered logits, or as the public
-    code reads them (`generator`)."""
+    """Candidate tokens [R, W] and quantities [R, W] of one query's rows, drawn or of filtered logits."""
     request, needs = state.request, sampler.needs
     if generator is not None and sampler.weighs_mask(state):
-        return reference.read(sampler, state, logits, query, generator)
+        return reference.read_candidates(sampler, state, logits, query, generator)
     statistics = token_statistics if generator is None else reference.statistics
     raw, filters = needs.score_from == "raw", (request.top_p, request.top_k)
     filtered = filters != (None, None)
@@ -46,36 +45,11 @@ def read_drawn(
 
 
 def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
-    """The random numbers that the tokens of a query's rows are drawn with."""
+    """The random numbers of a query's token draws."""
     rows, positions = query.rows, state.window.query_positions(query)
     steps = torch.as_tensor(state.row_step[rows], device=positions.device)
     keys = state.keys[torch.as_tensor(rows, device=positions.device)]
     return TokenDraws(keys, steps, positions, temperature, stream)
-
-
-def draw_tokens(
-    state: Any, logits: Tensor, query: WindowQuery, score_from: str, generator: torch.Generator | None
-) -> Tensor:
-    """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
-    if generator is None:
-        sample = read_stats(logits, frozenset(), draws=token_draws(state, query)).sample
-        assert sample is not None  # asked for with `draws`
-        return sample
-    rows, positions = query.rows, state.window.query_positions(query)
-    if score_from == "sampled":
-        return reference.categorical(state, logits, positions, rows, generator)
-    noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
-    return (logits.double() + rng.gumbel(noise)).argmax(-1)
-
-
-def position_noise(state: Any, reference_draws: str, generator: torch.Generator | None) -> Tensor:
-    """[R, W] float64 uniform numbers for choosing positions."""
-    if generator is not None:
-        return reference.position_noise(state, reference_draws, generator)
-    window = state.window
-    steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
-    keys = state.keys[window.row_index[:, 0]]
-    return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
 
 def choose_positions(
@@ -83,6 +57,6 @@ def choose_positions(
 ) -> Tensor:
     """Draw count [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
     if generator is not None:
-        return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
+        return reference.choose_positions(state, scores.softmax(-1).nan_to_num(), count, generator)
     # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
     return top_by_rank(scores + rng.gumbel(sampler.position_noise(state, None)), count)

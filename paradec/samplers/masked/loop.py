@@ -61,12 +61,13 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache, Part
+from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, NotFinite, Sampler
 from paradec.core.query import Cost, WindowLogits, WindowQuery
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import token_statistics
+from paradec.kernels.token_stats import read_stats, token_statistics
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import guided
 from paradec.samplers.features.adaptive_blocks import cut_blocks
@@ -75,12 +76,12 @@ from paradec.samplers.features.logprobs import known_probabilities, step_logprob
 from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
 from paradec.samplers.masked import drawing, reference
 from paradec.samplers.masked.blocks import close_blocks, find_ends, trim_rows
-from paradec.samplers.masked.partial_calls import call_store, columns_of_part, in_row_order, scatter_to_window
+from paradec.samplers.masked.partial_calls import build_store_call, find_columns, merge_parts, scatter_to_window
 from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.rules.revision import Revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import LAST, UNCUT, Decision, MaskedProposal, Needs, Stage, View, checked_select
+from paradec.samplers.masked.view import LAST, UNCUT, Decision, MaskedProposal, Needs, Stage, View, run_select
 from paradec.samplers.statistics import top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
@@ -95,6 +96,8 @@ OVERRIDES = {
     "draw_tokens": "draws_tokens",
 }
 """Methods of `MaskedSampler`, and the field of `Needs` that overriding each implies."""
+LOOP_METHODS = ("query", "propose", "commit")
+"""Methods that samplers to be combined or drafted must not override."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,12 @@ class MaskedSampler(Sampler):
     """Base of the family. A subclass declares what it reads and implements `select` (and `quota` if it has a schedule).
 
     Class attributes (others: `Sampler`):
-        needs: what the method reads and does; flags implied by overridden methods are set automatically.
+        needs: what the method reads and does; overridden methods set their flags.
         draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too.
-        device_step: whether `select` waits for no device, takes counts from tensors, and is all that the class
-            overrides, so that the device step can run it. Not inherited.
-        sweep: at least two variants for `paradec compare`: settings of the method, and arguments of the request. A
-            fraction for `steps` is that share of the undecided positions.
+        device_step: whether the device step can run it: `select` is its only override, waits for no device, and takes
+            counts from tensors. Not inherited.
+        sweep: at least two variants for `paradec compare`: settings, and arguments of the request. A fraction for
+            `steps` is that share of the undecided positions.
     """
 
     family: ClassVar[str] = "masked"
@@ -138,7 +141,7 @@ class MaskedSampler(Sampler):
         return None
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
-        """The block policy that is part of the method, for requests that give none (a length at most)."""
+        """The method's block policy, for requests without one (block_length None: without a length)."""
         return None
 
     def preview(self, state: MaskedState) -> np.ndarray:
@@ -146,7 +149,7 @@ class MaskedSampler(Sampler):
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
-        """[R, K] int64 positions for a cache that asks the sampler before it plans (`CacheFacts.evaluates`)."""
+        """[R, K] int64: positions for a cache that needs them for its plan (`CacheFacts.evaluates`)."""
         return self.preview(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
@@ -154,10 +157,8 @@ class MaskedSampler(Sampler):
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits stage [R, W, V] -> [R, W, V] before a token is chosen. Changes nothing in place.
-
-        Also returns tensors [R, ...] by name for `view.updates`; the commit writes those with the name of a memory.
-        """
+        """Logits stage [R, W, V] -> [R, W, V] before a token is chosen; changes nothing in place. Also returns tensors
+        [R, ...] by name for `view.updates`; the commit writes those with the name of a memory."""
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
@@ -165,19 +166,16 @@ class MaskedSampler(Sampler):
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """What to take back of `view.editable`, after a selection (needs `decided_logits`)."""
+        """Choose what to take back of `view.editable`, after a selection (needs `decided_logits`)."""
         return Revision()
 
-    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+    def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         """[R] int64: the bound on a block's steps for methods that revise, at least `masks_at_open`."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Cut rows off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
-
-        A cut lies within the window and after everything given; positions after it become padding. Not called for
-        requests with `eos_early_stop=False`.
-        """
+        """Cut rows off after this step: [R] int64 positions within the window and after the prompt, `UNCUT` where they
+        are not; None cuts none. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
@@ -188,31 +186,28 @@ class MaskedSampler(Sampler):
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
-        """Make the state of one request: a `paradec.Request`, or its fields by name.
-
-        Raises:
-            ValueError, TypeError: an argument out of its range; the message names it.
-        """
+        """Make the state of one request: a `paradec.Request`, or its fields by name. Raises ValueError or TypeError for
+        an argument out of its range; the message names it."""
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """One query per part of the cache's plan, for the logits of its rows' windows, or of the undecided positions
-        there where nothing reads the others."""
-        asks = state.cache.facts.evaluates in ("picks", "targets")
-        parts = state.cache.plan(state, self.positions_for_cache(state) if asks else None)
+        """One query per part of the cache's plan, for its rows' windows, or for undecided positions if others are not
+        read."""
+        needs_positions = state.cache.facts.evaluates in ("picks", "targets")
+        parts = state.cache.plan(state, self.positions_for_cache(state) if needs_positions else None)
         queries = [build_query(state, part) for part in parts]
         needs = self.needs
         if needs.decided_logits or needs.revises or needs.processes_logits or needs.extra_quantities:
             return queries
         if needs.mask_probes or needs.multi_step or any(each.reads_window(state) for each in state.features.values()):
             return queries
-        return [leave_out_decided(state, query) for query in queries]
+        return [drop_decided(state, query) for query in queries]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """A candidate token and its scores for every window position (the current token and 0 where a query leaves it
-        out). outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
+        """A candidate token and its scores for every window position (elsewhere the current token and 0). outputs:
+        logits [R, W, V] per query, or [R, K, V] of its `columns`."""
         window, features = state.window, state.features
-        generator = None if state.generator is None else reference.copy_generator(state.generator)
+        generator = None if state.generator is None else state.generator.clone_state()
         current = window.read(state.canvas)
         available = window.undecided(current, state.mask_id)
         for query in queries:
@@ -221,32 +216,32 @@ class MaskedSampler(Sampler):
                 available = available.index_copy(0, index, available[index] & query.window.available)
         if "early_stops" in features:  # the window reaches beyond the block
             available = available & (window.positions < state.block_ends)
-        constraint, kept, holes = features.get("constraint"), features.get("logprobs"), features.get("holes")
+        constraint, recorder, holes = features.get("constraint"), features.get("logprobs"), features.get("holes")
         parts, logprobs = [], []
         for logits, query in zip(outputs, queries, strict=True):
-            logits = guide(self, state, logits, query)
+            logits = prepare_logits(self, state, logits, query)
             if holes is not None:
                 holes.exclude_ends(state, logits, query.window.index)
-            processed, updates = self._process(state, logits, query, available, current)
-            read = type(self).read if constraint is None else constraint.candidates
-            tokens, quantities = read(self, state, processed, query, generator)
+            processed, updates = self._run_logits_stage(state, logits, query, available, current)
+            reader = type(self) if constraint is None else constraint
+            tokens, quantities = reader.read_candidates(self, state, processed, query, generator)
             if query.window.columns is not None:
                 tokens, quantities = scatter_to_window(tokens, quantities, query, current)
             parts.append((tokens, quantities, updates))
-            if kept is not None:
+            if recorder is not None:
                 window_logits = logits[:, : window.positions.shape[1]]  # columns of mask probes may follow
-                plain = constraint is None and type(self).read is MaskedSampler.read
+                plain = constraint is None and type(self).read_candidates is MaskedSampler.read_candidates
                 known = known_probabilities(self, state, window_logits, quantities["confidence"]) if plain else None
-                logprobs.append(step_logprobs(state.request, window_logits, tokens, kept.logprobs.count, known))
+                logprobs.append(step_logprobs(state.request, window_logits, tokens, recorder.logprobs.count, known))
         order = None
         if len(parts) > 1:
-            tokens, quantities, updates, order = in_row_order(parts, queries)
+            tokens, quantities, updates, order = merge_parts(parts, queries)
         proposal = MaskedProposal(
             rows=window.rows,
             values=tokens,
             cost=Cost(queries, state.batch),
             positions=window.positions,
-            scores=self.ranked(state, tokens, quantities),
+            scores=self.ranking_scores(state, tokens, quantities),
             available=available,
             current=current,
             quantities=quantities,
@@ -262,16 +257,15 @@ class MaskedSampler(Sampler):
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
 
-    def _process(
+    def _run_logits_stage(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, available: Tensor, current: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The logits [R, W, V] that tokens are chosen from, and tensors that early rules and `process_logits` read."""
-        watched: dict[str, Tensor] = {}
-        if (early := state.features.get("early_stops")) is not None:
-            statistics = token_statistics(logits, early.reads)[1]
-            watched = {WATCHED + name: value for name, value in statistics.items()}
+        early_quantities: dict[str, Tensor] = {}
+        if (early_stops := state.features.get("early_stops")) is not None:
+            statistics = token_statistics(logits, early_stops.reads)[1]
+            early_quantities = {WATCHED + name: value for name, value in statistics.items()}
         if not self.needs.processes_logits:
-            return logits, watched
+            return logits, early_quantities
         tensors = [available, state.window.positions, current]
         if len(query.rows) < len(available):
             index = torch.as_tensor(query.window.index, device=available.device)
@@ -279,17 +273,17 @@ class MaskedSampler(Sampler):
         available, positions, current = tensors
         memory = state.memory.read(query.rows, available.shape[1])
         processed, updates = self.process_logits(logits, Stage(available, positions, memory, current))
-        return processed, watched | dict(updates)
+        return processed, early_quantities | dict(updates)
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
-        """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
+        """The guidance scale of `rows` [R] at this step: a number, or [R, 1, 1]."""
         return state.request.guidance_scale
 
     def weighs_mask(self, state: MaskedState) -> bool:
-        """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
+        """Whether the mask's logit, which is never proposed, counts in probabilities (`reference.read_candidates`)."""
         return state.generator is not None
 
-    def read(
+    def read_candidates(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
@@ -299,7 +293,7 @@ class MaskedSampler(Sampler):
             return token_statistics(logits, self.needs.reads)
         return drawing.read_drawn(self, state, logits, query, generator)
 
-    def ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+    def ranking_scores(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
         scores = quantities[self.needs.score]
         if state.request.confidence_eos_eot_inf and len(state.ends):
@@ -309,15 +303,28 @@ class MaskedSampler(Sampler):
     def draw_tokens(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V])."""
-        return drawing.draw_tokens(state, logits, query, self.needs.score_from, generator)
+        """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
+        if generator is None:
+            sample = read_stats(logits, frozenset(), draws=drawing.token_draws(state, query)).sample
+            assert sample is not None  # asked for with `draws`
+            return sample
+        rows, positions = query.rows, state.window.query_positions(query)
+        if self.needs.score_from == "sampled":
+            return reference.draw_categorical(state, logits, positions, rows, generator)
+        noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
+        return (logits.double() + rng.gumbel(noise)).argmax(-1)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
-        return drawing.position_noise(state, self.needs.reference_draws, generator)
+        if generator is not None:
+            return reference.position_noise(state, self.needs.reference_draws, generator)
+        window = state.window
+        steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
+        return rng.uniform(state.keys[window.row_index[:, 0]], steps, window.positions, 1, rng.POSITION_STREAM).squeeze(
+            -1
+        )
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
-        """Add the open blocks, and the positions that an early stop fills."""
         notes = super().observe(state, proposal)
         rows, ends = proposal.rows.tolist(), state.block_end[proposal.rows].tolist()
         if proposal.block_end is not None:
@@ -331,25 +338,23 @@ class MaskedSampler(Sampler):
         if proposal.early is not None:
             positions = proposal.positions.tolist()
             for index in proposal.early.nonzero().flatten().tolist():
-                early = {(rows[index], position): "early stop" for position in positions[index]}
-                notes.rules = {**(notes.rules or {}), **early}
+                early_rules = {(rows[index], position): "early stop" for position in positions[index]}
+                notes.rules = {**(notes.rules or {}), **early_rules}
         return notes
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Select, write, remember; then close full blocks and finished rows.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-            RuntimeError: the method committed nothing where it must.
-        """
+        """Select, write, remember; then close full blocks and finished rows. Raises FloatingPointError for NaN or
+        infinite logits (nothing is written then), RuntimeError where the method committed nothing but must."""
         state.check_current(proposal)
         rows, needs, features = proposal.rows, self.needs, state.features
-        generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
+        generator = (
+            None if state.generator is None else reference.generator_after(state.generator, proposal.generator_state)
+        )
         view = make_view(self, state, proposal, generator)
-        selected = checked_select(self, view) & view.candidates
+        selected = run_select(self, view) & view.candidates
         if view.leading is not None:
             selected = with_progress(selected, view)
-        decision = Decision(proposal.values, selected, selected)
+        decision = Decision(values=proposal.values, selected=selected, filled=selected)
         if needs.revises:
             decision = revision.revise_decision(self, state, view, selected)
         for feature in features.values():
@@ -387,17 +392,16 @@ class MaskedSampler(Sampler):
     def _check_decision(
         self, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray
     ) -> None:
-        """Raise where the model's confidence [R, W] is not finite, or too little becomes final: `committed` [R]."""
         if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
             broken = rows[~np.isfinite(confidence).all(1)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
         if self.needs.may_wait:  # but must have filled the block by its last planned step
-            idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
+            is_idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
         elif self.needs.revises:
-            idle = (committed < revision.min_filled(self, state, rows)).any()
+            is_idle = (committed < revision.min_filled(self, state, rows)).any()
         else:
-            idle = 0 in committed.tolist()
-        if idle:
+            is_idle = 0 in committed.tolist()
+        if is_idle:
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
 
@@ -409,27 +413,22 @@ def finish_step(
     decided: Mapping[str, np.ndarray],
     committed: np.ndarray,
 ) -> None:
-    """Count a step that was written; close full blocks and the rows that have ended.
-
-    Args:
-        decided: arrays [R, ...] on the host: the window's "tokens", the "cut" of rows.
-        committed: [R] int64, positions that the step has filled.
-    """
+    """Count a written step of `committed` [R] positions; close full blocks and ended rows. decided: host arrays."""
     rows, tokens = proposal.rows, decided["tokens"]
     state.count(proposal.cost)
     state.cache.committed(state, tokens)
     state.advance(rows, committed)
-    held, stable = None, tokens
+    holds_block, stable = None, tokens
     if sampler.needs.revises:
-        held, stable = revision.stable_tokens(sampler, state, rows, decided)
+        holds_block, stable = revision.stable_tokens(sampler, state, rows, decided)
     ends = find_ends(state.stop_rules, state, stable) if state.stop_rules else None
-    moved = False
+    changed = False
     for feature in state.features.values():
-        moved |= feature.on_close(state, proposal, decision, tokens, ends)
+        changed |= feature.on_close(state, proposal, decision, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
         trim_rows(state, decided["cut"], tokens)
-        moved = True
-    close_blocks(state, rows, ends, held, moved)
+        changed = True
+    close_blocks(state, rows, ends, holds_block, changed)
 
 
 def build_query(state: MaskedState, part: Part) -> WindowQuery:
@@ -450,14 +449,14 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
     if branches == 2 or part.valid is not None or part.positions.shape != tuple(state.canvas.shape):
         # else they are the canvas itself
         index = torch.as_tensor(rows, device=state.canvas.device)
-        query.tokens = tokens_of(state.canvas, query, index)
+        query.tokens = gather_tokens(state.canvas, query, index)
         if branches == 2:
-            given = tokens_of(state.given, query, index)
-            query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given, facts.mask_id)))
+            given_tokens = gather_tokens(state.given, query, index)
+            query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given_tokens, facts.mask_id)))
     if facts.prompt_aligned:
         query.origin = state.per_branch(state.prompt_length[rows, None])
     if state.store is not None:
-        query.store = call_store(state, part, query)
+        query.store = build_store_call(state, part, query)
     for feature in state.features.values():
         feature.on_query(state, part, query)
     return query
@@ -476,36 +475,37 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
         if state.window.host_valid is not None:  # padding of the window may ask beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
         return state.per_branch(source), None
-    return columns_of_part(state, part, source)
+    return find_columns(state, part, source)
 
 
-def leave_out_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Drop the logits of decided positions: the row with the most undecided ones sets the number of columns, which
-    other rows fill up with decided ones. Unchanged where that saves little."""
+def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
+    """Drop the logits of decided positions, unless that saves little. The row with the most undecided ones sets the
+    number of columns; other rows add decided ones."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
     multiple = 1 if state.store is None else state.stored_cache.shape_multiple
-    most = -(-int(state.remaining[query.rows].max()) // multiple) * multiple
-    if (width - most) * len(query.wanted) * state.facts.vocab_size < MIN_SAVED_LOGITS:
+    num_columns = -(-int(state.remaining[query.rows].max()) // multiple) * multiple
+    if (width - num_columns) * len(query.wanted) * state.facts.vocab_size < MIN_SAVED_LOGITS:
         return query
     undecided = window.undecided(window.read(state.canvas), state.mask_id)
     if len(query.rows) < len(undecided):
         undecided = undecided[torch.as_tensor(query.window.index, device=undecided.device)]
-    columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-    both = columns.repeat(query.branches, 1) if query.branches > 1 else columns
-    return query.with_fields(wanted=query.wanted.gather(1, both), window=query.window.with_fields(columns=columns))
+    columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :num_columns]
+    branch_columns = columns.repeat(query.branches, 1) if query.branches > 1 else columns
+    wanted = query.wanted.gather(1, branch_columns)
+    return query.with_fields(wanted=wanted, window=query.window.with_fields(columns=columns))
 
 
-def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
+def gather_tokens(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
     """[N, Q]: a canvas-shaped tensor [B, L] at a query's positions. row_index: [N] int64, the query's rows."""
     rows = tensor.index_select(0, row_index)
     positions = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
 
 
-def guide(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery) -> Tensor:
-    """Apply guidance, and exclude the tokens that are never proposed: the logits stages before `process_logits`."""
+def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery) -> Tensor:
+    """Apply guidance, and exclude tokens that are never proposed (in place), before `process_logits`."""
     request = state.request
     if request.guidance_scale != 1.0:
         logits = guided(logits, sampler.guidance(state, query.rows))
@@ -519,9 +519,9 @@ def guide(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery
         if state.suppressed.ndim == 1:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         else:  # each row has others
-            rows, copies = query.rows, query.window.copies
-            if copies is not None and len(logits) != len(rows):  # drafts have rows of their own
-                rows = rows[(np.arange(copies.max())[:, None] < copies).nonzero()[1]]
+            rows, num_drafts = query.rows, query.window.copies
+            if num_drafts is not None and len(logits) != len(rows):  # drafts have rows of their own
+                rows = rows[(np.arange(num_drafts.max())[:, None] < num_drafts).nonzero()[1]]
             excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
             logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
     return logits
@@ -534,7 +534,7 @@ def make_view(
     generator: torch.Generator | None = None,
     memory: Mapping[str, Tensor] | None = None,
 ) -> View:
-    """Make what `select` sees of a proposal. memory: the method's; None reads it from the state."""
+    """Make the view of a proposal. memory: the method's; None reads it from the state."""
     rows, available = proposal.rows, proposal.available
     draw = functools.partial(sampler.position_noise, state, generator)
     if memory is None:
@@ -551,7 +551,7 @@ def make_view(
         updates=proposal.updates,
         current=proposal.current,
         editable=editable,
-        top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
+        top=top_by_rank if generator is None else lambda scores, count: reference.top_by_topk(state, scores, count),
         draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
         choose=functools.partial(drawing.choose_positions, sampler, state, generator),
         ends=state.ends,
@@ -560,21 +560,21 @@ def make_view(
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
-    """Copy the tensors that are not None to numpy arrays in one transfer, the step's one wait for the device. All are
-    shaped as the first, or lack its last dimension."""
+    """Copy tensors to numpy arrays in one transfer, the step's one wait for the device. All have the first one's shape,
+    or lack its last dimension; None is left out."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if all(tensor.is_cpu for tensor in present.values()):
         return {name: tensor.numpy() for name, tensor in present.items()}
-    first = next(iter(present.values()))
+    widest = next(iter(present.values()))
     # float64 holds flags, ids and logits exactly
-    wide = [
-        (tensor if tensor.ndim == first.ndim else tensor.unsqueeze(-1).expand_as(first)).double()
+    columns = [
+        (tensor if tensor.ndim == widest.ndim else tensor.unsqueeze(-1).expand_as(widest)).double()
         for tensor in present.values()
     ]
     dtypes = {torch.bool: bool, torch.int64: np.int64}
     arrays = {}
-    for (name, tensor), array in zip(present.items(), torch.stack(wide).cpu().numpy(), strict=True):
+    for (name, tensor), array in zip(present.items(), torch.stack(columns).cpu().numpy(), strict=True):
         arrays[name] = array.astype(dtypes.get(tensor.dtype, np.float64))
-        if tensor.ndim < first.ndim:
+        if tensor.ndim < widest.ndim:
             arrays[name] = arrays[name][..., 0]
     return arrays

@@ -13,8 +13,8 @@ from paradec.core.query import StoreCall, WindowQuery
 from paradec.samplers.masked.state import MaskedState
 
 
-def call_store(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
-    """What the call of a part reads of the state's store and writes to it."""
+def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
+    """Build a part's access to the state's store."""
     rows, cache = query.rows, state.stored_cache
     index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
     slots = query.positions
@@ -32,26 +32,24 @@ def call_store(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
     return StoreCall(torch.as_tensor(index, device=state.canvas.device), slots, index, visible, step=state.commits)
 
 
-def columns_of_part(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """The columns [R, W] of a part's call that hold the positions `source` [N, W], and which of these are evaluated
-    [N, W] (None: all)."""
+def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
+    """Columns [R, W] of a part's call with the positions `source` [N, W]; which it evaluates [N, W] (None: all)."""
     column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    row, place = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
-    column[row, part.positions[row, place]] = place
+    row, call_column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
+    column[row, part.positions[row, call_column]] = call_column
     source = np.take_along_axis(column, source, axis=1)
-    inside = source >= 0
-    available = None if inside.all() else torch.as_tensor(inside, device=state.canvas.device)
+    is_evaluated = source >= 0
+    available = None if is_evaluated.all() else torch.as_tensor(is_evaluated, device=state.canvas.device)
     return state.per_branch(np.maximum(source, 0)), available
 
 
-def in_row_order(
+def merge_parts(
     parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Candidates, quantities and updates of several queries, as those of all running rows; and where these [R] were in
-    the answers one after the other."""
+    """Candidates, quantities and updates of several queries in the order of the running rows; that order [R]."""
     tokens, quantities, updates = zip(*parts, strict=True)
-    places = np.argsort(np.concatenate([query.window.index for query in queries]))
-    order = torch.as_tensor(places, device=tokens[0].device)
+    order_on_host = np.argsort(np.concatenate([query.window.index for query in queries]))
+    order = torch.as_tensor(order_on_host, device=tokens[0].device)
     joined_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
     joined_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
     return torch.cat(tokens)[order], joined_quantities, joined_updates, order
@@ -60,13 +58,12 @@ def in_row_order(
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; elsewhere the token
-    there (`current` [R, W]), and 0."""
+    """Candidates and quantities [N, K] of a query's columns in the window [N, W]; elsewhere `current` [R, W] and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):
         current = current[torch.as_tensor(query.window.index, device=current.device)]
-    whole = {}
+    window_quantities = {}
     for name, value in quantities.items():
-        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
-    return current.scatter(1, columns, tokens), whole
+        window_quantities[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
+    return current.scatter(1, columns, tokens), window_quantities

@@ -1,4 +1,4 @@
-"""Block policies by name, for `blocks="adaptive"` and the command line, and as data; steps spread over their blocks."""
+"""Block policies by name and as data; steps spread over their blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks, WholeCanv
 POLICIES = {"fixed": FixedBlocks, "whole": WholeCanvas, "adaptive": AdaptiveBlocks, "pipelined": PipelinedBlocks}
 
 
-def policy_of(name: str, value: Any) -> Any:
-    """Check the field `blocks` of a request; what `policy_data` makes becomes a policy.
-
-    Raises:
-        ValueError: an unknown name, or settings that the policy does not have; the message begins with `name`.
-    """
+def parse_policy(name: str, value: Any) -> Any:
+    """Check the field `blocks` of a request; data of `policy_to_data` becomes a policy. Raises ValueError."""
     if isinstance(value, Mapping):
         settings = dict(value)
         policy = settings.pop(name, None)
@@ -37,12 +33,8 @@ def policy_of(name: str, value: Any) -> Any:
     return value
 
 
-def policy_data(value: Any) -> Any:
-    """Turn a policy into data that JSON can hold; a name stays one.
-
-    Raises:
-        ValueError: a custom policy.
-    """
+def policy_to_data(value: Any) -> Any:
+    """Turn a policy into JSON data; a name stays one. Raises ValueError for a custom policy."""
     for name, kind in POLICIES.items():
         if type(value) is kind:
             return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
@@ -51,14 +43,10 @@ def policy_data(value: Any) -> Any:
     return value
 
 
-def named_policy(
+def policy_by_name(
     sampler: Any, model: Any, name: str, block_length: int | None
 ) -> tuple[BlockPolicy | None, int | None]:
-    """The policy of a name, or None and the length of its blocks.
-
-    Raises:
-        ValueError: an unknown name, or a length that does not go with it.
-    """
+    """The policy of a name, or None and the length of its blocks. Raises ValueError for a length that does not fit."""
     check_choice("blocks", name, POLICIES)
     check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
     if name == "fixed":
@@ -76,32 +64,19 @@ def named_policy(
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B] int64: how many blocks each row will have, to spread `steps` over.
-
-    Args:
-        starts, lengths: [B] int64, where each row's blocks begin and end.
-
-    Raises:
-        ValueError: a policy whose blocks only decoding shows.
-    """
+    """[B] int64: how many blocks rows have from `starts` to `lengths` [B]. Raises ValueError for blocks that depend on
+    logits."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
-        raise ValueError(
-            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
-            "leave steps out"
-        )
+        raise ValueError(f"steps={steps} cannot be spread over {shown(policy)} before decoding: leave steps out")
     return np.array(counts, np.int64)
 
 
-def check_steps(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray, alone: bool = True) -> None:
-    """Raise ValueError where `steps` cannot be spread evenly over the blocks.
-
-    Args:
-        alone: whether these are all rows; blocks that are uneven because prompts differ in length are allowed.
-    """
-    counts = count_blocks(steps, policy, starts, lengths)
+def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole: bool = True) -> None:
+    """Raise ValueError where `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`). is_whole:
+    whether these are all rows; prompts of several lengths may have uneven blocks."""
     count = int(counts.max())
-    if steps % count and alone and (counts == count).all():
-        raise ValueError(f"steps={steps} must be a multiple of the number of blocks ({count}): every block has as many")
+    if steps % count and is_whole and (counts == count).all():
+        raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count}): each has as many")
     if steps < count:
-        raise ValueError(f"steps={steps} must be at least the number of blocks ({count})")
+        raise ValueError(f"steps={steps} must be at least the number of {parts} ({count})")

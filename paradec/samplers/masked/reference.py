@@ -1,8 +1,5 @@
-"""How the public generate.py codes of LLaDA and Dream draw and break ties, for `rng="reference"`.
-
-Only there: these draws come from one stream in the shapes of the reference, so that a row's numbers depend on its
-neighbours, and equal scores go to whichever position torch.topk happens to take.
-"""
+"""Draws and ties of the public generate.py codes of LLaDA and Dream, for `rng="reference"`: one stream in the shapes of
+the reference, so that a row's numbers depend on its neighbours; torch.topk chooses among equal scores."""
 
 from __future__ import annotations
 
@@ -28,21 +25,15 @@ class ReferenceNumbers(Feature):
         return True  # the public codes draw for whole windows
 
 
-def copy_generator(generator: torch.Generator) -> torch.Generator:
-    copy = torch.Generator(device=generator.device)
-    copy.set_state(generator.get_state())
+def generator_after(generator: torch.Generator, generator_state: Tensor | None) -> torch.Generator:
+    """A copy of the generator in the state after the step's proposal."""
+    assert generator_state is not None
+    copy = generator.clone_state()
+    copy.set_state(generator_state)
     return copy
 
 
-def after(generator: torch.Generator, drawn: Tensor | None) -> torch.Generator:
-    """A copy as the step's proposal has left it, `drawn` being its `generator_state`."""
-    assert drawn is not None
-    copy = copy_generator(generator)
-    copy.set_state(drawn)
-    return copy
-
-
-def categorical(
+def draw_categorical(
     state: MaskedState,
     logits: Tensor,
     positions: Tensor,
@@ -50,8 +41,8 @@ def categorical(
     generator: torch.Generator,
     final: Tensor | None = None,
 ) -> Tensor:
-    """Dream's draw: torch.multinomial over the masked positions (over those of `final` [R, W] alone) in row-major
-    order, in the logits' dtype."""
+    """Dream's draw: torch.multinomial over masked positions (in `final` [R, W]) in row-major order, in the logits'
+    dtype."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
     if final is not None:
@@ -63,20 +54,20 @@ def categorical(
     return tokens
 
 
-def top(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """torch.topk over whole rows, one by one, as the public code does: it decides which of equal scores is taken."""
+def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
+    """[R, W] bool: torch.topk over whole rows, one by one, as in the public code: it chooses among equal scores."""
     window = state.window
-    full = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
-    full[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
-    taken = torch.zeros_like(full, dtype=torch.bool)
+    canvas_scores = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
+    canvas_scores[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
+    selected = torch.zeros_like(canvas_scores, dtype=torch.bool)
     # rules may grant more than there is, or less than nothing
-    for row, number in zip(window.rows.tolist(), count.clip(0, full.shape[1]).tolist(), strict=True):
-        taken[row, full[row].topk(number).indices] = True
-    return taken.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
+    for row, num_selected in zip(window.rows.tolist(), count.clip(0, canvas_scores.shape[1]).tolist(), strict=True):
+        selected[row, canvas_scores[row].topk(num_selected).indices] = True
+    return selected.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
 
 
 def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
-    """[R, W] float64 uniform numbers, drawn as float32 for the whole "canvas" or for the "masked" positions."""
+    """[R, W] float64, drawn as float32 for the whole "canvas" or for the "masked" positions."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
         canvas = torch.rand(state.canvas.shape, generator=generator).double()
@@ -86,14 +77,14 @@ def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -
     return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
 
 
-def choose(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
+def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
     """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
-    window, number = state.window, int(count.max())
-    full = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
-    full[window.row_index, window.positions] = weights.float()
-    chosen = torch.zeros_like(full, dtype=torch.bool)
-    if number > 0:
-        drawn = torch.multinomial(full.cpu(), number, generator=generator).to(full.device)
+    window, max_count = state.window, int(count.max())
+    canvas_weights = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
+    canvas_weights[window.row_index, window.positions] = weights.float()
+    chosen = torch.zeros_like(canvas_weights, dtype=torch.bool)
+    if max_count > 0:
+        drawn = torch.multinomial(canvas_weights.cpu(), max_count, generator=generator).to(canvas_weights.device)
         chosen.scatter_(1, drawn, True)
     return chosen[window.row_index, window.positions]
 
@@ -106,12 +97,11 @@ def gumbel_uniform(
     return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
 
 
-def read(
+def read_candidates(
     sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
-    its share counts in every probability, as in the public code. Trained models give it as much as any wrong token,
-    which decides between positions that are nearly certain."""
+    """Candidates and quantities [R, W] from logits [R, W, V] with the mask's: it is no candidate, but counts in
+    probabilities, as in the public code. That decides between nearly certain positions."""
     request = state.request
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)
@@ -121,30 +111,27 @@ def read(
     if sampler.needs.score_from == "sampled":
         logits = logits if request.temperature == 0 else divided(logits, request.temperature)
         logits = filter_logits(logits, request.top_p, request.top_k)
-    tokens, found = statistics(logits, sampler.needs.reads, tokens)
-    return tokens, {**found, "best_token": best} if "best_token" in found else found
+    tokens, quantities = statistics(logits, sampler.needs.reads, tokens)
+    return tokens, {**quantities, "best_token": best} if "best_token" in quantities else quantities
 
 
 def statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`token_statistics` in the logits' own dtype, as generate.py of LLaDA and Dream compute them.
-
-    Trained models saturate float32 probabilities at exactly 1; which of those is committed first then depends on the
-    last bits. For `rng="reference"` only.
-    """
+    """`token_statistics` in the logits' own dtype, as generate.py of LLaDA and Dream compute them. Trained models
+    saturate float32 probabilities at exactly 1; the order of such positions depends on the last bits."""
     p = logits.softmax(dim=-1)
     tokens = logits.argmax(-1) if tokens is None else tokens
-    found: dict[str, Tensor] = {}
+    quantities: dict[str, Tensor] = {}
     if "confidence" in reads:
-        found["confidence"] = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+        quantities["confidence"] = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
     if "margin" in reads:
         first, second = p.topk(2, dim=-1).values.unbind(-1)
-        found["margin"] = (first - second).double()
+        quantities["margin"] = (first - second).double()
     if "best_token" in reads:
-        found["best_token"] = logits.argmax(-1)
+        quantities["best_token"] = logits.argmax(-1)
     if "negative_entropy" in reads:
-        found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1).double()
+        quantities["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1).double()
     if "minus_entropy" in reads:
-        found["minus_entropy"] = -torch.special.entr(p).sum(-1).double()
-    return tokens, found
+        quantities["minus_entropy"] = -torch.special.entr(p).sum(-1).double()
+    return tokens, quantities

@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from paradec.caches.base import Cache
-from paradec.caches.kept import Reuse
+from paradec.caches.kept import Reuse, plan_reuse
 from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import make_cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int, shown
-from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory, check_memory
 from paradec.core.prompts import encode
@@ -26,13 +25,13 @@ from paradec.samplers.features.early_stops import EarlyRule, EarlyStops, split_s
 from paradec.samplers.features.holes import Holes
 from paradec.samplers.features.logprobs import RecordedLogProbs
 from paradec.samplers.features.pipelined_blocks import OpenBlocks, PipelinedBlocks, check_pipelined
-from paradec.samplers.features.prefix_reuse import PrefixReuse, plan_request_reuse
+from paradec.samplers.features.prefix_reuse import PrefixReuse
 from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks, WholeCanvas, open_blocks
-from paradec.samplers.masked.policies import check_steps, count_blocks, named_policy
+from paradec.samplers.masked.policies import check_steps, count_blocks, policy_by_name
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
@@ -42,57 +41,59 @@ MAX_UNCHECKED = 2**24
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
-    """Check a request, and make its state: a row of the canvas is the prompt from position 0, then masks.
-
-    Raises:
-        ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
-    """
+    """Check a request, and make its state: each row is the prompt, then masks. Raises ValueError or TypeError."""
     check_pair(sampler, model)
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows, mask_id = prompts.rows, facts.mask_id
-    new = new_tokens(model, rows, request.max_new_tokens, mask_id, "mask")
+    num_new = new_tokens(model, rows, request.max_new_tokens, mask_id, "mask")
     holes = any(mask_id in row for row in rows)
     policy = choose_policy(sampler, model, request.blocks, request.block_length, holes)
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
     answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
-    gaps = bool((answers > starts).any())
+    has_gaps = bool((answers > starts).any())
+    fills_holes = request.holes_eos_inf and has_gaps
     if request.steps is not None:
-        check_steps(request.steps, policy, starts, lengths + new, alone=not prompts.joins_batch)
-    suppressed = _suppressed(request, facts, gaps)
+        counts = count_blocks(request.steps, policy, starts, lengths + num_new)
+        check_steps(request.steps, counts, "blocks", is_whole=not prompts.joins_batch)
+    suppressed = suppressed_ids(request, facts, [mask_id, *(facts.eos_token_ids if fills_holes else ())])
     cache: Cache = NoCache()
     if request.cache not in (None, "none"):
         cache = make_cache(request, sampler, model, policy)
-    sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
+    sampler.check(facts, policy, cache, int((lengths + num_new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = randomness(request, rows)
     stop_rules: list[Any] = []
     early: tuple[EarlyRule, ...] = ()
     if request.stop is not None:
-        others, early = split_stop_rules(request.stop, sampler)
-        stop_rules += others
+        token_rules, early = split_stop_rules(request.stop, sampler)
+        stop_rules += token_rules
     if request.stop_strings:
         stop_rules.append(StopStrings.from_request(request, model, answers, mask_id))
     reuse = attention = None
     if request.prefix is not None or request.share_prefix or request.keep_prefix:
-        reuse = plan_request_reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
+        prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
+        branches, causal_keys = 1 if request.guidance_scale == 1.0 else 2, sampler.needs.causal_keys
+        reuse = plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)
     if request.attention is not None or getattr(model, "default_attention", None) is not None:
         attention = find_attention(request, sampler, model)
     if request.suffix is not None:
-        check_suffix(request, sampler, model, cache, policy, len(rows), gaps, bool(early))
+        check_suffix(request, sampler, model, cache, policy, len(rows), has_gaps, bool(early))
 
-    ends = _row_ends(facts, starts, lengths, new)
+    ends = lengths + num_new
+    if facts.topology == "block_causal" and num_new:  # trained on whole blocks: the last one is cut afterwards
+        ends = np.minimum(facts.block_bounds(starts, ends, starts)[1], facts.max_length or LONGEST_BLOCK)
     canvas = padded(rows, int(ends.max()), mask_id)
     canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
-    given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
+    is_given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
     specs = sampler.memory()
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
     if sampler.needs.moves:
-        sizes["steps"] = int(sampler.most_steps(np.array([policy.length]))[0])  # type: ignore[attr-defined]
+        sizes["steps"] = int(sampler.max_steps(np.array([policy.length]))[0])  # type: ignore[attr-defined]
     state = MaskedState(
         batch=len(rows),
         memory=Memory.allocate(specs, len(rows), sizes, device) if specs else Memory(),
@@ -102,12 +103,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         blocks=policy,
         pads=model.pads,
         canvas=torch.as_tensor(canvas, device=device),
-        given=torch.as_tensor(given, device=device),
+        given=torch.as_tensor(is_given, device=device),
         prompt_length=starts,
         answer_start=answers,
         length=ends,
-        asked=lengths + new,
-        max_new_tokens=new,
+        asked=lengths + num_new,
+        max_new_tokens=num_new,
         keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
@@ -120,7 +121,11 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
     state.features = _make_features(state, sampler, model, early, reuse)
     open_blocks(state, np.arange(state.batch))
-    _check_logits(state, model)
+    dtype = getattr(model, "dtype", None)  # None: schedulers and engines, which have the logits already
+    if dtype is not None and not state.done:
+        num_rows, width = state.branches * state.batch, state.window.positions.shape[1]
+        if (num_bytes := num_rows * width * facts.vocab_size * dtype.itemsize) > MAX_UNCHECKED:
+            check_memory(num_bytes, model.device, None, f"the logits of {num_rows} x {width} positions")
     if isinstance(cache, StoredCache):
         count, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
         state.store = model.make_store(count, canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
@@ -143,34 +148,27 @@ def check_pair(sampler: Any, model: Any) -> None:
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
         raise ValueError(
-            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is taken for an autoregressive "
-            f"one: mask_token_id={facts.mask_token_id}, topology={facts.topology!r}. If it was trained on masks, give "
-            "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
-            "sampler='sjd'"
+            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} has mask_token_id="
+            f"{facts.mask_token_id}, topology={facts.topology!r}: give these to paradec.wrap, or e.g. sampler='sjd'"
         )
-    if (why := sampler.needs.why_unsupported(facts)) is not None:
-        raise ValueError(f"sampler {sampler.name!r} does not work here: {why}")
+    why = sampler.needs.why_unsupported(facts)
     if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
-        raise ValueError(
-            f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
-            f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
+        why = why or (
+            "it evaluates masks that the rest of the row does not see, which takes a transformers decoder that "
+            f"predicts in place ('same'); {facts.name} is not one"
         )
+    if why is not None:
+        raise ValueError(f"sampler {sampler.name!r} does not work here: {why}")
 
 
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
-    """Choose the request's policy, else the sampler's, else the model's.
-
-    Args:
-        holes: whether prompts have masks, which a bidirectional model fills as one block.
-
-    Raises:
-        ValueError: lengths or a policy that do not fit the sampler or the model.
-    """
+    """Choose the request's policy, else the sampler's, else the model's. holes: whether prompts have masks. Raises
+    ValueError."""
     facts, policy = model.facts, blocks
     if isinstance(policy, str):
-        policy, block_length = named_policy(sampler, model, policy, block_length)
+        policy, block_length = policy_by_name(sampler, model, policy, block_length)
     if policy is not None and block_length is not None:
         raise ValueError(f"blocks={policy!r} and block_length={block_length!r} both cut the sequence; give one of them")
     if block_length is not None:
@@ -190,10 +188,7 @@ def choose_policy(
         if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
             raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
         if getattr(policy, "reads_logits", False) and sampler.needs.multi_step:
-            raise ValueError(
-                f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
-                "the logits that say where a block ends; use paradec.FixedBlocks"
-            )
+            raise ValueError(f"sampler {sampler.name!r} needs paradec.FixedBlocks, not blocks={shown(policy)}")
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if facts.block_length is not None:
         return FixedBlocks(facts.block_length, align=facts.block_align)
@@ -202,30 +197,10 @@ def choose_policy(
     return WholeCanvas()
 
 
-def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
-    """Ids that are never proposed, besides the mask id, ascending. holes: whether a given token follows a mask."""
-    ends, suppressed = facts.eos_token_ids, set(suppressed_ids(request, facts))
-    if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
-        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
-    if request.holes_eos_inf and holes and len(suppressed | {facts.mask_id, *ends}) >= facts.vocab_size:
-        raise ValueError("holes_eos_inf=True leaves no token for holes beside those of suppress_tokens")
-    return sorted(suppressed)
-
-
-def _row_ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) -> np.ndarray:
-    """[B] int64: positions of each row. Block-causal models were trained on whole blocks: the last one is decoded
-    whole, and cut afterwards."""
-    ends = lengths + new
-    if facts.topology != "block_causal" or not new:
-        return ends
-    ends = facts.block_bounds(starts, ends, starts)[1]
-    return ends if facts.max_length is None else np.minimum(ends, facts.max_length)
-
-
 def _make_features(
     state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], reuse: Reuse | None
 ) -> dict[str, Any]:
-    """Make the features that a request needs, in the order in which the loop calls them."""
+    """Make the features of a request, in the order in which the loop calls them."""
     shape, facts, request, features = tuple(state.canvas.shape), state.facts, state.request, dict[str, Any]()
     if getattr(state.blocks, "reads_logits", False):
         features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
@@ -249,7 +224,7 @@ def _make_features(
     if facts.topology == "causal_context":
         from paradec.samplers.masked.causal_context import CausalContext
 
-        features["causal_context"] = CausalContext.of(sampler, state, early, request)
+        features["causal_context"] = CausalContext.from_request(sampler, state, early, request)
     if getattr(model, "reads_order", False):
         features["decision_order"] = DecisionOrder(torch.full(shape, -1, device=model.device))
     if request.constraint is not None:
@@ -259,13 +234,3 @@ def _make_features(
     if isinstance(state.blocks, PipelinedBlocks):
         features["pipelined_blocks"] = OpenBlocks()  # the last one: it moves the window
     return features
-
-
-def _check_logits(state: MaskedState, model: Any) -> None:
-    """Raise ValueError where the logits of the first step do not fit into memory."""
-    dtype = getattr(model, "dtype", None)  # None: schedulers and engines, which have the logits already
-    if dtype is None or state.done:
-        return
-    rows, width = state.branches * state.batch, state.window.positions.shape[1]
-    if (needed := rows * width * state.facts.vocab_size * dtype.itemsize) > MAX_UNCHECKED:
-        check_memory(needed, model.device, None, f"the logits of {rows} x {width} positions")

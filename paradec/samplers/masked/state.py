@@ -23,10 +23,7 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """The open block of every running row; with early rules, all positions after it too.
-
-    Shapes: `R` running rows, `W` positions of the widest block.
-    """
+    """The open block of every running row: `R` rows, `W` positions of the widest; with early rules, up to the end."""
 
     rows: Any
     """[R] int64 on the host (in the device step a tensor): rows of the state."""
@@ -43,11 +40,10 @@ class Window:
 
     @cached_property
     def row_index(self) -> Tensor:
-        """[R, 1] int64: the rows on the device."""
         return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
 
     def undecided(self, current: Tensor, mask_id: int) -> Tensor:
-        """[R, W] bool: where the window's tokens `current` [R, W] are undecided, padding excluded."""
+        """[R, W] bool: undecided positions among the window's tokens `current` [R, W], without padding."""
         undecided = current == mask_id
         return undecided if self.valid is None else undecided & self.valid
 
@@ -70,7 +66,7 @@ class MaskedState(State):
     """State of a masked sampler. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors are on the model's device, arrays on the host. Methods and caches with `device_step` also read a
-    `DeviceEngine` in its place, which has fewer fields, all tensors.
+    `DeviceEngine`, which has fewer fields, all tensors.
     """
 
     facts: ModelFacts
@@ -97,7 +93,7 @@ class MaskedState(State):
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64 ids that are never proposed, besides the mask id; [B, S] where they differ between rows; or None."""
+    """[S] int64 ids, besides the mask id, that are never proposed; [B, S] where they differ between rows; or None."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
@@ -107,14 +103,13 @@ class MaskedState(State):
     generator: torch.Generator | None = None
     """The caller's, for `rng="reference"`."""
     store: Any = field(default=None, metadata=ROWS)
-    """The key/value store, or None."""
     cache_state: Any = field(default=None, metadata=ROWS)
     """See `paradec.caches.base.Cache.begin`."""
 
     window: Window = field(init=False, repr=False)
     block_start: np.ndarray = field(init=False, metadata=ROWS)
     block_end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 each: the open block; with pipelined blocks from the start of the first to the end of the last."""
+    """[B] int64 each: the open block, or all open pipelined blocks."""
     remaining: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: undecided positions of the open block."""
     masks_at_open: np.ndarray = field(init=False, metadata=ROWS)
@@ -137,7 +132,7 @@ class MaskedState(State):
     """[B, L] bool: positions that were undecided at the start."""
     _steps: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
-    most_calls: int = field(init=False, default=3)
+    max_calls: int = field(init=False, default=3)
     """Calls of one kind that a step may make: limits the padding of rows of unequal lengths."""
     # values of optional features, None without the feature
     logprobs: ClassVar[Any] = property(  # type: ignore[misc]
@@ -167,7 +162,7 @@ class MaskedState(State):
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
         self.masked = (self.canvas == self.mask_id).cpu().numpy()
-        self._follow_rows()
+        self._derive_row_values()
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of views would be no views
@@ -183,7 +178,6 @@ class MaskedState(State):
 
     @property
     def stored_cache(self) -> StoredCache:
-        """The cache of a request that has a store."""
         assert isinstance(self.cache, StoredCache)
         return self.cache
 
@@ -202,7 +196,6 @@ class MaskedState(State):
 
     @property
     def block_ends(self) -> Tensor:
-        """[R, 1] int64 on the device: block ends of the running rows."""
         return torch.as_tensor(self.block_end[self.window.rows, None], device=self.canvas.device)
 
     def per_branch(self, array: np.ndarray) -> Tensor:
@@ -222,7 +215,6 @@ class MaskedState(State):
         self.remaining[rows] -= committed
 
     def make_window(self) -> None:
-        """Make the window of the running rows and their open blocks."""
         self.rows = rows = self.running.nonzero()[0]
         if not len(rows):
             return
@@ -266,20 +258,22 @@ class MaskedState(State):
         if other is None:
             return
         self.reuses |= other.reuses
-        left, right = self.suppressed, other.suppressed
-        same = left is right if left is None or right is None else left.ndim == right.ndim == 1 and left.equal(right)
-        if not same:  # one list per row from here on
+        first, second = self.suppressed, other.suppressed
+        if first is None or second is None:
+            is_same = first is second
+        else:
+            is_same = first.ndim == second.ndim == 1 and first.equal(second)
+        if not is_same:  # one list per row from here on
             for state in (self, other):
                 ids = torch.tensor([state.mask_id]).to(state.canvas) if state.suppressed is None else state.suppressed
                 state.suppressed = ids.expand(state.batch, -1).clone()
 
     def after_row_change(self) -> None:
         super().after_row_change()
-        self._follow_rows()
+        self._derive_row_values()
         self.make_window()
 
-    def _follow_rows(self) -> None:
-        """Compute the values that follow from the rows."""
+    def _derive_row_values(self) -> None:
         size = self.canvas.shape[1]
         self.block_step, self.row_step = self._steps  # views
         # [B] int64: steps taken in the open block, and by the row
@@ -291,8 +285,7 @@ class MaskedState(State):
         self.total = self.masks_before[:, -1]  # [B]: positions that decoding is to make final
 
     def let_run(self, rows: np.ndarray) -> None:
-        """Let `rows` [N] alone take part in the next steps, for hosts without the logits of all rows. None of them may
-        be done; the host remembers which rows wait."""
+        """Let only `rows` [N], none of them done, take part in the next steps; the host remembers which rows wait."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():
@@ -318,7 +311,7 @@ class MaskedState(State):
         return self.store, self.attention_state
 
     def kept_prefix(self, model: Any) -> Any:
-        """The `KeptPrefix` for the next request, if this one asks for it; call it before the store is freed."""
+        """The `KeptPrefix` for the next request, if requested; call it before the store is freed."""
         feature = self.features.get("prefix_reuse")
         return None if feature is None else feature.kept_prefix(self, model)
 

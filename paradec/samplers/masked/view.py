@@ -25,60 +25,54 @@ UNCUT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method reads and does.
-
-    Raises:
-        ValueError: quantities that nothing computes, or another `score_from`.
-    """
+    """What a method reads and does. Raises ValueError for unknown quantities, sources, draws or topologies."""
 
     reads: tuple[str, ...] = ()
-    """Quantities computed from the logits (`paradec.kernels.token_stats.QUANTITIES`); "confidence" and `score` too."""
+    """Quantities of the logits (`paradec.kernels.token_stats.QUANTITIES`); "confidence" and `score` are added."""
     score: str = "confidence"
     """The quantity that ranks positions."""
     score_from: str = "raw"
-    """"raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the tempered and
-    filtered distribution that tokens are drawn from (Dream)."""
+    """"raw": softmax(logits) at any temperature (LLaDA); "sampled": the tempered and filtered distribution (Dream)."""
     reference_draws: str = "canvas"
     """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
     decided_logits: bool = False
-    """Whether the method reads the logits of the block's decided positions too (to edit or remask). Implied by
-    `process_logits`, `extra_quantities` and `revise`."""
+    """Whether the method reads logits of decided positions, too. Implied by `process_logits`, `extra_quantities`,
+    `revise`."""
     topologies: tuple[str, ...] = ()
-    """Topologies of the models that the method is for; () is all of the family."""
+    """Topologies of the models that the method is for; () is all."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
-    """Whether the schedule of `steps` is only a lower bound on a step's commits; then the method works with pipelined
-    blocks, without `steps`."""
+    """Whether `steps` sets only a lower bound on commits; then the method works with pipelined blocks, without
+    `steps`."""
     mask_probes: bool = False
     """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
     """Whether only keys and values of final blocks are stored: for caches with `final_alone`."""
     causal_keys: bool = False
-    """Whether final tokens attend causally in the calls that store their keys and values, whatever the model's
-    topology. Only requests that agree on it share keys and values."""
+    """Whether final tokens attend causally when stored. Only requests that agree on it share keys and values."""
     multi_step: bool = False
     """Whether it evaluates drafts of later steps, with the result of taking them one by one."""
     moves: bool = False
-    """Whether a step of a method that `revises` may move decided tokens within the open block, and leave more positions
-    undecided than before; then its last step must fill the block."""
+    """Whether a method that `revises` may move decided tokens in the open block, and leave more undecided than before;
+    then its last step must fill the block."""
     ends_with_block: bool = False
     """Whether stop rules of a method that `revises` see a block only when it closes."""
     previews: bool = False
     processes_logits: bool = False
     extra_quantities: bool = False
     revises: bool = False
-    """Whether it takes tokens of the open block back. Then stop rules count a token as decided when a step has left it
-    unchanged, or its block has closed."""
+    """Whether it takes tokens of the open block back. Then a token counts as decided for stop rules once a step has
+    left it unchanged, or its block has closed."""
     draws_tokens: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.reads, (tuple, list)):
             raise ValueError(f"reads={self.reads!r} must be a tuple of {', '.join(QUANTITIES)}")
         reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # commits check the first
-        if wrong := [name for name in reads if name not in QUANTITIES]:
-            said = f"score={self.score!r}" if wrong[0] == self.score else f"reads={self.reads!r}"
-            raise ValueError(f"{said}: {unknown_name('quantity', wrong[0], QUANTITIES)}")
+        if unknown_reads := [name for name in reads if name not in QUANTITIES]:
+            setting = f"score={self.score!r}" if unknown_reads[0] == self.score else f"reads={self.reads!r}"
+            raise ValueError(f"{setting}: {unknown_name('quantity', unknown_reads[0], QUANTITIES)}")
         check_choice("score_from", self.score_from, ("raw", "sampled"))
         check_choice("reference_draws", self.reference_draws, ("canvas", "masked"))
         object.__setattr__(self, "reads", reads)
@@ -103,13 +97,13 @@ class MaskedProposal(Proposal):
     current: Tensor
     """[R, W] int64: the tokens at the positions now."""
     block_end: Tensor | None = None
-    """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
+    """[R] int64: where each row's block ends, when a block policy read it from this step's logits."""
     early: Tensor | None = None
     """[R] bool: rows that an early stop rule fills now."""
     updates: dict[str, Tensor] = field(default_factory=dict)
     """Second value of `process_logits`, each [R, ...]."""
     generator_state: Tensor | None = None
-    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`)."""
+    """State of the caller's generator after this step's draws (`rng="reference"`)."""
 
 
 @dataclass
@@ -127,8 +121,7 @@ class View:
     quantities: Mapping[str, Tensor]
     """The quantities that the method `reads`, each [R, W] float64."""
     quota: Any
-    """[R] int64 on the host: tokens the schedule grants this step; None for methods without one, a tuple of the rules'
-    for combinations."""
+    """[R] int64 on the host: tokens granted by the schedule; None without one, a tuple for combinations."""
     memory: Mapping[str, Tensor]
     """The method's memory, each [R, ...]."""
     updates: Mapping[str, Tensor]
@@ -136,10 +129,10 @@ class View:
     current: Tensor
     """[R, W] int64: the tokens at the positions now."""
     editable: Tensor
-    """[R, W] bool: decided in this block by the method, and evaluated this step; False unless the method `revises`."""
+    """[R, W] bool: decided in this block by a method that `revises`, and evaluated this step."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
-    """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
-    torch.topk's choice, as in the public code)."""
+    """The count [R] highest of scores [R, W] -> bool; ties go to the lower position (`rng="reference"`: as
+    torch.topk)."""
     draw: Callable[[], Tensor]
     """Uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]
@@ -147,8 +140,7 @@ class View:
     ends: Tensor
     """[E] int64: ids that end an answer."""
     leading: Tensor | None = None
-    """[R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere. None where
-    the window is one block."""
+    """[R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere."""
 
     def best(self, scores: Tensor | None = None) -> Tensor:
         """[R, W] bool: the position with the highest of `scores` (None: the view's), the lowest on ties; with pipelined
@@ -175,7 +167,7 @@ class Stage:
     memory: Mapping[str, Tensor]
     """The method's memory, each [R, ...]; "window" dimensions are W wide."""
     current: Tensor | None = None
-    """[R, W] int64: the tokens at the positions now; never None in a decoding."""
+    """[R, W] int64: the current tokens; never None while decoding."""
 
 
 @dataclass
@@ -195,7 +187,7 @@ class Decision:
     """[R, W] int64: the row's steps that decide the positions; None is the current step."""
 
 
-def checked_select(sampler: Any, view: View) -> Tensor:
+def run_select(sampler: Any, view: View) -> Tensor:
     """[R, W] bool: the `select` of a method. Raises ValueError unless it is a mask over the window."""
     selected, shape = sampler.select(view), list(view.candidates.shape)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool or list(selected.shape) != shape:

@@ -1,11 +1,9 @@
 """The renoising family: a block starts as random tokens, and every step decides all of it anew.
 
-A step reads each open canvas, keeps the positions that a rule is confident of, and replaces all others by noise;
-earlier steps count for nothing. When its best tokens no longer change, or at its last step, a canvas closes with its
-best tokens, is encoded, and the next one opens. Rows are independent.
-
-The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which
-says here what is kept.
+A step reads each open canvas, keeps the positions that a rule (a masked sampler's `select`) is confident of, and
+replaces all others by noise. When its best tokens no longer change, or at its last step, a canvas closes with its best
+tokens, is encoded, and the next one opens. Rows are independent. The step is transformers'
+(`DiffusionGemmaGenerationMixin.generate`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_bool, check_int, check_number
+from paradec.core.checks import check_at_most, check_bool, check_int, check_number
 from paradec.core.family_queries import CanvasQuery
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
@@ -30,7 +28,8 @@ from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw, token_statistics
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import filter_logits
-from paradec.samplers.masked.view import View, checked_select
+from paradec.samplers.features.holes import exclude_ends
+from paradec.samplers.masked.view import View, run_select
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.start import start_state
 from paradec.samplers.renoising.state import NOISE_STREAM, DenoisingState
@@ -42,13 +41,13 @@ PIECE = 2**22
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family: `values` are the best tokens, which closing now would write; given positions hold what
-    was given, and are not `available`. `R` rows whose canvas was denoised, `C` positions, `V` tokens."""
+    """A proposal of this family: `values` are the best tokens, which closing now would write, or the prompt's, which
+    are not `available`. `R` rows whose canvas was denoised, `C` positions, `V` tokens."""
 
     logits: Tensor
     """[R, C, V]: the model's, before the temperature. Held until the commit, which draws from them and softens them."""
     soften: Callable[[Tensor], Tensor]
-    """What the model makes of logits [..., V] for the next step: embeddings [..., D]."""
+    """The model's embeddings [..., D] of logits [..., V] for the next step."""
     encoded: np.ndarray
     """[E] int64, on the host: rows whose final tokens were encoded before."""
 
@@ -59,10 +58,10 @@ class CanvasSampler(Sampler):
 
     Args:
         max_denoising_steps: N, steps that close a canvas at the latest. A request's `steps`, for all canvases of a row
-            together, goes before it.
+            together, replaces it.
         t_min, t_max: the temperature falls from t_max, in N equal parts, towards t_min, which it does not reach.
         stability_threshold: steps whose best tokens must equal this one's for a canvas to close before its N-th.
-        confidence_threshold: what the mean entropy of the canvas, in nats, must be below for that.
+        confidence_threshold: bound on the mean entropy of the canvas, in nats, for that.
         early_stop: False closes no canvas before its N-th step.
         encode_wait: steps that a row which has closed a canvas may wait for others to be encoded with, in one call. It
             changes no row's result. 0 evaluates fewest positions, more makes fewer calls.
@@ -86,19 +85,19 @@ class CanvasSampler(Sampler):
         check_int("max_denoising_steps", self.max_denoising_steps, low=1, none=True)
         check_number("t_min", self.t_min, low=0, high=1e6, none=True)
         check_number("t_max", self.t_max, low=1e-6, high=1e6, none=True)
-        if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
-            raise ValueError(f"t_min={self.t_min} must be at most t_max={self.t_max}")
+        if self.t_min is not None and self.t_max is not None:
+            check_at_most("t_min", self.t_min, "t_max", self.t_max)
         check_int("stability_threshold", self.stability_threshold, low=0, none=True)
         check_number("confidence_threshold", self.confidence_threshold, low=0, none=True, open_low=True)
         check_bool("early_stop", self.early_stop)
         check_int("encode_wait", self.encode_wait, low=0)
 
     def rule_for(self, defaults: Mapping[str, Any]) -> Any:
-        """The masked sampler whose `select` says what a step keeps; `defaults` are the model's."""
+        """The masked sampler whose `select` keeps positions; `defaults` are the model's."""
         raise NotImplementedError
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        """What is kept of the open canvas between steps: "window" is C, "hidden" D."""
+        """Tensors of the open canvas between steps: "window" is C, "hidden" D."""
         return {
             "noisy": MemorySpec(("window",), torch.int64),
             "soft": MemorySpec(("window", "hidden"), None),
@@ -112,20 +111,13 @@ class CanvasSampler(Sampler):
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> DenoisingState:
-        """Make the state of one request.
-
-        Args:
-            prompt, attention_mask: as in `paradec.generate`. request: a `paradec.Request`; or its fields by name.
-
-        Raises:
-            ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
-        """
+        """Make the state of one request: a `paradec.Request`, or its fields by name. Raises ValueError or TypeError."""
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: DenoisingState) -> list[CanvasQuery]:
-        """What is final and not yet encoded, if rows do not wait with that; then all open canvases, in one call."""
+        """The final tokens to encode, unless rows wait with them; then all open canvases, in one call."""
         late, rows = state.waiting()
         queries = [_encoding(state, late)] if len(late) else []
         # what this step encodes is there when its canvases are denoised
@@ -146,15 +138,15 @@ class CanvasSampler(Sampler):
         return [*queries, canvas]
 
     def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[CanvasQuery]) -> CanvasProposal:
-        """The best token of every position of the open canvases, and its statistics. outputs: logits [R, C, V] of the
-        canvases, the last; those of an encoding are empty."""
+        """The best token of every position of the open canvases, with statistics. outputs: logits [R, C, V] last."""
         logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
         if soften is None:
             raise ValueError("the query of the canvases was not answered by a model with canvases: it has no soften")
         positions = state.positions(rows)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
-        self._exclude_ends(state, rows, positions, logits)
+        if state.request.holes_eos_inf and len(state.ends):
+            exclude_ends(state, logits, positions < state.index(state.answer_start[rows]).unsqueeze(1))
         names = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
         statistics, step_logprobs = [], []
         shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
@@ -191,25 +183,16 @@ class CanvasSampler(Sampler):
         )
 
     def _tempered_logits(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
-        """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
         request = state.request
         return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
 
     def _tempered_pieces(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
-        """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
+        """Tempered and filtered logits of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
         temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
         for piece, piece_temperature in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
             yield self._tempered_logits(state, piece, piece_temperature)
 
-    def _exclude_ends(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
-        """Exclude end tokens in holes that something given follows, in place."""
-        if state.request.holes_eos_inf and len(state.ends):
-            hole = positions < state.index(state.answer_start[rows]).unsqueeze(1)
-            end_logits = logits.index_select(-1, state.ends)
-            logits.index_copy_(-1, state.ends, end_logits.masked_fill_(hole.unsqueeze(-1), -torch.inf))
-
     def observe(self, state: DenoisingState, proposal: CanvasProposal) -> Notes:
-        """As for all; the open canvases, and their best tokens, which become final where a canvas closes."""
         notes = super().observe(state, proposal)
         notes.blocks = [None] * state.batch
         for row in proposal.rows.tolist():
@@ -274,7 +257,6 @@ class CanvasSampler(Sampler):
         return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
 
     def _select(self, state: DenoisingState, proposal: CanvasProposal) -> Tensor:
-        """[R, C] bool: the positions whose token is kept."""
         rows, undecided, positions = proposal.rows, proposal.available, proposal.positions
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
 
@@ -297,7 +279,7 @@ class CanvasSampler(Sampler):
             choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
             ends=state.ends,
         )
-        return checked_select(state.rule, view) & undecided
+        return run_select(state.rule, view) & undecided
 
     def _draw_tokens(
         self, state: DenoisingState, proposal: CanvasProposal, selected: Tensor, generator: torch.Generator | None
@@ -320,7 +302,7 @@ class CanvasSampler(Sampler):
         return sampled if state.constraint is None else state.constraint.drawn(state, proposal.positions, sampled)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
-        """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""
+        """Embeddings [N, C, D] for the next step of the rows whose canvas `stays` open [R] bool."""
         if not stays.any():
             return None
         rows, index = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
@@ -346,7 +328,6 @@ class CanvasSampler(Sampler):
 
 
 def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
-    """The call that encodes what is final of `rows` [R] and not in the store: keys and values, no logits."""
     begin, end = state.encoded[rows], state.block_start[rows]
     column = begin[:, None] + np.arange((end - begin).max())
     valid = column < end[:, None]

@@ -1,4 +1,4 @@
-"""Any rule on canvases of noise: what a masked sampler would make final is kept, the rest becomes noise."""
+"""Any rule on canvases of noise: selected positions are kept, the rest becomes noise."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ class Canvas(CanvasSampler):
     Args:
         rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
             selected tokens are drawn from it. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
-            positions at the k-th of N steps, and renews the others. Rules that remember, draft, revise or cut blocks
-            are refused. A model with canvases uses a masked sampler in this way wherever one is named.
-
-    Raises:
-        ValueError: a rule that cannot say what a canvas keeps.
+            positions at the k-th of N steps. Rules that remember, draft, revise or cut blocks are refused. A model with
+            canvases uses a masked sampler in this way wherever one is named.
     """
 
     rule: Any = "threshold"
@@ -39,7 +36,7 @@ class Canvas(CanvasSampler):
         rule = registry.create(rule) if isinstance(rule, str) else rule
         if not isinstance(rule, MaskedSampler):
             raise ValueError(f"rule={shown(self.rule)} must be a sampler of the masked family, or the name of one")
-        object.__setattr__(self, "rule", rules.checked(rule, self.name))
+        object.__setattr__(self, "rule", rules.check_rule(rule, self.name))
 
     def rule_for(self, defaults: Mapping[str, Any]) -> MaskedSampler:
         return self.rule

@@ -1,5 +1,4 @@
-"""DiffusionGemma's sampler: the loop is that of transformers' `DiffusionGemmaGenerationMixin.generate`, the rule the
-EB-Sampler's (Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv
+"""DiffusionGemma: transformers' `DiffusionGemmaGenerationMixin.generate` with the EB-Sampler's rule (arXiv
 2505.24857)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which masked samplers say what a canvas keeps, and what their schedules mean there."""
+"""Which masked samplers can say what a canvas keeps, and their schedules there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paradec.samplers.masked.rules.combination import Combination
 from paradec.samplers.masked.rules.origin import Origin
 from paradec.samplers.masked.rules.random import Random
 
-STAGES = ("query", "propose", "commit", "ranked", "read", "draw_tokens")
-"""What runs around `select` in the masked family, and not here."""
+STAGES = ("query", "propose", "commit", "ranking_scores", "read_candidates", "draw_tokens")
+"""Methods around `select` in the masked family that do not run here."""
 
 
-def refusal(rule: MaskedSampler) -> str | None:
-    """Why a sampler cannot say what a canvas keeps, in words that follow its name; None where it can."""
+def why_unsupported(rule: MaskedSampler) -> str | None:
+    """Why a sampler cannot say what a canvas keeps, as a clause; None where it can."""
     if isinstance(rule, Combination):
-        why_member = next((why for member in rule.members if (why := refusal(member))), None)
+        why_member = next((why for member in rule.members if (why := why_unsupported(member))), None)
         return why_member or ("its stages change logits from step to step" if rule.needs.processes_logits else None)
     if "text" not in rule.models:
         return "it is made for pictures"
@@ -45,17 +45,16 @@ def refusal(rule: MaskedSampler) -> str | None:
     return None
 
 
-def checked(rule: MaskedSampler, user: str) -> MaskedSampler:
+def check_rule(rule: MaskedSampler, user: str) -> MaskedSampler:
     """The rule, or ValueError with the reason."""
-    why = refusal(rule)
+    why = why_unsupported(rule)
     if why is not None:
         raise ValueError(f"sampler {rule.name!r} cannot say what sampler {user!r} keeps of a canvas: {why}")
     return rule
 
 
 def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: int) -> Any:
-    """`view.quota` of rules with a schedule: positions that a step keeps, ceil(num_undecided * step / steps).
-    num_undecided: [R]; step: [R], from 1. [R] int64 on the host, or a tuple of its like."""
+    """`view.quota` of rules with a schedule: ceil(num_undecided [R] * step [R] / steps); a tuple for combinations."""
     if isinstance(rule, Combination):
         return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:

@@ -1,8 +1,7 @@
-"""The start of a decoding of canvases: a request meets a model, and becomes a state."""
+"""Start of a decoding of canvases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from paradec.caches.kept import KeptPrefix
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_at_most, check_int, shown
 from paradec.core.facts import HOLE
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
@@ -19,7 +18,8 @@ from paradec.core.trace import to_spans
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.features.early_stops import split_stop_rules
 from paradec.samplers.features.stop_strings import StopStrings
-from paradec.samplers.masked.blocks import EndOfText, StopRule
+from paradec.samplers.masked.blocks import EndOfText
+from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, Settled
 from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
@@ -39,17 +39,19 @@ REFUSED = {
     "rollout": "a canvas closes with its likeliest tokens, which no step has drawn",
 }
 """Fields of a request that mean nothing on canvases, and why."""
+MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+"""Settings of a sampler that are the model's where they are None."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check all arguments, then lay out the rows: each prompt from position 0, canvases after it, or over the holes in
-    it.
-
-    Raises:
-        ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
-    """
+    """Check a request, and make its state: each prompt, then canvases, or over its holes. Raises ValueError or
+    TypeError."""
     sampler.check_model(model)
-    _check_unsupported(sampler, request)
+    for name, why in REFUSED.items():
+        value = getattr(request, name)
+        is_set = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
+        if is_set and getattr(value, "name", None) != "none":
+            raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
@@ -61,13 +63,15 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
                 f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
             )
     defaults = model.denoising
-    rule = rules.checked(sampler.rule_for(defaults), sampler.name)
-    suppressed = suppressed_ids(request, facts)  # noise may hold them
-    if len({*suppressed, *(facts.eos_token_ids if request.holes_eos_inf else ())}) >= facts.vocab_size:
-        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
+    rule = rules.check_rule(sampler.rule_for(defaults), sampler.name)
+    # noise may hold them
+    suppressed = suppressed_ids(request, facts, facts.eos_token_ids if request.holes_eos_inf else ())
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
-    stop_rules = _stop_rules(sampler, request)
+    token_rules, early = split_stop_rules(request.stop)
+    if early:
+        raise ValueError(f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole")
+    stop_rules = [*token_rules]
     answers = answer_starts(rows, HOLE)
     if request.stop_strings:
         stop_rules.append(StopStrings.from_request(request, model, answers, HOLE))
@@ -83,6 +87,15 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     longest = int(np.maximum(lengths_with_canvases, requested_length).max())
     canvas = padded(rows, longest, HOLE)
     is_given = canvas != HOLE
+    settings = {name: defaults[name] if (value := getattr(sampler, name)) is None else value for name in MODEL_SETTINGS}
+    check_at_most("t_min", settings["t_min"], "t_max", settings["t_max"])
+    settled, steps = None, int(settings["max_denoising_steps"])
+    if sampler.early_stop:
+        settled = Settled(settings["stability_threshold"], settings["confidence_threshold"])
+    if request.steps is not None:
+        counts = np.array([len(row) for row in starts])
+        check_steps(request.steps, counts, "canvases")
+        steps = -(-request.steps // int(counts.max()))
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else np.zeros_like(answers)))
     sizes = {"window": width, "hidden": model.hidden_size}
@@ -92,9 +105,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         facts=facts,
         request=request.without_objects(),
         rule=rule,
-        steps=_steps(sampler, request, defaults, starts),
-        temperatures=_temperatures(sampler, defaults),
-        settled=_settled(sampler, defaults),
+        steps=steps,
+        temperatures=(float(settings["t_min"]), float(settings["t_max"])),
+        settled=settled,
         encode_wait=sampler.encode_wait,
         canvas=torch.as_tensor(np.where(is_given, canvas, facts.fill_token_id), device=device),
         given=torch.as_tensor(is_given, device=device),
@@ -127,28 +140,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     return state
 
 
-def _check_unsupported(sampler: Any, request: Request) -> None:
-    """Raise ValueError for a field that means nothing here, with the reason."""
-    for name, why in REFUSED.items():
-        value = getattr(request, name)
-        is_set = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
-        if is_set and getattr(value, "name", None) != "none":
-            raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
-
-
-def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
-    """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
-    rules, early = split_stop_rules(request.stop)
-    if early:
-        raise ValueError(
-            f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
-            f"(settings of sampler {sampler.name!r})"
-        )
-    return [*rules]
-
-
 def _starts(row: list[int], end: int, width: int) -> np.ndarray:
-    """Where canvases begin in a row that is to be `end` long: each at the first position to fill that none covers."""
+    """Where canvases begin in a row of length `end`: each at the first position to fill that none covers."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
     for position in holes:
@@ -169,8 +162,8 @@ def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[t
 def _reuse(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. The encoder
-    is causal: any number is exact. Raises ValueError for a prefix of another model, or one with images."""
+    """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. Any number is
+    exact: the encoder is causal. Raises ValueError for a prefix of another model, or with images."""
     prefix, pictured = request.prefix, any(image is not None for image in images)
     if request.keep_prefix and pictured:
         raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
@@ -185,39 +178,3 @@ def _reuse(
     num_leading = [row.index(HOLE) if HOLE in row else len(row) for row in rows]
     counts = np.minimum(counts, num_leading)
     return (source, counts) if counts.any() else None
-
-
-def _setting(sampler: Any, defaults: Mapping[str, Any], name: str) -> Any:
-    """What the sampler says, else the model."""
-    value = getattr(sampler, name)
-    return defaults[name] if value is None else value
-
-
-def _steps(sampler: Any, request: Request, defaults: Mapping[str, Any], starts: list[np.ndarray]) -> int:
-    """N: what the request spreads over a row's canvases, else the sampler's or the model's."""
-    if request.steps is None:
-        return int(_setting(sampler, defaults, "max_denoising_steps"))
-    count = max(map(len, starts))
-    if request.steps % count and len({len(row) for row in starts}) == 1:
-        raise ValueError(
-            f"steps={request.steps} must be a multiple of the number of canvases ({count}): each has as many"
-        )
-    if request.steps < count:
-        raise ValueError(f"steps={request.steps} must be at least the number of canvases ({count})")
-    return -(-request.steps // count)
-
-
-def _temperatures(sampler: Any, defaults: Mapping[str, Any]) -> tuple[float, float]:
-    t_min, t_max = (float(_setting(sampler, defaults, name)) for name in ("t_min", "t_max"))
-    if t_min > t_max:
-        raise ValueError(f"t_min={t_min} must be at most t_max={t_max}; what is not given is the model's")
-    return t_min, t_max
-
-
-def _settled(sampler: Any, defaults: Mapping[str, Any]) -> Settled | None:
-    if not sampler.early_stop:
-        return None
-    return Settled(
-        stability=_setting(sampler, defaults, "stability_threshold"),
-        entropy=_setting(sampler, defaults, "confidence_threshold"),
-    )

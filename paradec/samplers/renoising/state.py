@@ -1,4 +1,4 @@
-"""What changes while canvases of noise are decoded: each row's open canvas, what is encoded, the counters."""
+"""State of a decoding of canvases: each row's open canvas, the encoded tokens, the counters."""
 
 from __future__ import annotations
 
@@ -33,35 +33,33 @@ class DenoisingState(State):
     facts: ModelFacts
     request: Request
     rule: Any
-    """The masked sampler whose `select` says what a step keeps."""
+    """The masked sampler whose `select` keeps positions."""
     steps: int
-    """N: steps that close a canvas at the latest."""
     temperatures: tuple[float, float]
     """t_min and t_max."""
     settled: Settled | None
-    """When a canvas closes earlier; None: never."""
     encode_wait: int
     canvas: Tensor
-    """[B, L] int64 ids: what is final, and in open canvases the draft, which is what closing now would write."""
+    """[B, L] int64 ids: final tokens, and in open canvases the draft, which closing now would write."""
     given: Tensor
-    """[B, L] bool: what the user gave."""
+    """[B, L] bool: prompt tokens."""
     starts: list[np.ndarray]
     """Where each row's canvases begin, ascending."""
     prompt_length: np.ndarray
     """[B] int64: where the first canvas begins."""
     answer_start: np.ndarray
-    """[B] int64: the position after the last one that was given."""
+    """[B] int64: the position after the last prompt token."""
     length: np.ndarray
     """[B] int64: the end of each row's last canvas."""
     asked: np.ndarray
-    """[B] int64: the position after the last one that was asked for."""
+    """[B] int64: end of the requested positions."""
     max_new_tokens: int
     keys: Tensor
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
     """The caller's, for `rng="reference"`: then rows go in lock step, as transformers draws them."""
     suppressed: Tensor | None
-    """[S] int64 ids that are never proposed; None when there are none."""
+    """[S] int64 ids that are never proposed, or None."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     stop_rules: Sequence[StopRule] = ()
@@ -73,7 +71,6 @@ class DenoisingState(State):
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="canvas")
     revises: ClassVar[bool] = True
     constraint: ClassVar[Any] = property(lambda self: self.features.get("constraint"))
-    """The `CanvasConstraint`, or None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +78,7 @@ class DenoisingState(State):
         self.block_start = np.array([row[0] for row in self.starts], np.int64)
         """[B] int64: where each row's open canvas begins."""
         self.opened = np.zeros(batch, np.int64)
-        """[B] int64: which of its canvases that is."""
+        """[B] int64: the index of the open canvas."""
         self.encoded = np.zeros(batch, np.int64)
         """[B] int64: leading positions whose keys and values are in the store."""
         self.waited = np.zeros(batch, np.int64)
@@ -92,7 +89,7 @@ class DenoisingState(State):
         """[B] int64: steps taken by the row, in all canvases."""
         self.running = np.ones(batch, bool)
         self.converged = np.zeros(batch, bool)
-        """[B] bool: rows whose canvas has settled, and waits until those of all others have (lock step)."""
+        """[B] bool: rows whose canvas has settled, and waits for all others (lock step)."""
         self.decided = np.zeros(batch, np.int64)
         self.end = self.asked.copy()
         """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
@@ -101,8 +98,8 @@ class DenoisingState(State):
         """[B] int64: leading positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
-        """[B] int64 each: calls that encoded final tokens of a row, and steps that its open canvas took. In lock step
-        calls that a settled or ended row only rode along in are left out here, as transformers does."""
+        """[B] int64 each: encodings and denoising steps of a row, without those that a settled or ended row rode along
+        in."""
         column = np.arange(self.canvas.shape[1])
         covered = np.zeros(self.canvas.shape, bool)
         for row, starts in enumerate(self.starts):
@@ -112,7 +109,7 @@ class DenoisingState(State):
         self._final = ~covered | (column >= self.length[:, None]) | is_given
         self.total = (~self._final).sum(1)
         self.pinned = bool((covered & is_given).any())
-        """Whether a canvas has positions that the user gave."""
+        """Whether a canvas has prompt tokens."""
         self._open_noise(np.arange(batch))
 
     # ---- what is read ---------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ class DenoisingState(State):
 
     @property
     def undecided(self) -> Tensor:
-        """[B, L] bool: positions that are not final yet."""
+        """[B, L] bool."""
         return torch.as_tensor(~self._final, device=self.canvas.device)
 
     @property
@@ -153,11 +150,10 @@ class DenoisingState(State):
         return self.block_start + self.width
 
     def cache_advice(self) -> None:
-        """There is nothing to advise: what is encoded is always kept."""
+        """None: encoded tokens are always stored."""
 
     def draft_end(self) -> np.ndarray:
-        """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself. A canvas that no step
-        has read yet has nothing to show."""
+        """[B] int64: the end of what may be shown of a row: its open canvas once a step has read it, or the row."""
         shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.asked), self.block_start)
         return np.where(self.running, shown, self.end)
 
@@ -179,7 +175,6 @@ class DenoisingState(State):
         return torch.as_tensor(self.block_start[rows, None] + np.arange(self.width), device=self.canvas.device)
 
     def index(self, rows: np.ndarray) -> Tensor:
-        """[R] int64 on the device."""
         return torch.as_tensor(rows, device=self.canvas.device)
 
     def noisy(self, rows: np.ndarray) -> Tensor:
@@ -198,7 +193,7 @@ class DenoisingState(State):
         return annealed(fraction_left / self.steps, *self.temperatures)
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
-        """What the next request can take over, if that was asked for; to be taken before the store is freed."""
+        """The `KeptPrefix` for the next request, if requested; call it before the store is freed."""
         if not self.request.keep_prefix:
             return None
         counts = np.minimum(self.encoded, self.end)
@@ -221,7 +216,6 @@ class DenoisingState(State):
         return noise(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
 
     def _open_noise(self, rows: np.ndarray) -> None:
-        """Random tokens for the canvases that `rows` have opened, and what the user gave in them."""
         if not len(rows):
             return
         positions = self.positions(rows)
@@ -253,7 +247,7 @@ class DenoisingState(State):
         self._open_noise(rows)
 
     def _stop(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Ask the stop rules of rows that run [R] and have closed canvases at `positions` [R, C]."""
+        """Apply the stop rules to running rows [R] that have closed canvases at `positions` [R, C]."""
         if not len(rows) or not self.stop_rules:
             return
         self.window = Window(  # the closed canvases as stop rules read them
@@ -277,7 +271,6 @@ class DenoisingState(State):
             self._fill_after_end(rows)
 
     def _fill_after_end(self, rows: np.ndarray) -> None:
-        """Padding after the last token of rows that a rule has ended."""
         rows = rows[self.stopped[rows]]
         if len(rows):
             column = torch.arange(self.canvas.shape[1], device=self.canvas.device)
@@ -291,14 +284,12 @@ Share = TypeVar("Share", float, Tensor)
 
 
 def annealed(fraction_left: Share, t_min: float, t_max: float) -> Share:
-    """The temperature where `fraction_left` of the steps, this one included, is to be done: t_max at the first step.
-    t_min would be reached after the last."""
+    """The temperature where `fraction_left` of the steps is to be done, this one included: t_max at the first step."""
     return t_min + (t_max - t_min) * fraction_left
 
 
 FIRST_STREAM, NOISE_STREAM = 4, 5
-"""Draws of the tokens that a canvas opens with, and of those that replace what a step does not keep.
-(`paradec.core.rng` and `paradec.samplers.causal.state` have the other streams.)"""
+"""Random streams of a canvas's initial tokens, and of later noise (others: `paradec.core.rng`, `causal.state`)."""
 
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
@@ -309,14 +300,9 @@ def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int
 
 @dataclass(frozen=True)
 class Settled:
-    """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a bound
-    (transformers' `StableAndConfidentStoppingCriteria`).
-
-    Args:
-        stability: earlier steps of the canvas whose best tokens equal this step's; 0 asks for the entropy alone.
-        entropy: the bound in nats, on the mean over the canvas, of the tempered distributions that tokens are drawn
-            from.
-    """
+    """A canvas closes once its best tokens have been unchanged for `stability` earlier steps (0: any), and the mean
+    `entropy` of its distributions of draws, in nats, is below a bound (transformers'
+    `StableAndConfidentStoppingCriteria`)."""
 
     stability: int = 1
     entropy: float = 0.005
@@ -326,6 +312,6 @@ class Settled:
         check_number("confidence_threshold", self.entropy, low=0, open_low=True)
 
     def satisfied(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-        """[R] bool: the rows whose canvas closes. unchanged: [R] int64, how many steps in a row, this one included, had
-        the best tokens of the step before. entropy: [R] mean entropies of this step."""
+        """[R] bool: the rows whose canvas closes. unchanged: [R] int64, steps with unchanged best tokens. entropy: [R]
+        means."""
         return (unchanged >= self.stability) & (entropy < self.entropy)

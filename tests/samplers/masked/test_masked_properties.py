@@ -160,11 +160,11 @@ def test_every_step_and_every_row(
     if sampler.needs.revises:
         length = asked["block_length"]
         counts = [state.blocks.count(*each) for each in zip(state.prompt_length, state.length, strict=True)]
-        most = max(counts) * sampler.most_steps(np.array([length]))[0]
+        most = max(counts) * sampler.max_steps(np.array([length]))[0]
         most = (
             most
             if model_name == "blocks64"
-            else sampler.most_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
+            else sampler.max_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
         )
     steps, forwarded = [], []
     with torch.inference_mode():

@@ -83,7 +83,7 @@ def test_log_probabilities_are_those_of_the_step_s_logits(temperature: float, mo
     given = {"temperature": temperature, "seed": 1, "guidance_scale": 1.5, "suppress_tokens": [3], "block_length": 5}
     sampler = samplers.create("threshold", threshold=0.05)
     state: Any = sampler.start(model, ROWS, **GIVEN, **given)
-    state.most_calls = 1
+    state.max_calls = 1
     logp = torch.full(state.canvas.shape, torch.nan, dtype=torch.float64)
     drawn = logp.clone()
     with torch.inference_mode():

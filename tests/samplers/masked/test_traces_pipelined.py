@@ -413,7 +413,7 @@ class ForcedBase(LoPA):
 
     def propose(self, *arguments: Any) -> BranchProposal:
         proposal = super().propose(*arguments)
-        proposal.promise[0] = torch.inf
+        proposal.branch_scores[0] = torch.inf
         return proposal
 
 

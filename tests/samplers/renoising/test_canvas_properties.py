@@ -35,7 +35,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 ROWS = [torch.randint(14, GEMMA_VOCAB, (size,), generator=GENERATOR).tolist() for size in (9, 1, 23, 5)]
 HOLED = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-KEEPS = [name for name in MASKED if rules.refusal(samplers.create(name)) is None]
+KEEPS = [name for name in MASKED if rules.why_unsupported(samplers.create(name)) is None]
 """Every registered rule that a canvas can be decoded with."""
 METHODS = ["diffusion_gemma", *KEEPS, "low_confidence+threshold"]
 

@@ -1,15 +1,13 @@
-"""FreeDave: the sampler's own next steps are drafted from one forward and verified, all of them, in the next.
+"""FreeDave ("Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py).
 
-"Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py. The public code keeps what a
-forward found until the next one has verified it; here its first step is committed at once, so that the next forward
-evaluates the row as it is, and drafts beyond it. Tokens and forwards are the same, but none is spent on rows that
-have no mask left, and with one draft a step it is the base itself, forward for forward.
+The public code keeps a forward's drafts until the next one has verified them; here its first step is committed at once.
+Tokens and forwards are the same, but none is spent on rows without masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,56 +21,47 @@ from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
 from paradec.core.query import WindowQuery
-from paradec.request import Request, request_for
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
-from paradec.samplers.masked.ahead.draft_layout import Ahead, draft_queries
-from paradec.samplers.masked.ahead.wrapped import (
-    DraftingSampler,
-    DraftProposal,
-    Taken,
-    base_sampler,
-    picked,
-    take,
-    why_not_a_base,
-)
+from paradec.samplers.masked.ahead.draft_layout import DraftState, build_queries
+from paradec.samplers.masked.ahead.wrapped import BaseStep, DraftingSampler, DraftProposal, base_sampler, pick_step
 from paradec.samplers.masked.blocks import NEVER, close_blocks, find_ends, trim_rows
 from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedState, to_host
 from paradec.samplers.masked.view import Decision
 
 CARRIED = "carried_"
-"""Before the names of what a forward found and the next drafts are made of, in the memory."""
+"""Prefix of memories that hold a forward's readings for the next drafts."""
 
 
-def accept(
-    drafts: np.ndarray, written: np.ndarray, copies: np.ndarray, mask: int, subset: bool
+def accept_drafts(
+    drafts: np.ndarray, written: np.ndarray, num_drafts: np.ndarray, mask: int, subset: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many drafts are accepted beyond the first one, which is the row itself.
+    """Count the drafts that are accepted beyond the first one, which is the row itself.
 
     Args:
         drafts: [K, R, W] int64 windows, each an extension of the one before.
-        written: [K, R, W] int64: what the base made of each of them in one step.
-        copies: [R] int64: how many of a row's drafts were evaluated.
+        written: [K, R, W] int64: the windows after the base's step from each draft.
+        num_drafts: [R] int64: how many of a row's drafts were evaluated.
         mask: the mask id.
-        subset: False accepts a draft that is what the base made of the accepted one before it; True the furthest one
-            that holds nothing else than what the base made of an accepted one.
+        subset: False accepts a draft that equals the base's step from the accepted one before it; True the furthest one
+            whose tokens are all among those of an accepted one's step.
 
     Returns:
         The number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64.
     """
     count = len(drafts)
     depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
-    judge = np.broadcast_to(depth, (count, len(rows)))
+    judge_of_draft = np.broadcast_to(depth, (count, len(rows)))
     if not subset:
-        agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < copies)
-        return np.cumprod(agrees, axis=0).sum(0), judge
+        agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < num_drafts)
+        return np.cumprod(agrees, axis=0).sum(0), judge_of_draft
     # [judging, judged, R]
-    within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < copies)
-    best = np.zeros(len(rows), np.int64)
+    within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < num_drafts)
+    num_accepted = np.zeros(len(rows), np.int64)
     for _ in range(count - 1):
-        furthest = np.where(within[best, :, rows].T & (depth > best), depth, best).max(0)
-        judge = np.where((depth >= best) & (depth < furthest), best, judge)
-        best = furthest
-    return best, judge
+        furthest = np.where(within[num_accepted, :, rows].T & (depth > num_accepted), depth, num_accepted).max(0)
+        judge_of_draft = np.where((depth >= num_accepted) & (depth < furthest), num_accepted, judge_of_draft)
+        num_accepted = furthest
+    return num_accepted, judge_of_draft
 
 
 @dataclass(frozen=True)
@@ -85,9 +74,9 @@ class FreeDave(DraftingSampler):
     would have seen. The first step in a block has no drafts.
 
     Lossless: tokens equal those of the base with the same cache, at every temperature, because random numbers belong to
-    a step and a draft uses those of its own step (the public code is exact in distribution there). Schedules count the
-    accepted steps, the base's memory follows the accepted drafts, and rows end and blocks open at the same steps as
-    with the base. Outside float64, near-ties may be decided differently, as in any other batch.
+    a step and a draft uses those of its own step (the public code is exact in distribution there). Rows end and blocks
+    open at the same steps as with the base. Outside float64, near-ties may be decided differently, as in any other
+    batch.
 
     Args:
         base: the sampler whose steps are taken: a name, a masked sampler, or its `to_dict`. The default is one token
@@ -97,14 +86,14 @@ class FreeDave(DraftingSampler):
         draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
             "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
             code's default); only for models whose attention takes such a mask. The result is the same.
-        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if it holds
-            only tokens that an accepted one's step would commit, even if it holds fewer. This takes fewer forwards, and
-            gives other tokens than the base. Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
+        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if all its
+            tokens are among those that an accepted one's step would commit. This takes fewer forwards, and gives other
+            tokens than the base. Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
 
-    The method pays if a call with K times the positions costs hardly more: with few rows and short windows.
-    `row_forwards` and forwarded tokens count every draft. Refused are caches whose plan depends on the number of steps,
-    blocks and early stops that the logits decide, and `rng="reference"`. The public code's eager mode, which drafts
-    into the next block, is not implemented.
+    The method pays with few rows and short windows, where K times the positions cost hardly more. Forwarded tokens
+    count every draft. Refused are caches whose plan depends on the number of steps, blocks and early stops that the
+    logits decide, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
+    implemented.
 
     Raises:
         ValueError: a setting out of its range, or a base whose steps cannot be drafted: one that takes tokens back,
@@ -127,225 +116,187 @@ class FreeDave(DraftingSampler):
         check_int("draft_steps", self.draft_steps, low=1, high=64)
         check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
         check_choice("agreement", self.agreement, ("exact", "subset"))
-        base = base_sampler(self.base)
-        why = why_not_a_base(base)
+        base, why = base_sampler(self.base), None
         if self.agreement == "subset" and (base.memory() or base.uses_steps or base.needs.may_wait):
-            why = why or "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
-        if why is not None:
-            raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
-        read = base.needs
-        needs = replace(self.needs, reads=read.reads, score=read.score, score_from=read.score_from)
-        needs = replace(needs, may_wait=read.may_wait, decided_logits=read.decided_logits)
-        vars(self).update(base=base, needs=needs, draws=base.draws, uses_steps=base.uses_steps)
+            why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
+        self._adopt(base, why, may_wait=base.needs.may_wait)
+        object.__setattr__(self, "uses_steps", base.uses_steps)
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        kept = dict(self.base.memory())
+        specs = dict(self.base.memory())
         if self.draft_steps == 1:
-            return kept
-        found = {name: torch.float64 for name in self.needs.reads} | {"tokens": torch.int64}
-        return kept | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in found.items()}
+            return specs
+        readings = {name: torch.float64 for name in self.needs.reads} | {"tokens": torch.int64}
+        return specs | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in readings.items()}
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if isinstance(blocks, PipelinedBlocks):
-            raise ValueError(
-                f"sampler 'freedave' does not work with blocks={shown(blocks)}: it drafts later steps of one block; "
-                "use paradec.FixedBlocks, or sampler='lopa'"
-            )
+            raise ValueError(f"sampler 'freedave' drafts one block, not blocks={shown(blocks)}; use sampler='lopa'")
         super().check(facts, blocks, cache, longest)
 
-    def start(
-        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
-    ) -> MaskedState:
-        """Make the state of one request: see `MaskedSampler.start`.
-
-        Raises:
-            ValueError, TypeError: an argument out of its range, `rng="reference"`, or draft_mode="tree" with a model
-                that has no use for a mask per position; the message names it.
-        """
-        request = request_for(self, request, arguments)
-        if request.rng == "reference":
-            raise ValueError(
-                "rng='reference' does not work with sampler 'freedave': it draws from one stream in the order of the "
-                "steps, and drafts of later steps draw beside each other; use rng='counter'"
-            )
+    def check_model(self, model: Any) -> None:
+        super().check_model(model)
         if self.draft_mode == "tree" and not model.supports_store:
-            raise ValueError(
-                f"draft_mode='tree' of sampler 'freedave' needs a model that takes an attention mask per position; "
-                f"{model.facts.name} does not: use draft_mode='batch'"
-            )
-        return super().start(model, prompt, request, attention_mask=attention_mask)
+            raise ValueError(f"draft_mode='tree' does not work with {model.facts.name}: use draft_mode='batch'")
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """One query per part of the cache's plan, two where only some of its rows have drafts."""
-        copies = self._copies(state)
-        drafts = self._drafts(state, copies.max())
-        return draft_queries(state, drafts, copies, tree=self.draft_mode == "tree")
-
-    def _copies(self, state: MaskedState) -> np.ndarray:
-        """[R] int64: steps to evaluate of each row, as many as its block may still take. All but those of methods that
-        may wait fill something, and most schedules end with their planned steps."""
         rows = state.window.rows
+        # as many steps as a block may still take: nearly all methods fill something in each, and end with their plan
         copies = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
             copies = np.minimum(copies, state.remaining[rows])
         if self.uses_steps:
             planned = state.planned_steps(rows) - state.block_step[rows]
             copies = np.where(planned > 0, np.minimum(copies, planned), copies)
-        return np.where(state.block_step[rows] == 0, 1, copies)
+        copies = np.where(state.block_step[rows] == 0, 1, copies)
+        return build_queries(state, self._make_drafts(state, copies.max()), copies, tree=self.draft_mode == "tree")
 
-    def _drafts(self, state: MaskedState, count: int) -> list[Ahead]:
-        """The row as it is and `count` - 1 steps on, by what the last forward found."""
-        drafts = [Ahead(state, 0, state.window.read(state.canvas))]
+    def _make_drafts(self, state: MaskedState, count: int) -> list[DraftState]:
+        drafts = [DraftState(state, 0, state.window.read(state.canvas))]
         if count == 1:
             return drafts
         memory = state.memory.read(state.window.rows, state.window.positions.shape[1])
-        found = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
-        tokens = found.pop("tokens")
-        kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
+        readings = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
+        tokens = readings.pop("tokens")
+        base_memory: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
         for steps in range(1, count):
-            updates = {**kept, **found} if self.base.needs.processes_logits else {}
-            taken = take(self.base, drafts[-1], tokens, found, updates, kept, [])
-            kept = taken.memory
-            drafts.append(Ahead(state, steps, taken.written))
+            updates = {**base_memory, **readings} if self.base.needs.processes_logits else {}
+            base_step = self.take_step(drafts[-1], tokens, readings, updates, base_memory, [])
+            base_memory = base_step.memory
+            drafts.append(DraftState(state, steps, base_step.written))
         return drafts
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> DraftProposal:
-        """The base's step from every draft. outputs: logits [R, W, V], one per query."""
-        drafts, taken, copies = self.take_steps(self.base, state, outputs, queries, chain=True)
-        return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
+        drafts, base_steps, copies = self.take_steps(self.base, state, outputs, queries, chain=True)
+        return DraftProposal(**vars(base_steps[0].proposal), drafts=drafts, base_steps=base_steps, copies=copies)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Accept drafts, and write the base's steps up to and with that from the last accepted one.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits for an accepted draft. Nothing is written.
-            RuntimeError: the base committed nothing where it must.
-        """
+        """Accept drafts, and write the base's steps up to and including that from the last accepted one."""
         assert isinstance(proposal, DraftProposal)
-        window, rows, steps = state.window, proposal.rows, proposal.taken
+        window, rows, steps = state.window, proposal.rows, proposal.base_steps
         state.check_current(proposal)
         cuts = [step.cut for step in steps if step.cut is not None]
-        found = to_host(
-            drafts=torch.stack([ahead.tokens for ahead in proposal.drafts]),
+        arrays = to_host(
+            drafts=torch.stack([draft.tokens for draft in proposal.drafts]),
             written=torch.stack([step.written for step in steps]),
             confidence=torch.stack([step.proposal.quantities["confidence"] for step in steps]),
             cut=torch.stack(cuts) if cuts else None,
         )
-        drafts, written = found["drafts"], found["written"]
+        drafts, written = arrays["drafts"], arrays["written"]
         subset = self.agreement == "subset"
-        best, judge = accept(drafts, written, proposal.copies, state.facts.mask_id, subset)
+        num_accepted, judge_of_draft = accept_drafts(drafts, written, proposal.copies, state.facts.mask_id, subset)
         # the base's windows one by one: the accepted drafts, then what it made of the last of them
         depth = np.arange(len(steps))[:, None]
-        windows = np.where((depth < best)[..., None], np.roll(drafts, -1, 0), written)
+        windows = np.where((depth < num_accepted)[..., None], np.roll(drafts, -1, 0), written)
         changed = windows != np.concatenate((drafts[:1], windows[:-1]))
         counts = changed.sum(-1)
         full = counts.cumsum(0) == state.remaining[rows]
-        taken = np.minimum(best, np.where(full.any(0), full.argmax(0), best)) + 1
-        cut = found["cut"] if cuts else np.full(counts.shape, UNCUT)
-        shorter = cut < state.length[rows]  # drafts beyond were evaluated with the longer row
-        taken = np.minimum(taken, np.where(shorter.any(0), shorter.argmax(0) + 1, taken))
-        self._check(state, rows, np.isfinite(found["confidence"]).all(-1), counts, depth < taken)
+        num_steps = np.minimum(num_accepted, np.where(full.any(0), full.argmax(0), num_accepted)) + 1
+        cuts_by_step = arrays["cut"] if cuts else np.full(counts.shape, UNCUT)
+        shorter = cuts_by_step < state.length[rows]  # drafts beyond were evaluated with the longer row
+        num_steps = np.minimum(num_steps, np.where(shorter.any(0), shorter.argmax(0) + 1, num_steps))
+        self._check_steps(state, rows, np.isfinite(arrays["confidence"]).all(-1), counts, depth < num_steps)
 
-        taken, ends = self._write(state, windows, counts, taken)
-        index, began = np.arange(len(rows)), state.row_step[rows]
-        final = windows[taken - 1, index]
-        last = torch.as_tensor(taken - 1, device=window.positions.device)
+        num_steps, ends = self._write_steps(state, windows, counts, num_steps)
+        index, first_step = np.arange(len(rows)), state.row_step[rows]
+        final = windows[num_steps - 1, index]
+        last_step = torch.as_tensor(num_steps - 1, device=window.positions.device)
         for name in self.base.memory():
-            state.memory.write(name, rows, picked([step.memory[name] for step in steps], last))
+            state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], last_step))
         if self.draft_steps > 1:
-            self._carry(state, rows, steps, last)
+            self._remember_readings(state, rows, steps, last_step)
         # each token with the score that it had when the base took it
-        when = (changed & (depth < taken)[..., None]).argmax(0)
+        step_of_token = (changed & (depth < num_steps)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
-        judged, values, selected = (
+        judging_draft, values, selected = (
             torch.as_tensor(array, device=scores.device)
-            for array in (judge[when, index[:, None]], final, final != drafts[0])
+            for array in (judge_of_draft[step_of_token, index[:, None]], final, final != drafts[0])
         )
-        every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
+        logprobs = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
         decision = Decision(
             values=values,
             selected=selected,
             filled=selected,
-            logprobs=StepLogProbs.select_steps(every, judged) if every else None,
-            steps=torch.as_tensor(began[:, None] + when, device=scores.device),
+            logprobs=StepLogProbs.select_steps(logprobs, judging_draft) if logprobs else None,
+            steps=torch.as_tensor(first_step[:, None] + step_of_token, device=scores.device),
         )
         state.count(proposal.cost)
         state.cache.committed(state, final)
         state.advance(rows, (final != drafts[0]).sum(-1))
-        moved = bool(shorter[taken - 1, index].any())
+        moved = bool(shorter[num_steps - 1, index].any())
         for feature in state.features.values():
             moved |= feature.on_close(state, proposal, decision, final, ends)
-        state.row_step[rows] += taken - 1
-        state.block_step[rows] += taken - 1
-        if shorter[taken - 1, index].any():
-            trim_rows(state, cut[taken - 1, index], final)
-        close_blocks(state, rows, ends, moved=moved)
-        score = scores.gather(0, judged[None])[0]
+        state.row_step[rows] += num_steps - 1
+        state.block_step[rows] += num_steps - 1
+        if shorter[num_steps - 1, index].any():
+            trim_rows(state, cuts_by_step[num_steps - 1, index], final)
+        close_blocks(state, rows, ends, changed=moved)
+        score = scores.gather(0, judging_draft[None])[0]
         return Commit(rows, values, window.positions, selected, score, proposal.kind, decision.logprobs)
 
-    def _check(
-        self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, counts: np.ndarray, within: np.ndarray
+    def _check_steps(
+        self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, num_committed: np.ndarray, is_taken: np.ndarray
     ) -> None:
-        """Raise where the base would have, in the steps `within` [K, R]. finite, counts: [K, R]."""
-        broken = within & ~finite
+        broken = is_taken & ~finite
         if broken.any():
-            wrong = broken.any(0)
-            raise NotFinite.at_steps(rows[wrong], state.row_step[rows[wrong]] + broken[:, wrong].argmax(0))
-        idle = within & (counts == 0)
+            is_broken = broken.any(0)
+            raise NotFinite.at_steps(rows[is_broken], state.row_step[rows[is_broken]] + broken[:, is_broken].argmax(0))
+        idle = is_taken & (num_committed == 0)
         if self.needs.may_wait:
-            steps = state.block_step[rows] + np.arange(1, len(counts) + 1)[:, None]
+            steps = state.block_step[rows] + np.arange(1, len(num_committed) + 1)[:, None]
             idle &= steps >= state.planned_steps(rows)
         if idle.any():
             row = int(rows[idle.any(0).argmax()])
             raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {row}")
 
-    def _write(
-        self, state: MaskedState, windows: np.ndarray, counts: np.ndarray, taken: np.ndarray
+    def _write_steps(
+        self, state: MaskedState, windows: np.ndarray, num_committed: np.ndarray, num_steps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Write the windows [K, R, W] of `taken` [R] steps, which commit `counts` [K, R] tokens each, one after the
-        other, up to that in which a stop rule ends a row. Returns the steps that are left of `taken`, and the ends as a
-        `StopRule` says them."""
-        window, rows, index = state.window, state.window.rows, np.arange(len(taken))
-        ends = np.full(len(taken), NEVER)
-        last = int(taken.max()) - 1
+        """Write windows [K, R, W] of `num_steps` [R] steps, until a stop rule ends a row; return the steps written, and
+        ends."""
+        window, rows, index = state.window, state.window.rows, np.arange(len(num_steps))
+        ends = np.full(len(num_steps), NEVER)
+        last_step = int(num_steps.max()) - 1
         # a rule may read what is counted: it sees it as the base's commit would leave it
-        before = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
-        for step in range(last + 1) if state.stop_rules else [last]:
-            tokens = windows[np.minimum(step, taken - 1), index]
+        counters = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
+        for step in range(last_step + 1) if state.stop_rules else [last_step]:
+            tokens = windows[np.minimum(step, num_steps - 1), index]
             window.write(state.canvas, torch.as_tensor(tokens, device=state.canvas.device))
             if not state.stop_rules:
                 continue
-            committed = np.where(step < taken, counts[step], 0)
+            committed = np.where(step < num_steps, num_committed[step], 0)
             state.decided[rows] += committed
             state.remaining[rows] -= committed
-            state.row_step[rows] += step < taken
-            state.block_step[rows] += step < taken
-            found = find_ends(state.stop_rules, state, tokens)
-            if found is not None:
-                stops = (found < NEVER) & (ends == NEVER)
-                taken = np.where(stops, np.minimum(taken, step + 1), taken)
-                ends = np.where(stops, found, ends)
-        state.decided[:], state.remaining[:], state.row_step[:], state.block_step[:] = before
-        return taken, ends if (ends < NEVER).any() else None
+            state.row_step[rows] += step < num_steps
+            state.block_step[rows] += step < num_steps
+            rule_ends = find_ends(state.stop_rules, state, tokens)
+            if rule_ends is not None:
+                stops = (rule_ends < NEVER) & (ends == NEVER)
+                num_steps = np.where(stops, np.minimum(num_steps, step + 1), num_steps)
+                ends = np.where(stops, rule_ends, ends)
+        state.decided[:], state.remaining[:], state.row_step[:], state.block_step[:] = counters
+        return num_steps, ends if (ends < NEVER).any() else None
 
-    def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
-        """Keep what was read from the last step's logits: the next drafts are made of it."""
+    def _remember_readings(
+        self, state: MaskedState, rows: np.ndarray, steps: list[BaseStep], last_step: Tensor
+    ) -> None:
         memory, read, remembered = state.memory, self.needs.reads, self.base.memory()
-        found = [{"tokens": step.proposal.values} for step in steps]
-        for values, step in zip(found, steps, strict=True):
+        readings = [{"tokens": step.proposal.values} for step in steps]
+        for values, step in zip(readings, steps, strict=True):
             values.update({name: value for name, value in step.proposal.quantities.items() if name in read})
             values.update({name: value for name, value in step.proposal.updates.items() if name not in remembered})
-        for name in found[0]:
-            value = picked([values[name] for values in found], last)
+        for name in readings[0]:
+            value = pick_step([values[name] for values in readings], last_step)
             if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
                 shape = list(value.shape[1:])
-                wide = shape[:1] == [steps[0].written.shape[1]]
-                memory.specs[CARRIED + name] = MemorySpec(("window", *shape[1:]) if wide else tuple(shape), value.dtype)
-                if wide:
+                is_wide = shape[:1] == [steps[0].written.shape[1]]
+                dims: tuple[str | int, ...] = ("window", *shape[1:]) if is_wide else tuple(shape)
+                memory.specs[CARRIED + name] = MemorySpec(dims, value.dtype)
+                if is_wide:
                     shape[0] = memory[CARRIED + "tokens"].shape[1]
                 memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
             memory.write(CARRIED + name, rows, value)

@@ -1,22 +1,13 @@
-"""The device-side step: a masked decoding whose every decision is taken on the accelerator.
+"""The device-side step: a masked decoding whose decisions are all taken on the accelerator.
 
-The loop of `protocol.decode` keeps blocks, counters and ends on the host, which waits for the device at every step.
-Here all of it lives in tensors of fixed shapes, and one step is a pure function of them: embedding, layers against the
-store, output matrix on the window alone, token statistics, selection, commit, the stop at the end of the text, the next
-block. On CUDA each shape of it is captured in a graph once and replayed; with `capture=False` the same code runs
-uncaptured.
+The loop of `protocol.decode` waits for the device at every step. Here blocks, counters and ends are tensors of fixed
+shapes, and a step is a pure function of them. On CUDA each shape of it is captured in a graph once and replayed.
 
-A row is in one of two phases: it evaluates itself whole (always without a cache; a block's first step with one), or its
-window. A step is of one phase and leaves the rows of the other as they are; so a step that no row needs changes nothing
-and is counted nowhere. The host reads one small tensor every `poll_every` steps to see which phase is needed. Graphs
-are made per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
-
-Graphs outlive their request. A step reads nothing of a request but tensors that stay where they are, into which the
-next one is copied, and a `StepLayout`: all that is fixed while a graph is captured. A `DeviceEngine` is made from a
-layout alone, and serves requests of equal layouts only. The model keeps the engines that were used last (`KEPT`,
-`KEPT_SHARE`), until `clear_graphs`.
-
-What a row decodes does not depend on any of this: it takes the same steps as in the plain loop.
+A row evaluates itself whole (always without a cache; a block's first step with one), or its window. A step is of one
+such phase and leaves the rows of the other unchanged. The host reads one small tensor every `poll_every` steps to see
+which phase is needed. Graphs are made per phase, number of rows (powers of two) and width of the window. They outlive
+their request: a step reads only tensors at fixed addresses, and a `StepLayout`. The model keeps the engines that were
+used last, until `clear_graphs`.
 """
 
 from __future__ import annotations
@@ -37,16 +28,16 @@ from paradec.samplers.masked.device.graphs import NotCapturable, StepLayout, blo
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
-KEPT = 4
+MAX_ENGINES = 4
 """Engines that a model keeps between requests."""
-KEPT_SHARE = 0.25
+MAX_STORE_SHARE = 0.25
 """The share of the device's memory that the key/value stores of kept engines may take together."""
-MOST_ENDS = 9
-"""More end ids than this have torch.isin sort, and wait for the device."""
+MAX_END_IDS = 9
+"""For more end ids than this, torch.isin sorts and waits for the device."""
 
 
-def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
-    """Why the device-side step cannot serve a request, in words that follow its names; None where it can."""
+def why_unsupported(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
+    """Why the device-side step cannot serve a request, as a clause; None where it can."""
     method = type(sampler)
     if not getattr(method, "device_step", False):  # other families say nothing of it
         if "name" not in vars(method):
@@ -65,8 +56,8 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return "guidance evaluates two rows for one"
     if not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
         return "stop rules other than the end token are asked on the host"
-    if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:
-        return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MOST_ENDS} are sorted"
+    if state.request.confidence_eos_eot_inf and len(state.ends) > MAX_END_IDS:
+        return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MAX_END_IDS} are sorted"
     if len({parameter.device for parameter in model.module.parameters()}) > 1:
         return f"{state.facts.name} is spread over several devices"
     return None
@@ -78,20 +69,20 @@ def decode(
     """Decode a request from its start to its end, as `protocol.decode` does.
 
     Args:
-        sampler, model, state: of a request that nobody has stepped yet, and that `refusal` has nothing against.
         capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
-        poll_every: steps between two looks of the host at the device. More than one saves the wait for it, and may
-            replay so many steps less one for nothing at every block's end.
+        poll_every: steps between two looks of the host at the device. More than one saves waits, and may replay up to
+            that many steps less one for nothing at every block's end.
 
     Raises:
-        ValueError: a request that the device-side step cannot serve, or `capture` without a CUDA device.
+        ValueError: a request that the device-side step cannot serve or that has begun, or `capture` without a CUDA
+            device.
         FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written to.
     """
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":
         raise ValueError(f"capture=True takes a CUDA device; the model is on {state.canvas.device}")
-    if reason := refusal(sampler, model, state):
+    if reason := why_unsupported(sampler, model, state):
         raise ValueError(f"the device-side step cannot serve this request: {reason}")
     if state.commits or int(state.counts.sum()):
         raise ValueError("the device-side step starts a request from its beginning; this state has been stepped")
@@ -102,7 +93,7 @@ def decode(
 
 def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
     table = block_table(state)
-    engine, module = take_out(model, StepLayout.of(sampler, state, table[0], capture))
+    engine, module = take_engine(model, StepLayout.from_state(sampler, state, table[0], capture))
     engine.load(model, state, table)
     try:
         engine.run(poll_every)
@@ -112,38 +103,35 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
         engine.write_back(state)
         raise  # and the engine is not kept: its store may hold NaN
     engine.write_back(state)
-    give_back(model, engine, module)
+    return_engine(model, engine, module)
 
 
-def take_out(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
-    """An engine of a layout, and what it was made from: one that the model has kept, or a new one. As long as it
-    serves, the model does not have it: a request beside this one takes another."""
+def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
+    """Take an engine of a layout from the model, or make one; a concurrent request takes another. Also its
+    `fingerprint`."""
     module = fingerprint(model)
     for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
         del model.engines[key]
     return model.engines.pop((layout, module), None) or DeviceEngine(layout), module
 
 
-def give_back(model: Any, engine: DeviceEngine, module: Any) -> None:
-    """Leave an engine that has served to the model; drop those that were used longest ago, as far as there are too
-    many."""
+def return_engine(model: Any, engine: DeviceEngine, module: Any) -> None:
+    """Return an engine to the model; drop the least recently used ones beyond the limits."""
     engine.model = None
     model.engines[engine.layout, module] = engine
-    most = float("inf")
+    max_bytes = float("inf")
     if engine.device.type == "cuda":
-        most = KEPT_SHARE * torch.cuda.get_device_properties(engine.device).total_memory
-    while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > most:
+        max_bytes = MAX_STORE_SHARE * torch.cuda.get_device_properties(engine.device).total_memory
+    while len(model.engines) > MAX_ENGINES or sum(engine.nbytes for engine in model.engines.values()) > max_bytes:
         del model.engines[next(iter(model.engines))]
 
 
 def clear_graphs(model: Any) -> int:
-    """Free the CUDA graphs that `model` keeps, and the tensors and key/value stores that they work on.
+    """Free the CUDA graphs that `model` keeps, and their tensors and key/value stores; returns how many sets there
+    were.
 
     Graphs made from other weights (moved, converted, exchanged), or from another attention, are never replayed. Call
-    this after a change that shows in neither, such as a hook on a module or an adapter that is switched off.
-
-    Returns:
-        How many sets of graphs there were.
+    this after other changes, such as a hook on a module or an adapter that is switched off.
     """
     count = len(model.engines)
     model.engines.clear()
@@ -151,7 +139,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Where the weights are, and what else a captured forward has fixed."""
+    """The addresses of the weights, and the attention, which a captured forward has fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
@@ -169,7 +157,7 @@ def device_loop(
     sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
     """Choose the loop of a request with `compile`: on the device, or with one warning the plain one."""
-    reason = refusal(sampler, model, state)
+    reason = why_unsupported(sampler, model, state)
     observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
     for name, observer in observers.items():
         if reason is None and observer is not None:

@@ -1,7 +1,4 @@
-"""AdaBlock: the threshold rule over blocks that end with a semantic step.
-
-Lu et al., "AdaBlock-dLLM", arXiv 2509.26432, and its generate_adablock.py.
-"""
+"""AdaBlock: the threshold rule over semantic blocks (AdaBlock-dLLM, arXiv 2509.26432, and its generate_adablock.py)."""
 
 from __future__ import annotations
 
@@ -17,17 +14,16 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class AdaBlock(MaskedSampler):
-    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, which this sampler sets.
+    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, the paper's contribution, which this
+    sampler sets.
 
-    The blocks are the paper's contribution; they work with every sampler, as `generate(..., blocks=AdaptiveBlocks())`.
-    A request's `block_length` is their default length; its `blocks` replace them.
+    A request's `block_length` is their default length; its `blocks` replace them. Each row of a batch has its own
+    blocks (the public code decodes one row).
 
     Args:
         threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.
         init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
             `AdaptiveBlocks`. Defaults are the paper's for LLaDA; preset "dream" has those for Dream.
-
-    The public code decodes one row; here each row of a batch has its own blocks.
     """
 
     threshold: float = 0.9

@@ -1,7 +1,4 @@
-"""Coherent contextual decoding: positions are judged by the average of their last distributions.
-
-"CCD", arXiv 2512.02044, as the paper has it; `ccd_agree` is what its public code does.
-"""
+"""Coherent contextual decoding (CCD, arXiv 2512.02044) as in the paper; `ccd_agree` is its public code."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability
 
-MOST_HISTORY = 64
-MOST_DISTRIBUTIONS = 256
-"""A row keeps at most so many: 130 MB at 126,464 tokens."""
+MAX_HISTORY = 64
+MAX_DISTRIBUTIONS = 256
+"""Distributions kept per row: 130 MB at 126,464 tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class CCD(LowConfidence):
     the average, too.
 
     The schedule gives the number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
-    (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too, so up to
-    `buffer` at once.
+    (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too.
 
     Args:
         history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
@@ -45,9 +41,8 @@ class CCD(LowConfidence):
             ours, about the entropy of a token at 0.9 with one alternative.
 
     Confidence is the probability of the best token. Positions that a cache leaves out of a step are not in its buffer;
-    distributions of earlier steps still age.
-
-    Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 tokens.
+    distributions of earlier steps still age. Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the
+    defaults and 126,464 tokens.
     """
 
     history: int = 3
@@ -64,8 +59,8 @@ class CCD(LowConfidence):
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
     def __post_init__(self) -> None:
-        check_int("history", self.history, low=1, high=MOST_HISTORY)
-        check_int("buffer", self.buffer, low=1, high=MOST_DISTRIBUTIONS // max(self.history - 1, 1))
+        check_int("history", self.history, low=1, high=MAX_HISTORY)
+        check_int("buffer", self.buffer, low=1, high=MAX_DISTRIBUTIONS // max(self.history - 1, 1))
         check_number("entropy_threshold", self.entropy_threshold, low=0, none=True)
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -79,7 +74,7 @@ class CCD(LowConfidence):
 
     @property
     def _ages(self) -> list[str]:
-        """The memories of the distributions of the last steps, the last one first."""
+        """Memory names of the last steps' distributions, the latest first."""
         return [f"distributions_{age}" for age in range(1, self.history)]
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -90,7 +85,7 @@ class CCD(LowConfidence):
         if self.history == 1:
             return logits, updates
         columns = pad(columns.masked_fill(~is_masked, -1), (0, self.buffer - columns.shape[1]), value=-1)
-        buffered = rows_at(logits, columns.clamp(min=0))
+        buffered = select_columns(logits, columns.clamp(min=0))
         buffered = buffered.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
         buffered.masked_fill_((columns < 0).unsqueeze(-1), 0)
         distributions = [buffered, *(stage.memory[name] for name in self._ages[:-1])]
@@ -106,16 +101,16 @@ class CCD(LowConfidence):
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
         count = (earlier_columns.unsqueeze(1) == window).sum(-1).where(stage.undecided, 0)  # [R, W]
-        most = min(earlier_columns.shape[1], logits.shape[1])
+        max_columns = min(earlier_columns.shape[1], logits.shape[1])
         if logits.is_cpu:  # on an accelerator this would wait
-            most = int((count > 0).sum(1).amax())
-        columns = count.topk(most, dim=1).indices  # [R, U], distinct
+            max_columns = int((count > 0).sum(1).amax())
+        columns = count.topk(max_columns, dim=1).indices  # [R, U], distinct
         count = count.gather(1, columns).unsqueeze(-1)
-        now = rows_at(logits, columns)
-        now = now.to(torch.promote_types(now.dtype, torch.float32))
-        same = (columns.unsqueeze(-1) == earlier_columns.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
-        mean = (now.softmax(-1) + same @ earlier) / (1 + count)
-        averaged = torch.where(count > 0, log_of(mean), now)
+        logits_at_columns = select_columns(logits, columns)
+        logits_at_columns = logits_at_columns.to(torch.promote_types(logits_at_columns.dtype, torch.float32))
+        is_same_column = (columns.unsqueeze(-1) == earlier_columns.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
+        mean = (logits_at_columns.softmax(-1) + is_same_column @ earlier) / (1 + count)
+        averaged = torch.where(count > 0, log_of(mean), logits_at_columns)
         logits = logits.to(averaged.dtype, copy=True)
         logits[torch.arange(len(logits), device=logits.device).unsqueeze(1), columns] = averaged
         return logits
@@ -127,6 +122,6 @@ class CCD(LowConfidence):
         return selected | view.updates["buffered"] & (view.scores >= -self.entropy_threshold)
 
 
-def rows_at(logits: Tensor, columns: Tensor) -> Tensor:
+def select_columns(logits: Tensor, columns: Tensor) -> Tensor:
     """[R, W, V] at columns [R, U] -> [R, U, V]."""
     return logits[torch.arange(len(columns), device=logits.device).unsqueeze(1), columns]

@@ -1,7 +1,4 @@
-"""Coherent contextual decoding as released: tokens that two steps in a row agree on become final together.
-
-The public code of "CCD", arXiv 2512.02044 (for Dream), which looks back one step where the paper averages.
-"""
+"""Coherent contextual decoding as released (CCD, arXiv 2512.02044): the public code for Dream looks back one step."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ class CCDAgree(LowConfidence):
     Best tokens are those of the model's distribution, whatever is drawn at temperature > 0. The public code decodes one
     row, over the whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A
     position that a cache leaves out of a step keeps its last best token.
-
-    Keeps a token and a flag per position of the block.
     """
 
     warmup: int = 5
@@ -71,27 +66,29 @@ class CCDAgree(LowConfidence):
     def select(self, view: View) -> Tensor:
         scores = view.scores
         b = torch.as_tensor(view.quota, device=scores.device)
-        first, buffer = view.top(scores, b), view.memory["buffer"]
-        agreed = view.top(scores, self.at_most(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
-        enough = (first & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
+        scheduled, buffer = view.top(scores, b), view.memory["buffer"]
+        agreed = (
+            view.top(scores, self.buffer_size(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
+        )
+        enough = (scheduled & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
         if not self.adaptive:
             agreed = view.top(scores.masked_fill(~agreed, -torch.inf), b)
-        return torch.where(enough.unsqueeze(1), agreed, first)
+        return torch.where(enough.unsqueeze(1), agreed, scheduled)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {
             "best": torch.where(view.candidates, view.quantities["best_token"], view.memory["best"]),
-            "buffer": view.top(view.scores.masked_fill(selected, -torch.inf), self.at_most(view)),
+            "buffer": view.top(view.scores.masked_fill(selected, -torch.inf), self.buffer_size(view)),
             "step": view.memory["step"] + 1,
-            "masks": self.masks(view),
+            "masks": self.initial_masks(view),
         }
 
-    def masks(self, view: View) -> Tensor:
+    def initial_masks(self, view: View) -> Tensor:
         """[R] int64: masked positions of the block at its first step."""
         return torch.where(view.memory["step"] == 0, view.candidates.sum(1), view.memory["masks"])
 
-    def at_most(self, view: View) -> Tensor:
+    def buffer_size(self, view: View) -> Tensor:
         """[R] int64: n."""
         b = torch.as_tensor(view.quota, device=view.scores.device)
         n = (view.memory["step"] - max(self.warmup, 1) + 3).clamp(min=1).minimum((b * (1 + self.expand_ratio)).long())
-        return torch.where(view.candidates.sum(1) <= self.tail * self.masks(view), 2, n)
+        return torch.where(view.candidates.sum(1) <= self.tail * self.initial_masks(view), 2, n)

@@ -1,7 +1,4 @@
-"""CreditDecoding: tokens that stay the model's favourite collect credit, which is added to their logits.
-
-"CreditDecoding", arXiv 2510.06133 (trace credit, credit fusion), and dInfer's CreditThresholdParallelDecoder.
-"""
+"""CreditDecoding (arXiv 2510.06133: trace credit, credit fusion), and dInfer's CreditThresholdParallelDecoder."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.loop import MaskedSampler, Stage, View
 from paradec.samplers.statistics import best_with_probability
 
-MOST_SLOTS = 1024
+MAX_SLOTS = 1024
 
 
 @dataclass(frozen=True)
 class Credit(MaskedSampler):
     """The threshold rule on logits with credit. With C(i, v) the credit of token v at position i, a step does
 
-        C(i, v) <- decay * C(i, v), then for the best token v*
-        C(i, v*) <- C(i, v*) + p_i(v*) ** exponent,
-        z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
+            C(i, v) <- decay * C(i, v), then for the best token v*
+            C(i, v*) <- C(i, v*) + p_i(v*) ** exponent,
+            z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one
     always. p = softmax(z) is the model's own. The first step already has credit. Credit is bounded: a constant p
@@ -41,9 +38,8 @@ class Credit(MaskedSampler):
             the same as long as no position has had more different best tokens within the block.
         slots: tokens per position under "slots", 1 to 1024; a further token replaces the one with the least credit.
 
-    Each row has its own credit. It starts at 0 in every block and request, and follows the best token, whatever is
-    drawn at temperature > 0. For a position that a cache leaves out of a step, credit neither grows nor decays: it
-    stays as it was when the position's logits were last read.
+    Each row's credit starts at 0 in every block, and follows the best token, whatever is drawn at temperature > 0. For
+    a position that a cache leaves out of a step, credit neither grows nor decays.
 
     Defaults are those of the paper's final version as third parties report it; its threshold there is 0.95. Presets
     "dinfer" and "sglang" have the settings of that code. SGLang's code also takes the larger of the raw and the fused
@@ -73,7 +69,7 @@ class Credit(MaskedSampler):
         check_number("exponent", self.exponent, low=0)
         check_number("fusion", self.fusion, low=0, high=1e6)
         check_choice("storage", self.storage, ("dense", "slots"))
-        check_int("slots", self.slots, low=1, high=MOST_SLOTS)
+        check_int("slots", self.slots, low=1, high=MAX_SLOTS)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         if self.storage == "dense":
@@ -84,24 +80,24 @@ class Credit(MaskedSampler):
         }
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        favourite, p = best_with_probability(logits)  # [R, W]
-        best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
+        best_token, p = best_with_probability(logits)  # [R, W]
+        best_index, gain = best_token.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         # a copy, in float32 at least: bfloat16 would round the credit away
         fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        seen = stage.undecided.unsqueeze(-1)
+        is_evaluated = stage.undecided.unsqueeze(-1)
         credit = stage.memory["credit"]
         decayed = credit * self.decay
         if self.storage == "dense":
-            credit = torch.where(seen, decayed.scatter_add_(-1, best, gain), credit)
+            credit = torch.where(is_evaluated, decayed.scatter_add_(-1, best_index, gain), credit)
             return fused.add_(credit.log1p().mul_(self.fusion)), {"credit": credit}
         tokens = stage.memory["tokens"]
-        own = tokens == best
-        known = own.any(-1, keepdim=True)
+        is_same = tokens == best_index
+        is_stored = is_same.any(-1, keepdim=True)
         # empty slots have no credit and go first
-        at = torch.where(known, own.int().argmax(-1, keepdim=True), credit.argmin(-1, keepdim=True))
-        value = torch.where(known, decayed.gather(-1, at), 0) + gain
-        credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
-        tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
+        slot = torch.where(is_stored, is_same.int().argmax(-1, keepdim=True), credit.argmin(-1, keepdim=True))
+        value = torch.where(is_stored, decayed.gather(-1, slot), 0) + gain
+        credit = torch.where(is_evaluated, decayed.scatter(-1, slot, value), credit)
+        tokens = torch.where(is_evaluated, tokens.scatter(-1, slot, best_index.int()), tokens)
         raised = credit.log1p().mul_(self.fusion).where(tokens >= 0, 0).to(fused.dtype)
         return fused.scatter_add_(-1, tokens.long().clamp_(min=0), raised), {"credit": credit, "tokens": tokens}
 

@@ -1,20 +1,18 @@
-"""What Dream's four rules share: the time grid, the score of the drawn-from distribution, `alg_temp`.
-
-Ye et al., "Dream 7B", arXiv 2508.15487, and its generation_utils.py.
-"""
+"""Dream's four rules (Dream 7B, arXiv 2508.15487, and its generation_utils.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number, check_temperature
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
-from paradec.samplers.masked.rules.schedules import share_table, time_grid
+from paradec.samplers.masked.rules.schedules import time_grid, time_share
 from paradec.samplers.masked.state import MaskedState
 
 
@@ -23,12 +21,12 @@ class DreamSampler(MaskedSampler):
     """Commit a share 1 - s/t of the masked positions per step, the most confident first.
 
     Args:
-        alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities
-            softmax(score / alg_temp) instead of taken from the top; None or 0 takes the top.
+        alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities softmax(score /
+            alg_temp) instead of taken from the top; None or 0 takes the top.
         eps: end of the time grid t = linspace(1, eps, steps + 1).
 
-    Differs from the reference where that is wrong for batches: the number of tokens is counted per row, not from the
-    batch's mean. Early steps may commit nothing (the share is truncated); `steps` bounds the total.
+    Unlike in the reference, the number of tokens is counted per row, not from the batch's mean. Early steps may commit
+    nothing (the share is truncated); `steps` bounds the total.
     """
 
     alg_temp: float | None = None
@@ -46,17 +44,19 @@ class DreamSampler(MaskedSampler):
         object.__setattr__(self, "draws", bool(self.alg_temp))
 
     def quota(self, state: MaskedState, rows: Any) -> Any:
-        left, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)
+        remaining, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)
         if not isinstance(step, Tensor):
-            return time_grid(left, step, planned, self.eps)
+            return time_grid(remaining, step, planned, self.eps)
         # in the device step a table has the shares, to the last bit
         engine: Any = state
         shares = engine.tables.get(self.eps)
         if shares is None:
-            table = share_table(engine.longest_plan, self.eps)
+            longest = engine.longest_plan
+            steps_planned, steps_taken = np.divmod(np.arange((longest + 1) * longest), longest)
+            table = time_share(steps_taken, steps_planned, self.eps).reshape(longest + 1, longest)
             shares = engine.tables[self.eps] = torch.as_tensor(table, device=step.device)
         share = shares[planned, step.clamp(max=engine.longest_plan - 1)]
-        return torch.where(step >= planned - 1, left, (left.float() * share).long())
+        return torch.where(step >= planned - 1, remaining, (remaining.float() * share).long())
 
     def select(self, view: View) -> Tensor:
         if not self.alg_temp:

@@ -1,8 +1,5 @@
-"""Token editing: beside filling masks, exchange tokens of the open block for ones of higher confidence.
-
-Bie et al., "LLaDA2.1", arXiv 2602.08676 (mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline and
-dllm's LLaDA2.1 sampler run it.
-"""
+"""Token editing (LLaDA2.1, arXiv 2602.08676: mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline
+and dllm's LLaDA2.1 sampler run it."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
-from paradec.samplers.masked.rules.threshold import at_least
+from paradec.samplers.masked.rules.threshold import select_at_least
 
 
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
     """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always;
-    and replace each decided token (not those that the user gave) by the candidate if that is another token with
-    confidence > editing_threshold. When no mask is left, steps continue in the block until one edits nothing.
+    and replace each decided token (not those of the prompt) by the candidate if that is another token with confidence >
+    editing_threshold. When no mask is left, steps continue in the block until one edits nothing.
 
     Args:
         threshold: confidence that fills a mask (mask to token), in [0, 1].
@@ -35,10 +32,9 @@ class Editing(MaskedSampler):
             its block is closed, as in the model's own code). Until then later steps may replace the end token.
 
     n masks take at most n + max_post_steps steps. Defaults are diffusers'. Preset "llada2.1" has the settings of the
-    model's own code for blocks of 32, "dllm" the same with `end` as here, and "sglang" that engine's thresholds.
-    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as everything before it is
-    filled. Use this sampler for models that were trained to edit: other models were not trained to predict at the
-    position of a token.
+    model's own code for blocks of 32, "dllm" the same with `end` as here, "sglang" that engine's thresholds. diffusers
+    takes one step more than max_post_steps, and ends a row at an end token as soon as everything before it is filled.
+    Only for models that were trained to edit.
     """
 
     threshold: float = 0.7
@@ -72,12 +68,12 @@ class Editing(MaskedSampler):
         return {"post_steps": MemorySpec(dtype=torch.int64)}
 
     def select(self, view: View) -> Tensor:
-        sure = view.scores > self.threshold
-        return sure | view.best() if self.least == 1 else at_least(view, sure, self.least)
+        confident = view.scores > self.threshold
+        return confident | view.best() if self.least == 1 else select_at_least(view, confident, self.least)
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        sure = view.quantities["confidence"] > self.editing_threshold
-        edit = view.editable & sure & (view.tokens != view.current)
+        confident = view.quantities["confidence"] > self.editing_threshold
+        edit = view.editable & confident & (view.tokens != view.current)
         # the step that fills the last mask is looked at once more, the others as long as they change something
         changed = view.candidates.any(1) | edit.any(1)
         return Revision(edit=edit, hold_block=changed & (self.post_steps(view) < self.max_post_steps))
@@ -85,7 +81,7 @@ class Editing(MaskedSampler):
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {"post_steps": self.post_steps(view)}
 
-    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+    def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open + self.max_post_steps
 
     def post_steps(self, view: View) -> Tensor:

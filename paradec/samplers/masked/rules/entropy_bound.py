@@ -1,7 +1,4 @@
-"""EB-Sampler: as many tokens at once as their entropies, the largest left out, jointly allow.
-
-Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857.
-"""
+"""EB-Sampler ("Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857)."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 
 @dataclass(frozen=True)
 class EntropyBound(MaskedSampler):
-    """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma.
-
-    The left side is the sum of the prefix without its maximum. It bounds the mutual information of tokens that are
-    drawn independently of each other, and so the error of such a draw. At least one position is always committed.
+    """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma, at
+    least one position. The left side, the prefix's sum without its maximum, bounds the mutual information of tokens
+    that are drawn independently, and so the error of such a draw.
 
     Args:
         gamma: the bound in nats, at least 0. Between 0.001 and 0.1 is in use for text.

@@ -1,7 +1,4 @@
-"""Entropy threshold: everything whose distribution is narrow enough becomes final at once.
-
-Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv 2509.26488, and its generate.py.
-"""
+"""Entropy threshold (dParallel, arXiv 2509.26488, and its generate.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ class EntropyThreshold(MaskedSampler):
     """Per row, commit every masked position of the block with entropy <= threshold, and the lowest one always.
 
     Args:
-        threshold: entropy in nats of softmax(logits), whatever the temperature; at least 0. The paper's models use
-            0.5, and 0.45 for code. The rule works with any checkpoint; dParallel's are trained for it.
+        threshold: entropy in nats of softmax(logits), whatever the temperature; at least 0. The paper's models, which
+            are trained for the rule, use 0.5, and 0.45 for code.
 
     The public code adds 1e-12 within the logarithm; here the entropy is exact.
     """

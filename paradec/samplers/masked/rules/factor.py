@@ -1,11 +1,4 @@
-"""Factor rule: commit n tokens at once while n + 1 times the doubt of the least confident stays below a factor.
-
-Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 and theorem 1: greedy parallel decoding of n tokens with
-confidences above 1 - e equals sequential decoding if (n + 1) e <= 1.
-
-Fast-dLLM++, arXiv 2606.02955, takes the whole profile of doubts instead of the largest n times: by Frechet's inequality
-all n are right together with probability 1 - (e_1 + ... + e_n) at least.
-"""
+"""Factor rule (Fast-dLLM, arXiv 2505.22618, section 3.3 and theorem 1; Fast-dLLM++, arXiv 2606.02955)."""
 
 from __future__ import annotations
 
@@ -20,18 +13,18 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class Factor(MaskedSampler):
-    """Per row, sort confidences c_(1) >= c_(2) >= ...; commit the longest prefix with (n + 1)(1 - c_(n)) <= factor.
+    """Per row, sort confidences c_(1) >= c_(2) >= ...; commit the longest prefix with (n + 1)(1 - c_(n)) <= factor, at
+    least one position. Theorem 1: greedy parallel decoding of n tokens with confidences above 1 - e equals sequential
+    decoding if (n + 1) e <= 1.
 
     Args:
         factor: f of the rule; larger commits more.
-        reference_last_rank: the public code also commits the last masked position when it is the only one to fail;
-            True repeats that, for parity. The rule as published is the default.
+        reference_last_rank: the public code also commits the last masked position when it is the only one to fail; True
+            repeats that, for parity. The rule as published is the default.
         profile: Fast-dLLM++'s rule, with e_i = 1 - c_(i): the longest prefix with e_1 + ... + e_n + e_n < 1 - margin.
-            With margin 0 it commits at least what the rule above does, except at exact ties: the sum is at most n e_n.
-        margin: the margin of the profile rule, in [0, 1]; 0.25 is its authors' setting for all tasks (0.02 in one
-            script).
-
-    At least one position is committed.
+            By Frechet's inequality all n are right together with probability 1 - (e_1 + ... + e_n) at least. With
+            margin 0 it commits at least what the rule above does, except at exact ties: the sum is at most n e_n.
+        margin: of the profile rule, in [0, 1]; 0.25 is its authors' setting for all tasks (0.02 in one script).
     """
 
     factor: float = 1.0

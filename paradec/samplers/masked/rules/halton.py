@@ -1,7 +1,4 @@
-"""Halton-MaskGIT: positions in the order of a low-discrepancy sequence, so that what is decided together is far apart.
-
-Besnier et al., "Halton Scheduler for Masked Generative Image Transformer", arXiv 2503.17076, and its public code.
-"""
+"""Halton-MaskGIT ("Halton Scheduler for Masked Generative Image Transformer", arXiv 2503.17076; its public code)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import numpy as np
 
 from paradec.core.orders import halton_order
 from paradec.samplers.masked.rules.maskgit import MaskGIT
-from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+from paradec.samplers.masked.rules.ordered import InOrder, check_grid, group_by_size
 from paradec.samplers.masked.state import MaskedState
 
 
@@ -19,8 +16,8 @@ from paradec.samplers.masked.state import MaskedState
 class Halton(InOrder, MaskGIT):
     """Per row and step, commit the next `quota` positions of the Halton order, whatever their confidence.
 
-    The answer is read as an image, row by row. Point n of the two-dimensional Halton sequence (bases 2 and 3, from
-    n = 1) falls into a cell, with the row by base 2. Cells are decided in the order of the first point in them.
+    The answer is read as an image, row by row. Point n of the two-dimensional Halton sequence (bases 2 and 3, from n =
+    1) falls into a cell, with the row by base 2. Cells are decided in the order of the first point in them.
 
     Args:
         height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
@@ -28,8 +25,7 @@ class Halton(InOrder, MaskGIT):
         choice_temperature: no effect, since there is no confidence.
         final_temperature, guidance_start: as `maskgit`.
 
-    What a step commits is known before the model is called. The public code's warm-up of the temperature and its random
-    shift of the order per image are left out.
+    The public code's warm-up of the temperature and its random shift of the order per image are left out.
     """
 
     schedule: str = "arccos"
@@ -53,10 +49,10 @@ class Halton(InOrder, MaskGIT):
 
 
 def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> np.ndarray:
-    """[R, W] int64: where each position of the window comes in Halton order."""
-    found = np.zeros(state.window.host_positions.shape, np.int64)
-    for same, rows, columns, first in pictures(state, height, width):
+    """[R, W] int64: the rank of each position of the window in Halton order."""
+    ranks = np.zeros(state.window.host_positions.shape, np.int64)
+    for indices, rows, columns, first_cell in group_by_size(state, height, width):
         order = halton_order(rows, columns)
-        cell = state.window.host_positions[same] - first[:, None]
-        found[same] = order[np.clip(cell, 0, len(order) - 1)]  # the window's padding may lie outside
-    return found
+        cell = state.window.host_positions[indices] - first_cell[:, None]
+        ranks[indices] = order[np.clip(cell, 0, len(order) - 1)]  # the window's padding may lie outside
+    return ranks

@@ -1,7 +1,4 @@
-"""Hierarchical decoding: one token from every gap, so that what becomes final together is far apart.
-
-Ma et al., "dInfer", arXiv 2510.08666 (hierarchical decoding), and its HierarchyDecoder.
-"""
+"""Hierarchical decoding: one token from every gap (dInfer, arXiv 2510.08666, and its HierarchyDecoder)."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ class Hierarchy(MaskedSampler):
     position that is more confident than `threshold`, and the row's best one always.
 
     Args:
-        threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best
-            ones.
+        threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best.
         low_threshold: confidence that a run's best position must exceed, in [0, 1]; None requires none.
 
-    A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in
-    the public code. The public class has threshold None by default; 0.9 is Fast-dLLM's.
+    A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in the
+    public code, whose threshold is None by default; 0.9 is Fast-dLLM's.
     """
 
     threshold: float | None = 0.9

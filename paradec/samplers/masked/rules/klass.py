@@ -1,7 +1,4 @@
-"""KLASS: a position becomes final when its distribution has stopped moving and is confident.
-
-"KLASS: KL-Guided Fast Inference in Masked Diffusion Models", arXiv 2511.05664, and its public code.
-"""
+"""KLASS ("KL-Guided Fast Inference in Masked Diffusion Models", arXiv 2511.05664, and its public code)."""
 
 from __future__ import annotations
 
@@ -31,16 +28,13 @@ class KLASS(LowConfidence):
 
     The first step of a block has no predecessor: the public code compares it with zeros, so that no position is stable
     at thresholds below about 20, and none is ready before step h + 1. A position that a cache leaves out of a step
-    keeps its last distribution and its count.
-
-    With pipelined blocks, which take no `steps`, ready positions of all open blocks are committed; a block that must
-    make progress and has none commits its most confident position.
+    keeps its last distribution and its count. With pipelined blocks, which take no `steps`, a block that must make
+    progress and has no ready position commits its most confident one.
 
     Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
-    forwards: a step with one ready position commits only that one, as in the public code.
-
-    Keeps the last distribution in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions
-    and 126,464 tokens; the public code keeps the whole canvas in float64).
+    forwards: a step with one ready position commits only that one, as in the public code. Keeps the last distribution
+    in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and 126,464 tokens; the
+    public code keeps the whole canvas in float64).
     """
 
     confidence_threshold: float = 0.9
@@ -72,14 +66,14 @@ class KLASS(LowConfidence):
         return {"previous": MemorySpec(("window", "vocab")), "stable": MemorySpec(("window",), torch.int64)}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        seen, previous = stage.undecided, stage.memory["previous"]
+        is_evaluated, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
-        if seen.is_cpu:  # on an accelerator this would wait
-            p[~seen] = previous[~seen]
+        if is_evaluated.is_cpu:  # on an accelerator this would wait
+            p[~is_evaluated] = previous[~is_evaluated]
         else:
-            p = torch.where(seen.unsqueeze(-1), p, previous)
-        before = stage.memory["stable"]  # [R, W] int64: for how many steps in a row
-        stable = torch.where(seen, torch.where(kl < self.kl_threshold, before + 1, 0), before)
+            p = torch.where(is_evaluated.unsqueeze(-1), p, previous)
+        stable_before = stage.memory["stable"]  # [R, W] int64: for how many steps in a row
+        stable = torch.where(is_evaluated, torch.where(kl < self.kl_threshold, stable_before + 1, 0), stable_before)
         return logits, {"previous": p, "stable": stable}
 
     def select(self, view: View) -> Tensor:

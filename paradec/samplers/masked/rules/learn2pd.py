@@ -1,7 +1,4 @@
-"""Learn2PD: a small trained network looks at a block and says which of its candidates are final already.
-
-"Learning to Parallel" (Learn2PD), arXiv 2509.25188, with its end-of-text prediction, and the public generate.py.
-"""
+"""Learn2PD: a trained filter accepts candidates ("Learning to Parallel", arXiv 2509.25188; public generate.py)."""
 
 from __future__ import annotations
 
@@ -18,18 +15,8 @@ from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_bool, check_choice, check_number, shown
 from paradec.samplers.masked.blocks import FixedBlocks, WholeCanvas
 from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
-from paradec.samplers.masked.rules.learn2pd_filter import (
-    Filter,
-    block_features,
-    default_filter,
-    load_filter,
-    quantities_of,
-    read_facts,
-    register_filter,
-)
+from paradec.samplers.masked.rules.learn2pd_filter import DEFAULT_FILTERS, QUANTITIES, block_features, load_filter
 from paradec.samplers.masked.state import MaskedState
-
-__all__ = ["Learn2PD", "register_filter"]
 
 
 @dataclass(frozen=True)
@@ -37,19 +24,19 @@ class Learn2PD(MaskedSampler):
     """Per row, commit every masked position of the block that the filter accepts, and the most confident one always.
 
     Args:
-        filter: a file that `paradec learn2pd train` wrote; None takes the packaged filter for the packaged
-            model, and for another model the filter that `register_filter` named.
+        filter: a file that `paradec learn2pd train` wrote; None takes the packaged filter for the packaged model, and
+            for another model the filter that `register_filter` named.
         filter_threshold: probability of being final above which a position is accepted, in [0, 1].
         eot: what ends the canvas early ("EoTP"). "committed" is the paper's rule: once an end token is final,
             everything after it is dropped; the row continues until everything before it is decided. "greedy" is the
-            public code's rule: without such a token, a predicted end token is enough (of several masked positions, the
-            most confident one). It does not become final by this, and may become another token. "none" drops nothing
-            before `eos_early_stop` ends the row. Requests with `eos_early_stop=False` drop nothing either.
-        eot_confidence: the least confidence of an end token that drops the positions after it, in [0, 1].
+            public code's: without such a token, a predicted end token is enough (of several masked positions, the most
+            confident). It does not become final by this. "none", or a request with `eos_early_stop=False`, drops
+            nothing.
+        eot_confidence: least confidence of an end token that drops the positions after it, in [0, 1].
         allow_mismatch: use a filter that was trained for another model, block length or cache.
 
     The public code's "greedy" also looks for end tokens in later blocks that the step evaluates; this class looks in
-    the open block only, as the code's cached variants do. Beside accepted positions, the public code commits the top n
+    the open block only, as the code's cached variants do. Next to accepted positions, the public code commits the top n
     of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64, the public one in
     float32.
     """
@@ -70,18 +57,20 @@ class Learn2PD(MaskedSampler):
     def __post_init__(self) -> None:
         if isinstance(self.filter, os.PathLike):
             object.__setattr__(self, "filter", os.fspath(self.filter))
-        if self.filter is not None:
-            if not isinstance(self.filter, str):
-                raise ValueError(f"filter={shown(self.filter)} must be the path of a file, or None")
-            read_facts(self.filter)
+        if self.filter is not None and not isinstance(self.filter, str):
+            raise ValueError(f"filter={shown(self.filter)} must be the path of a file, or None")
         check_number("filter_threshold", self.filter_threshold, low=0, high=1)
         check_choice("eot", self.eot, ("committed", "greedy", "none"))
         check_number("eot_confidence", self.eot_confidence, low=0, high=1)
         check_bool("allow_mismatch", self.allow_mismatch)
-        object.__setattr__(self, "needs", replace(self.needs, reads=quantities_of(self.filter)))
+        defaults = [path for path in DEFAULT_FILTERS.values() if os.path.isfile(path)]
+        paths = defaults if self.filter is None else [self.filter]
+        features = {name for path in paths for name in load_filter(path).network.reads}
+        reads = [quantity for name, quantity in QUANTITIES.items() if name in features | {"confidence"}]
+        object.__setattr__(self, "needs", replace(self.needs, reads=tuple(reads)))
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        path = self.filter or default_filter(facts.name, facts.vocab_size)
+        path = self.filter or DEFAULT_FILTERS.get((facts.name, facts.vocab_size))
         if path is None:
             raise ValueError(
                 f"sampler 'learn2pd' needs a filter for {facts.name}: train one with `paradec learn2pd train --model "
@@ -103,19 +92,14 @@ class Learn2PD(MaskedSampler):
             )
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
-        filter_ = self.filter_of(state)
+        """The filter's probabilities ("acceptance"), and where the text may end ("is_end")."""
+        path = self.filter or DEFAULT_FILTERS[state.facts.name, state.facts.vocab_size]
+        filter_ = load_filter(path, state.canvas.device)
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
-            first = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
-            is_end = is_end & (proposal.positions >= first)
+            answer_start = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
+            is_end = is_end & (proposal.positions >= answer_start)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
-
-    def filter_of(self, state: MaskedState) -> Filter:
-        """The filter of a request, on its device."""
-        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
-        assert path is not None  # `check` has seen to it
-        return load_filter(path, state.canvas.device)
 
     def select(self, view: View) -> Tensor:
         accepted = (view.quantities["acceptance"] > self.filter_threshold) & (view.scores > LAST)
@@ -131,7 +115,7 @@ class Learn2PD(MaskedSampler):
             # by confidence: scores may put all ends last
             predicted = view.quantities["confidence"].where(is_end & view.candidates, -torch.inf)
             best = predicted.argmax(1, keepdim=True)
-            found = (cut < 0) & (predicted.gather(1, best) > -torch.inf)
-            cut = torch.where(found, best, cut)
+            is_predicted = (cut < 0) & (predicted.gather(1, best) > -torch.inf)
+            cut = torch.where(is_predicted, best, cut)
         position = view.positions.gather(1, cut.clamp(min=0)) + 1
         return torch.where(cut < 0, UNCUT, position).squeeze(1)

@@ -1,7 +1,4 @@
-"""The learned filters of Learn2PD: networks that say which of a block's candidates are final already, and their files.
-
-A file is a safetensors file: weights, and under "learn2pd" in its metadata what they were trained on, as JSON.
-"""
+"""The learned filters of Learn2PD, and their safetensors files; the metadata "learn2pd" is a `FilterFacts` as JSON."""
 
 from __future__ import annotations
 
@@ -28,16 +25,15 @@ from paradec.samplers.masked.state import MaskedState
 
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
-"""What filters read of each position; see `block_features`."""
 QUANTITIES = {"confidence": "confidence", "entropy": "minus_entropy", "margin": "margin"}
-"""Features that are read from the logits -> the quantity that a sampler declares for them."""
+"""Features computed from the logits -> the quantity that a sampler reads for them."""
 
 
 class BlockFilter(nn.Module):
     """The paper's filter: the confidences of a whole block -> one logit per position, by two linear layers.
 
-    Position j of the block has its own weights, so that it serves one block length; a shorter block is filled up with
-    confidence 1. 2112 parameters for blocks of 32.
+    Position j of the block has its own weights; a shorter block is padded with confidence 1. 2112 parameters for blocks
+    of 32.
     """
 
     reads = ("confidence",)
@@ -50,7 +46,7 @@ class BlockFilter(nn.Module):
         )
 
     def forward(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """Features [R, W] by name and valid [R, W] (False on what is no part of the block) -> logits [R, W]."""
+        """Features [R, W] by name and valid [R, W] (False outside the block) -> logits [R, W]."""
         width, size = valid.shape[1], self.block_length
         confidence = torch.where(valid, features["confidence"], 1)[:, :size]
         confidence = nn.functional.pad(confidence, (0, size - confidence.shape[1]), value=1.0)
@@ -59,10 +55,7 @@ class BlockFilter(nn.Module):
 
 
 class FeatureFilter(nn.Module):
-    """Features of each position -> one logit per position, by a small transformer that sees the whole block.
-
-    Serves any block length, as the filter of the paper's successor does (LPS).
-    """
+    """Features of each position -> one logit per position, by a transformer over a block of any length (as LPS)."""
 
     reads = FEATURES
 
@@ -84,17 +77,8 @@ KINDS = {"block": BlockFilter, "features": FeatureFilter}
 
 @dataclass(frozen=True)
 class FilterFacts:
-    """What a filter was trained on, and how well it did.
-
-    Attributes:
-        kind: "block" or "features".
-        model: the name of the model's facts; vocab_size: its.
-        block_length: positions per block.
-        caches: cache names whose steps were recorded.
-        threshold: that `held_out` was measured at.
-        held_out: "precision", "recall", "records" and whatever else was measured on prompts kept from training.
-        paradec: the version that trained it.
-    """
+    """What a filter was trained on, and how well it did. kind: "block" or "features". caches: those whose steps were
+    recorded. held_out: measures on held-out prompts at `threshold`. paradec: the version that trained it."""
 
     kind: str
     model: str
@@ -107,85 +91,69 @@ class FilterFacts:
     format: str = FORMAT
 
     def network(self) -> BlockFilter | FeatureFilter:
-        """A new network of this kind."""
         return BlockFilter(self.block_length) if self.kind == "block" else FeatureFilter()
 
     def mismatches(self, model: str, vocab_size: int, block_length: int | None, cache: str) -> list[str]:
-        """What differs from a request, in words. `block_length` None: its blocks have no one length."""
-        found = []
+        """What differs from a request, in words. block_length: None where its blocks vary in length."""
+        differences = []
         if (self.model, self.vocab_size) != (model, vocab_size):
-            ours, theirs = f"{self.model!r} ({self.vocab_size} tokens)", f"{model!r} ({vocab_size} tokens)"
-            found.append(f"model {ours}, here {theirs}")
+            trained, requested = f"{self.model!r} ({self.vocab_size} tokens)", f"{model!r} ({vocab_size} tokens)"
+            differences.append(f"model {trained}, here {requested}")
         if self.kind == "block" and self.block_length != block_length:
-            found.append(f"block_length {self.block_length}, here {block_length or 'blocks of no one length'}")
+            differences.append(f"block_length {self.block_length}, here {block_length or 'blocks of no one length'}")
         if cache not in self.caches:
-            found.append(f"cache {' or '.join(map(repr, self.caches))}, here {cache!r}")
-        return found
+            differences.append(f"cache {' or '.join(map(repr, self.caches))}, here {cache!r}")
+        return differences
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A network in float64, ready to use, and what it was trained on."""
+    """A network in float64, and what it was trained on."""
 
     facts: FilterFacts
     network: BlockFilter | FeatureFilter
 
     def accept(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """[R, W] float64: the probability that a position's candidate is final; of no use where not valid."""
+        """[R, W] float64: the probability that a position's candidate is final; undefined where not valid."""
         with torch.no_grad():
             return self.network({name: features[name] for name in self.network.reads}, valid).sigmoid()
 
 
 def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """What filters read of a proposal, each [R, W] float64 and in [0, 1], and which columns belong to the block [R, W].
+    """Features of a proposal, each [R, W] float64 in [0, 1], and which columns belong to the block [R, W] bool.
 
-    "confidence" is p(candidate) at every position of the block, decided ones included; "entropy" is divided by that of
-    a uniform choice of all tokens; "margin" is p(1st) - p(2nd); "mask_ratio" is the undecided share of the block, and
-    "position" where in it the position is. Features whose quantity was not read are left out.
+    "confidence" is p(candidate), also at decided positions; "entropy" is divided by that of the uniform distribution;
+    "margin" is p(1st) - p(2nd); "mask_ratio" is the undecided share of the block, and "position" the relative position
+    in it. Features whose quantity was not read are left out.
     """
     window, start = state.window, proposal.positions[:, :1]
     end = state.block_ends if proposal.block_end is None else proposal.block_end.unsqueeze(1)
     valid = (proposal.positions >= start) & (proposal.positions < end)
-    found = {name: proposal.quantities[key] for name, key in QUANTITIES.items() if key in proposal.quantities}
-    if "entropy" in found:
-        found["entropy"] = -found["entropy"] / math.log(state.facts.vocab_size)
+    features = {name: proposal.quantities[key] for name, key in QUANTITIES.items() if key in proposal.quantities}
+    if "entropy" in features:
+        features["entropy"] = -features["entropy"] / math.log(state.facts.vocab_size)
     undecided = window.undecided(proposal.current, state.facts.mask_id) & valid
     size = valid.sum(1, keepdim=True)
-    found["mask_ratio"] = (undecided.sum(1, keepdim=True) / size).double().expand(valid.shape)
-    found["position"] = (proposal.positions - start) / size.double()
-    return found, valid
+    features["mask_ratio"] = (undecided.sum(1, keepdim=True) / size).double().expand(valid.shape)
+    features["position"] = (proposal.positions - start) / size.double()
+    return features, valid
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 _PACKAGED = Path(str(importlib.resources.files("paradec"))) / "assets" / "tiny-llada" / "learn2pd.safetensors"
-_defaults: dict[tuple[str, int], str] = {("tiny-llada", 123): str(_PACKAGED)}
-
-
-def default_filter(model: str, vocab_size: int) -> str | None:
-    """The file that serves a model where a request names none; None if there is none."""
-    return _defaults.get((model, vocab_size))
-
-
-def quantities_of(path: str | None) -> tuple[str, ...]:
-    """What a sampler has to read for a filter, None for any of the defaults; files that are gone need nothing."""
-    paths = [path] if path else [*_defaults.values()]
-    needed = {name for path in paths if os.path.isfile(path) for name in load_filter(path).network.reads}
-    return tuple(QUANTITIES[name] for name in QUANTITIES if name == "confidence" or name in needed)
+DEFAULT_FILTERS: dict[tuple[str, int], str] = {("tiny-llada", 123): str(_PACKAGED)}
+"""Name and vocabulary size of a model -> the file that serves requests without a `filter`."""
 
 
 def register_filter(path: str | os.PathLike[str]) -> None:
-    """Make a filter the default of the model that it was trained for, in this process.
-
-    Raises:
-        ValueError: no file, or not a filter. OSError: it cannot be read.
-    """
+    """Make a filter the default of the model that it was trained for, in this process. Raises as `load_filter`."""
     facts = read_facts(path)
-    _defaults[facts.model, facts.vocab_size] = os.fspath(path)
+    DEFAULT_FILTERS[facts.model, facts.vocab_size] = os.fspath(path)
 
 
 def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Module) -> None:
-    """Write a filter, whole or not at all. Weights are kept in float32."""
+    """Write a filter atomically, with float32 weights."""
     weights = {name: tensor.detach().float().contiguous() for name, tensor in network.state_dict().items()}
     with replace_file(path) as draft:
         save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
@@ -193,11 +161,7 @@ def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Mo
 
 
 def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
-    """What the filter in a file was trained on.
-
-    Raises:
-        ValueError: no file, or not a filter of this format. OSError: it cannot be read.
-    """
+    """Read what a filter was trained on; raises as `load_filter`."""
     if not os.path.isfile(path):
         raise ValueError(f"filter={shown(os.fspath(path))} is no file")
     try:
@@ -211,14 +175,10 @@ def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
 
 
 def load_filter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Filter:
-    """Read a filter. A file that has not changed is read once per device.
-
-    Raises:
-        ValueError: no file, or not a filter of this format. OSError: it cannot be read.
-    """
-    if not os.path.isfile(path):
-        raise ValueError(f"filter={shown(os.fspath(path))} is no file")
-    return _load(os.fspath(path), os.stat(path).st_mtime_ns, str(device))
+    """Read a filter; an unchanged file is read once per device. Raises ValueError for a missing file or one that is no
+    filter of this format, OSError for one that cannot be read."""
+    modified = os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
+    return _load(os.fspath(path), modified, str(device))
 
 
 @lru_cache(maxsize=16)

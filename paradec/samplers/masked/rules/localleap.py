@@ -1,7 +1,4 @@
-"""LocalLeap: near a position that the model is confident of, less confidence is enough.
-
-"LocalLeap", arXiv 2510.07081, and its generate.py for LLaDA.
-"""
+"""LocalLeap (arXiv 2510.07081, and its generate.py for LLaDA)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from paradec.core.checks import check_int, check_number
+from paradec.core.checks import check_at_most, check_int, check_number
 from paradec.samplers.masked.loop import MaskedSampler, View
 
 
@@ -24,8 +21,8 @@ class LocalLeap(MaskedSampler):
         relaxed_threshold: tau_r, in [0, anchor_threshold].
         radius: W, positions to each side of an anchor, at least 0.
 
-    Anchors are positions that become final in the same step, not positions that are already final. Neighbourhoods end
-    at the block's edges, since nothing outside the block may be committed.
+    Anchors become final in the same step; positions that are already final are none. Neighbourhoods end at the block's
+    edges.
     """
 
     anchor_threshold: float = 0.9
@@ -42,15 +39,12 @@ class LocalLeap(MaskedSampler):
     def __post_init__(self) -> None:
         check_number("anchor_threshold", self.anchor_threshold, low=0, high=1)
         check_number("relaxed_threshold", self.relaxed_threshold, low=0, high=1)
-        if self.relaxed_threshold > self.anchor_threshold:
-            raise ValueError(
-                f"relaxed_threshold={self.relaxed_threshold} must be at most anchor_threshold={self.anchor_threshold}"
-            )
+        check_at_most("relaxed_threshold", self.relaxed_threshold, "anchor_threshold", self.anchor_threshold)
         check_int("radius", self.radius, low=0)
 
     def select(self, view: View) -> Tensor:
         scores = view.scores
         anchors = scores >= self.anchor_threshold
         reach = min(self.radius, scores.shape[-1] - 1)
-        near = max_pool1d(anchors.float().unsqueeze(1), 2 * reach + 1, stride=1, padding=reach).squeeze(1) > 0
-        return anchors | near & (scores >= self.relaxed_threshold) | view.best(scores)
+        is_near = max_pool1d(anchors.float().unsqueeze(1), 2 * reach + 1, stride=1, padding=reach).squeeze(1) > 0
+        return anchors | is_near & (scores >= self.relaxed_threshold) | view.best(scores)

@@ -1,7 +1,4 @@
-"""Low-confidence remasking: the most confident tokens become final, in equal numbers per step.
-
-Nie et al., "Large Language Diffusion Models" (LLaDA), arXiv 2502.09992, and its generate.py.
-"""
+"""Low-confidence remasking (LLaDA, arXiv 2502.09992, and its generate.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from paradec.samplers.masked.state import MaskedState
 class LowConfidence(MaskedSampler):
     """Per row and step, commit the `quota` most confident positions of the block; the rest stay masked.
 
-    With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps. Confidence is the
-    probability of the chosen token under softmax(logits), whatever the temperature. Without `steps`, each step commits
-    one token. Unlike in generate.py, a full block ends at once, and of equal confidences the lower position is taken.
+    With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps; without `steps` it
+    is 1. Confidence is the probability of the chosen token under softmax(logits), whatever the temperature. Unlike in
+    generate.py, a full block ends at once, and of equal confidences the lower position is taken.
     """
 
     name = "low_confidence"
@@ -33,7 +30,7 @@ class LowConfidence(MaskedSampler):
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
     outlasts_steps: ClassVar[bool] = False
-    """Whether a block may take more steps than planned; then each grants one token at least."""
+    """Whether a block may take more steps than planned; then each grants at least one token."""
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:

@@ -1,8 +1,4 @@
-"""LPD's order on masked image models: groups of positions near what is decided, and far from each other.
-
-Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
-its public code. The order needs no training; the paper's own models are decoded by `groups`.
-"""
+"""LPD's order on masked image models ("Locality-aware Parallel Decoding", arXiv 2507.01957, and its public code)."""
 
 from __future__ import annotations
 
@@ -17,28 +13,29 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
 from paradec.core.orders import OrderDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scale_sizes
-from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+from paradec.samplers.masked.rules.ordered import InOrder, check_grid, group_by_size
 from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
 class LPD(InOrder):
     """Per row and step, commit the next group of LPD's order (`paradec.core.orders.lpd_order`), which is drawn per row.
+    It needs no training; the paper's own models are decoded by the sampler `groups`.
 
     The answer is read as an image, row by row. Given parts of an image are decided from the start, and the first group
     is chosen near them.
 
     Args:
-        groups: how many groups, or their sizes; None is as many as the request has `steps`; without `steps`, the
-            published 20 for 256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published
-            ones where these fit, others are stretched (`paradec.core.orders.group_sizes`), and so is a list where a
-            part of the image was given.
+        groups: how many groups, or their sizes; None is the request's `steps`; without `steps`, the published 20 for
+            256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published ones where these
+            fit, others are stretched (`paradec.core.orders.group_sizes`), and so is a list where a part of the image
+            was given.
         repulsion: of two cells of a group; None is the published 2 below 1024 cells and 4 from there on.
         proximity: the least nearness of a cell that counts as near.
         height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
 
-    What a step commits is known before the model is called. LPD was published with guidance that grows with the number
-    of decided tokens. Only the sampler of the LPD models has it; here guidance is the request's throughout.
+    LPD was published with guidance that grows with the number of decided tokens. Only the sampler of the LPD models has
+    it; here guidance is constant.
     """
 
     groups: int | Sequence[int] | None = None
@@ -66,7 +63,7 @@ class LPD(InOrder):
             raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
 
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
-        """The groups' sizes for so many masks of a row."""
+        """Group sizes for a row with `masks` masks."""
         if isinstance(self.groups, tuple):
             return self.groups if sum(self.groups) == masks else scale_sizes(self.groups, masks)
         groups = self.groups if isinstance(self.groups, int) else None
@@ -75,33 +72,33 @@ class LPD(InOrder):
         return group_sizes(masks, None if groups is None else min(groups, masks))
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: the next group's size; once there is none, all that is left."""
-        found = state.remaining[rows].copy()
+        """[R] int64: the next group's size; after the last group, all that remains."""
+        num_granted = state.remaining[rows].copy()
         for index, row in enumerate(rows):
             step, masks = int(state.block_step[row]), int(state.masks_at_open[row])
             sizes = self.sizes(state, row, masks) if masks else ()
             if step < len(sizes) - 1:
-                found[index] = min(sizes[step], found[index])
-        return found
+                num_granted[index] = min(sizes[step], num_granted[index])
+        return num_granted
 
     def ranks(self, state: MaskedState) -> np.ndarray:
-        given = state.given.cpu().numpy()
+        is_given = state.given.cpu().numpy()
         keys = state.keys.tolist()
         window = state.window
-        found = np.zeros(window.host_positions.shape, np.int64)
-        for same, height, width, first in pictures(state, self.height, self.width):
-            for index, start in zip(same, first, strict=True):
+        rank_of_position = np.zeros(window.host_positions.shape, np.int64)
+        for indices, height, width, first_cell in group_by_size(state, self.height, self.width):
+            for index, start in zip(indices, first_cell, strict=True):
                 row = int(window.rows[index])
-                there = np.zeros(height * width, bool)  # cells outside the row are undecided, and nobody waits for them
-                known = given[row, max(start, 0) : start + height * width]
-                there[max(-start, 0) :][: len(known)] = known
-                masks = int((~there).sum())
-                apart = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
+                is_decided = np.zeros(height * width, bool)  # cells outside the row count as undecided
+                given_cells = is_given[row, max(start, 0) : start + height * width]
+                is_decided[max(-start, 0) :][: len(given_cells)] = given_cells
+                masks = int((~is_decided).sum())
+                repulsion = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
                 sizes = self.sizes(state, row, masks)
                 key = (keys[row][0], keys[row][1])
-                order = lpd_ranks(height, width, sizes, apart, self.proximity, key, there.tobytes())
-                found[index] = order[np.clip(window.host_positions[index] - start, 0, len(order) - 1)]
-        return found
+                order = lpd_ranks(height, width, sizes, repulsion, self.proximity, key, is_decided.tobytes())
+                rank_of_position[index] = order[np.clip(window.host_positions[index] - start, 0, len(order) - 1)]
+        return rank_of_position
 
 
 @lru_cache(maxsize=1024)
@@ -114,9 +111,9 @@ def lpd_ranks(
     key: tuple[int, int],
     decided: bytes,
 ) -> np.ndarray:
-    """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); of these it is 0."""
-    there = np.frombuffer(decided, bool)
-    order = lpd_order(height, width, sizes, OrderDraws(key), repulsion, proximity, there)
+    """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); 0 for decided ones."""
+    is_decided = np.frombuffer(decided, bool)
+    order = lpd_order(height, width, sizes, OrderDraws(key), repulsion, proximity, is_decided)
     rank = np.zeros(height * width, np.int64)
     rank[order] = np.arange(len(order))
     rank.setflags(write=False)

@@ -1,7 +1,4 @@
-"""Top-2 margin: the positions whose best token is furthest ahead of the second best become final.
-
-Kim et al., "Train for the Worst, Plan for the Best", arXiv 2502.06768 (top-K probability margin).
-"""
+"""Top-2 margin ("Train for the Worst, Plan for the Best", arXiv 2502.06768: top-K probability margin)."""
 
 from __future__ import annotations
 
@@ -13,11 +10,8 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class Margin(LowConfidence):
-    """As `low_confidence`, but scored by the difference of the two largest probabilities of softmax(logits).
-
-    The difference is the model's, whatever the temperature and the token drawn. `topk_margin` is Dream's version: its
-    own time grid, and the distribution that tokens are drawn from.
-    """
+    """As `low_confidence`, but scored by the difference of the two largest probabilities of softmax(logits), whatever
+    the temperature and the token drawn. `topk_margin` is Dream's version."""
 
     name = "margin"
     paper = "Plan for the Best"

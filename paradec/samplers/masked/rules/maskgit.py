@@ -1,8 +1,4 @@
-"""MaskGIT: few tokens at first, many at last, the most confident of them with a little luck.
-
-Chang et al., "MaskGIT: Masked Generative Image Transformer", arXiv 2202.04200, and its public code; the settings of
-"MaskGIT-r" are AutoNAT's, as ReCAP's public code (arXiv 2505.19089) has them.
-"""
+"""MaskGIT (arXiv 2202.04200; public code); "MaskGIT-r" is AutoNAT's, as in ReCAP's code (arXiv 2505.19089)."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from paradec.samplers.masked.drawing import token_draws
 from paradec.samplers.masked.loop import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 
 REDRAW_STREAM = 2
-"""Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
+"""Random stream (`paradec.core.rng`) of the second draw."""
 SCHEDULES = ("cosine", "arccos", "linear", "power")
 
 
@@ -32,10 +28,10 @@ SCHEDULES = ("cosine", "arccos", "linear", "power")
 class MaskGIT(MaskedSampler):
     """Per row and step, draw a token everywhere, and commit the `quota` positions with the highest
 
-        ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
+            ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
 
-    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the
-    defaults of `paradec.generate` are one token per step, without a draw.
+    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the defaults of
+    `paradec.generate` are one token per step, without a draw.
 
     Args:
         schedule: how many of n masks are left after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
@@ -73,69 +69,71 @@ class MaskGIT(MaskedSampler):
         check_number("guidance_start", self.guidance_start, low=0, none=True)
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        return self.quota_at(state, rows, *self.step_of(state, rows))
+        return self.quota_at(state, rows, *self.block_progress(state, rows))
 
     def quota_at(self, state: MaskedState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] int64: what the schedule grants at `step` of `steps`, both [R]; the last step takes what is left, and
-        more than that is not granted."""
-        left = state.remaining[rows]
-        found = left.copy()
+        """[R] int64: the schedule's grant at `step` of `steps`, both [R], at most the rest; the last step takes all."""
+        remaining = state.remaining[rows]
+        quota = remaining.copy()
         plans, which = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
         for index, (masks, planned) in enumerate(plans.T):  # rows nearly always share one plan
             early = (which.reshape(-1) == index) & (step < planned - 1)
-            found[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
-        return np.minimum(found, left)
+            quota[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
+        return np.minimum(quota, remaining)
 
-    def step_of(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def block_progress(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[R] int64: the open block's step t, and its steps T."""
         planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
         return np.minimum(state.block_step[rows], planned - 1), planned
 
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] float64: what the Gumbel noise is multiplied with at `step` of `steps`, both [R]."""
+        """[R] float64: the scale of the Gumbel noise at `step` of `steps`, both [R]."""
         return self.choice_temperature * (1 - (step + 1) / steps)
 
     def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] float64: the second draw's temperature at `step` of `steps`, both [R], where it falls."""
+        """[R] float64: the falling temperature of the second draw at `step` of `steps`, both [R]."""
         assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """The base's proposal, with the "noise_scale" of this step, [R, W]."""
         proposal = super().propose(state, outputs, queries)
-        scale = torch.as_tensor(self.noise_at(*self.step_of(state, proposal.rows)), device=proposal.values.device)
+        scale = torch.as_tensor(
+            self.noise_at(*self.block_progress(state, proposal.rows)), device=proposal.values.device
+        )
         proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
         return proposal
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
-        return self.guidance_at(state, *self.step_of(state, rows))
+        return self.guidance_at(state, *self.block_progress(state, rows))
 
     def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
-        """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
+        """[R, 1, 1]: the growing guidance scale at `step` of `steps`, both [R]."""
         assert self.guidance_start is not None
-        last = state.request.guidance_scale
-        grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
-        return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
+        final_scale = state.request.guidance_scale
+        scale = self.guidance_start + (final_scale - self.guidance_start) * step / np.maximum(steps - 1, 1)
+        return torch.as_tensor(scale, device=state.canvas.device).view(-1, 1, 1)
 
     def weighs_mask(self, state: MaskedState) -> bool:
         return False  # the public code cuts the mask's logit off
 
-    def read(
+    def read_candidates(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, quantities = super().read(state, logits, query, generator)
+        tokens, quantities = super().read_candidates(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
-        tau = self.temperature_at(*self.step_of(state, query.rows)).clip(torch.finfo(torch.float64).tiny)  # not 0
+        tau = self.temperature_at(*self.block_progress(state, query.rows)).clip(
+            torch.finfo(torch.float64).tiny
+        )  # not 0
         cooler = tempered(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
     def _redraw(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
+        """Draw tokens [R, W] from softmax(logits [R, W, V]), independently of the first draw."""
         if generator is None:
             return draw(logits.softmax(-1), token_draws(state, query, stream=REDRAW_STREAM).uniform())
         positions = state.window.query_positions(query)
@@ -143,44 +141,41 @@ class MaskGIT(MaskedSampler):
         return (logits + rng.gumbel(noise)).argmax(-1)
 
     def select(self, view: View) -> Tensor:
-        return view.top(ranking(view), view.quota)
+        return view.top(noisy_scores(view), view.quota)
 
 
-def ranking(view: View) -> Tensor:
-    """[R, W] float64: ln p + noise where there are candidates, -inf elsewhere."""
+def noisy_scores(view: View) -> Tensor:
+    """[R, W] float64: ln p + noise of candidates, -inf elsewhere."""
     # end tokens that are to come last have a score that is no probability
-    surely = torch.where(view.scores > 0, view.scores, 1.0).log()
-    surely = torch.where(view.scores == 0, -1e4, surely)
-    surely = torch.where(view.scores < 0, LAST, surely + view.quantities["noise_scale"] * rng.gumbel(view.draw()))
-    return surely.masked_fill(~view.candidates, -torch.inf)
+    log_p = torch.where(view.scores > 0, view.scores, 1.0).log()
+    log_p = torch.where(view.scores == 0, -1e4, log_p)
+    log_p = torch.where(view.scores < 0, LAST, log_p + view.quantities["noise_scale"] * rng.gumbel(view.draw()))
+    return log_p.masked_fill(~view.candidates, -torch.inf)
 
 
 @lru_cache(maxsize=1024)
 def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """How many of `masks` positions each of `steps` <= masks steps commits; all at least 1, together `masks`.
-
-    Where a schedule grants a step none it commits one all the same. "cosine", "arccos" and "linear" go on from there
-    towards the masks that should be left; "power" lets the last step have as many less, as its public code does, and
-    where that would leave it none (which makes the code's count negative), the largest ones give.
-    """
+    """How many of `masks` positions each of `steps` <= masks steps commits, at least 1 each. After a forced 1,
+    "cosine", "arccos" and "linear" return to the masks that should be left; "power" lets the last step have fewer, as
+    its public code does, and where that would leave it none (a negative count in that code), the largest ones give."""
     ratio = (np.arange(steps) + 1) / steps
-    left = {
+    masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),
         "arccos": np.arccos(ratio) / (math.pi / 2),
         "linear": 1 - ratio,
         "power": 1 - ratio**2.5,
     }[schedule]
-    left = np.floor(masks * left).astype(int)
-    left[-1] = 0
+    masks_left = np.floor(masks * masks_left).astype(int)
+    masks_left[-1] = 0
     if schedule == "power":
-        found = np.maximum(-np.diff(left, prepend=masks), 1)
-        found[-1] = masks - found[:-1].sum()
-        while found[-1] < 1:
-            found[:-1][found[:-1].argmax()] -= 1
-            found[-1] += 1
-        return tuple(found.tolist())
+        num_committed = np.maximum(-np.diff(masks_left, prepend=masks), 1)
+        num_committed[-1] = masks - num_committed[:-1].sum()
+        while num_committed[-1] < 1:
+            num_committed[:-1][num_committed[:-1].argmax()] -= 1
+            num_committed[-1] += 1
+        return tuple(num_committed.tolist())
     result, remaining = [], masks
     for step in range(steps):
-        result.append(int(np.clip(remaining - left[step], 1, remaining - (steps - 1 - step))))
+        result.append(int(np.clip(remaining - masks_left[step], 1, remaining - (steps - 1 - step))))
         remaining -= result[-1]
     return tuple(result)

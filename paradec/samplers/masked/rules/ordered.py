@@ -1,4 +1,4 @@
-"""What masked samplers share that commit positions in an order of the picture, whatever their confidence."""
+"""Masked samplers that commit positions in an order of the image, whatever their confidence."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 
 @dataclass(frozen=True)
 class InOrder(MaskedSampler):
-    """Per row and step, commit the next `quota` positions of an order. A subclass implements `ranks` and `quota`.
-
-    The answer is read as an image, row by row. What a step commits is known before the model is called.
-    """
+    """Per row and step, commit the next `quota` positions of an order of the image (the answer, row by row), which is
+    known before the model is called. A subclass implements `ranks` and `quota`."""
 
     height: int | None = None
     width: int | None = None
 
     def ranks(self, state: MaskedState) -> np.ndarray:
-        """[R, W] int64: where each position of the window comes in the order."""
+        """[R, W] int64: the rank of each position of the window in the order."""
         raise NotImplementedError
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         check_grid(self.height, self.width, longest)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """The base's proposal, with the "rank" of every position in the order, [R, W]."""
         proposal = super().propose(state, outputs, queries)
         proposal.quantities["rank"] = torch.as_tensor(self.ranks(state), device=proposal.values.device).double()
         return proposal
@@ -65,15 +62,12 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
         raise ValueError(f"height={height} times width={width} is less than the {longest} positions to decide")
 
 
-def pictures(
+def group_by_size(
     state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
-    """The images of the running rows, by their size: which rows of the window, as indices [N]; height and width in
-    cells; the position [N] of the first cell.
-
-    An image is the last part of a row: `height` x `width` cells, or, where these are None, the squarest image that
-    holds the row's answer, whose last cells may lie beyond the end.
-    """
+    """The images of the running rows, by size: indices [N] of the window's rows; height and width in cells; the
+    position [N] of the first cell. An image is the last part of a row: `height` x `width` cells, or the squarest image
+    that holds the row's answer, whose last cells may lie beyond the end."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:

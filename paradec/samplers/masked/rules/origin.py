@@ -1,7 +1,4 @@
-"""Dream's `alg="origin"`: each masked position becomes final on its own, with the probability of the time grid.
-
-Ye et al., "Dream 7B", arXiv 2508.15487; the reverse process of masked diffusion as MDLM writes it (arXiv 2406.07524).
-"""
+"""Dream's `alg="origin"` (Dream 7B, arXiv 2508.15487; the reverse process of MDLM, arXiv 2406.07524)."""
 
 from __future__ import annotations
 
@@ -21,12 +18,11 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t; the last step commits all. Random even at temperature 0.
+    """Commit each masked position with probability 1 - s/t; the last step commits all. Random even at temperature 0. A
+    step may commit nothing; `steps` bounds the total.
 
     Args:
         eps: end of the time grid t = linspace(1, eps, steps + 1).
-
-    A step may commit nothing; `steps` bounds the total.
     """
 
     eps: float = 1e-3
@@ -64,12 +60,12 @@ class Origin(MaskedSampler):
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
         final = self.position_noise(state, generator)[index] < share
         positions = state.window.positions[index]
-        return reference.categorical(state, logits, positions, query.rows, generator, final)
+        return reference.draw_categorical(state, logits, positions, query.rows, generator, final)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
-            generator = reference.copy_generator(state.generator)  # drawn before the tokens were
+            generator = state.generator.clone_state()  # drawn before the tokens were
         return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:

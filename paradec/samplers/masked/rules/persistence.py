@@ -1,7 +1,4 @@
-"""Persistence: beside the schedule's tokens, those that are nearly certain and were the best before.
-
-The rule of CORA-Diff (2026), from its public scripts.
-"""
+"""Persistence: also commit nearly certain tokens that were the best before (CORA-Diff, 2026, public scripts)."""
 
 from __future__ import annotations
 
@@ -25,17 +22,12 @@ class Persistence(LowConfidence):
     Args:
         threshold: confidence of a token beyond those of the schedule, in [0, 1].
         persist: consecutive steps with the same best token, at least 1.
-        end_threshold: confidence that an end token needs, in [0, 1], whichever part of the rule would commit it; if
-            nothing else can be committed, the best position becomes final anyway.
+        end_threshold: confidence that an end token needs, in [0, 1]; if nothing else can be committed, the best
+            position becomes final anyway.
 
-    The rule reads the model's best token, whatever is drawn at temperature > 0. A position that a cache leaves out
-    of a step keeps its count. To add the rule to another one instead of the schedule, see `union`. `steps` plans the
-    schedule and bounds the forwards only with end_threshold=0: end tokens that have to wait are not replaced by others.
-
-    With pipelined blocks, which take no `steps`, the schedule's tokens are the most confident ones of the blocks that
-    must make progress.
-
-    Keeps a token and a count per position of the block.
+    The model's best token counts, whatever is drawn at temperature > 0. A position that a cache leaves out of a step
+    keeps its count. `steps` bounds the forwards only with end_threshold=0: no other token replaces an end token that
+    waits. Pipelined blocks take no `steps`: there, each block that must make progress commits its most confident token.
     """
 
     threshold: float = 0.97
@@ -62,14 +54,14 @@ class Persistence(LowConfidence):
         early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates
         scores = view.scores.masked_fill(early_end, LAST)
         scheduled = view.scheduled(scores)
-        lasting = (scores >= self.threshold) & (self.run(view) >= self.persist)
+        lasting = (scores >= self.threshold) & (self.run_lengths(view) >= self.persist)
         return (scheduled | lasting) & (scores > LAST) | view.best(scores)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         best = torch.where(view.candidates, view.quantities["best_token"], view.memory["best"])
-        return {"best": best, "run": self.run(view)}
+        return {"best": best, "run": self.run_lengths(view)}
 
-    def run(self, view: View) -> Tensor:
+    def run_lengths(self, view: View) -> Tensor:
         """[R, W] int64: for how many steps, this one included, each position has had its best token."""
-        again = view.quantities["best_token"] == view.memory["best"]
-        return torch.where(view.candidates, torch.where(again, view.memory["run"] + 1, 1), view.memory["run"])
+        is_same = view.quantities["best_token"] == view.memory["best"]
+        return torch.where(view.candidates, torch.where(is_same, view.memory["run"] + 1, 1), view.memory["run"])

@@ -1,7 +1,4 @@
-"""Prophet: stop as soon as the model is confident of its answer, and take its predictions for the rest.
-
-Li et al., "Diffusion Language Models Know the Answer Before Decoding", arXiv 2508.19982.
-"""
+"""Prophet ("Diffusion Language Models Know the Answer Before Decoding", arXiv 2508.19982)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_at_most, check_int, check_number, shown
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.masked.state import MaskedState
 
@@ -28,15 +25,14 @@ class Prophet:
     Args:
         gaps: bars, in logits, for the beginning, the middle and the end of the decoding; at least 0.
         stages: where the middle and the end begin: shares of the row's positions that are final, in [0, 1].
-        answer: which positions the mean is over, counted from the first position that was to be filled: a sequence of
-            them, e.g. `range(40, 45)`, or a function of a row's ids so far [N] int64 (mask ids where undecided) and of
-            that first position, which returns such a sequence, or None as long as it cannot say. None takes all that is
-            undecided.
+        answer: which positions the mean is over, counted from the first position to fill: a sequence, e.g. `range(40,
+            45)`, or a function of a row's ids so far [N] int64 (mask ids where undecided) and of that first position,
+            which returns a sequence, or None while it is unknown. None takes all undecided positions.
 
-    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which take a user's
-    knowledge of the task; the default knows nothing, and where long answers are padded with end tokens those weigh in.
-    Positions of the span that were decided in an earlier block count as certain, since their logits are not read. The
-    paper measures progress in steps of a fixed schedule; shares of positions are the same there and serve all samplers.
+    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which takes knowledge of the
+    task. By default, end tokens that pad long answers weigh in. Positions of the span that were decided in an earlier
+    block count as certain. The paper measures progress in steps of a fixed schedule; shares of positions are the same
+    there.
     """
 
     gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
@@ -53,28 +49,26 @@ class Prophet:
             for entry in value:
                 check_number(name, entry, low=0, high=high)
             object.__setattr__(self, name, tuple(value))
-        if self.stages[0] > self.stages[1]:
-            raise ValueError(f"stages={self.stages} must not fall")
+        check_at_most("stages[0]", self.stages[0], "stages[1]", self.stages[1])
         if self.answer is not None and not callable(self.answer):
             object.__setattr__(self, "answer", _positions(self.answer))
 
     def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
-        """[R] bool; see `paradec.samplers.features.early_stops.EarlyRule`."""
         window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
         mask_id = state.facts.mask_token_id
         assert mask_id is not None  # models of this family have one
         undecided = window.undecided(proposal.current, mask_id)
         progress = state.decided[window.rows] / state.total[window.rows]
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
-        bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
+        threshold = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
         if self.answer is None:
             # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
-            span, known = undecided, undecided.any(1)
+            span, is_known = undecided, undecided.any(1)
         else:
-            span, known = (torch.as_tensor(array, device=gap.device) for array in self._span(state))
+            span, is_known = (torch.as_tensor(array, device=gap.device) for array in self._span(state))
         count = span.sum(1)
         mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
-        return known & ((mean >= bar) | (count == 0))
+        return is_known & ((mean >= threshold) | (count == 0))
 
     def _span(self, state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
         """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""
@@ -84,19 +78,19 @@ class Prophet:
         if callable(self.answer):
             ids = state.canvas.cpu().numpy()
             answers = [
-                self.answer(ids[row, : state.length[row]].copy(), int(first))
-                for row, first in zip(window.rows, start, strict=True)
+                self.answer(ids[row, : state.length[row]].copy(), int(answer_start))
+                for row, answer_start in zip(window.rows, start, strict=True)
             ]
-        wanted = np.zeros((len(start), state.canvas.shape[1]), bool)
-        known = np.zeros(len(start), bool)
+        in_answer = np.zeros((len(start), state.canvas.shape[1]), bool)
+        is_known = np.zeros(len(start), bool)
         for index, (row, answer) in enumerate(zip(window.rows, answers, strict=True)):
             if answer is not None:
-                at = start[index] + np.array(_positions(answer))
-                at = at[at < state.length[row]]
-                wanted[index, at] = True
-                known[index] = len(at) > 0  # a span beyond the end of the row is never reached
-        span = np.take_along_axis(wanted, window.host_positions, 1)
-        return span if window.host_valid is None else span & window.host_valid, known
+                positions = start[index] + np.array(_positions(answer))
+                positions = positions[positions < state.length[row]]
+                in_answer[index, positions] = True
+                is_known[index] = len(positions) > 0  # a span beyond the end of the row is never reached
+        span = np.take_along_axis(in_answer, window.host_positions, 1)
+        return span if window.host_valid is None else span & window.host_valid, is_known
 
 
 def _positions(value: Any) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""Random remasking: positions become final in random order.
-
-Nie et al., "Large Language Diffusion Models" (LLaDA), arXiv 2502.09992, and its generate.py (`remasking="random"`).
-"""
+"""Random remasking (LLaDA, arXiv 2502.09992, and its generate.py, `remasking="random"`)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_choice
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked import reference
 from paradec.samplers.masked.loop import View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.masked.state import MaskedState
@@ -46,7 +42,7 @@ class Random(LowConfidence):
     def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
         # the numbers that the commit will draw: nothing else is drawn between
-        generator = None if state.generator is None else reference.copy_generator(state.generator)
+        generator = None if state.generator is None else state.generator.clone_state()
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)
         count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])

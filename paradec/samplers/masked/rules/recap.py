@@ -1,7 +1,4 @@
-"""ReCAP: groups of one full evaluation, which chooses what the whole group decides, and local ones of those positions.
-
-ReCAP, arXiv 2505.19089, and its public code for MaskGIT-r.
-"""
+"""ReCAP (arXiv 2505.19089, and its public code for MaskGIT-r)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
 from paradec.samplers.masked.loop import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.rules.halton import halton_ranks
-from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking
+from paradec.samplers.masked.rules.maskgit import MaskGIT, noisy_scores
 from paradec.samplers.masked.rules.ordered import check_grid
 
 
@@ -31,8 +28,8 @@ class Recap(MaskGIT):
     ones, and each of the group's `local_steps` further steps the next ones, in that order. Their tokens are drawn from
     logits that depend on what the group has decided.
 
-    Use it with `cache="recap"`: then local steps evaluate only the targets, with the keys and values that the full
-    step kept. With another cache, or none, the decisions are the same and the logits of local steps exact.
+    With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
+    cache, or none, the decisions are the same and the logits of local steps exact.
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
@@ -76,32 +73,32 @@ class Recap(MaskGIT):
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def place(self, step: np.ndarray) -> np.ndarray:
-        """[R] int64: how many steps of its group come before each step; 0 for those that evaluate everything."""
+    def index_in_group(self, step: np.ndarray) -> np.ndarray:
+        """[R] int64: each step's index in its group; 0 evaluates everything."""
         return np.where(step < self.full_groups, 0, (step - self.full_groups) % (self.local_steps + 1))
 
-    def group(self, step: np.ndarray) -> np.ndarray:
+    def group_index(self, step: np.ndarray) -> np.ndarray:
         """[R] int64: the number of each step's group, from 0."""
         late = self.full_groups + (step - self.full_groups) // (self.local_steps + 1)
         return np.where(step < self.full_groups, step, late)
 
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        return self.choice_temperature * (1 - (self.group(step) + 1) / (self.group(steps - 1) + 1))
+        return self.choice_temperature * (1 - (self.group_index(step) + 1) / (self.group_index(steps - 1) + 1))
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
-        step, steps = self.step_of(state, rows)
-        return self.guidance_at(state, np.where(self.place(step) > 0, step - 1, step), steps)
+        step, steps = self.block_progress(state, rows)
+        return self.guidance_at(state, np.where(self.index_in_group(step) > 0, step - 1, step), steps)
 
     def group_size(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """[R] int64: positions that this step and the rest of its group commit."""
-        step, steps = self.step_of(state, rows)
-        found = np.zeros(len(rows), np.int64)
-        for ahead in range(self.local_steps + 1):
-            inside = (step + ahead < steps) & (self.group(step + ahead) == self.group(step))
-            found += np.where(inside, self.quota_at(state, rows, np.minimum(step + ahead, steps - 1), steps), 0)
-        return found
+        step, steps = self.block_progress(state, rows)
+        size = np.zeros(len(rows), np.int64)
+        for offset in range(self.local_steps + 1):
+            in_group = (step + offset < steps) & (self.group_index(step + offset) == self.group_index(step))
+            size += np.where(in_group, self.quota_at(state, rows, np.minimum(step + offset, steps - 1), steps), 0)
+        return size
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -112,21 +109,19 @@ class Recap(MaskGIT):
         return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
     def targets(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: the targets of a local step, decided ones included, -1 where there are fewer; none in a full
-        step."""
+        """[R, K] int64: the targets of a local step, decided ones included; -1 elsewhere, and in a full step."""
         window = state.window
         rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
-        step, _ = self.step_of(state, window.rows)
-        target = (rank >= 0) & (self.place(step) > 0)[:, None]
+        step, _ = self.block_progress(state, window.rows)
+        target = (rank >= 0) & (self.index_in_group(step) > 0)[:, None]
         order = (~target).argsort(1, kind="stable")[:, : max(int(target.sum(1).max()), 1)]
         return np.where(np.take_along_axis(target, order, 1), np.take_along_axis(window.host_positions, order, 1), -1)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """The base's proposal, with the "group_size" of rows that take a full step (0 for the others), [R, W]."""
         proposal = super().propose(state, outputs, queries)
         rows, device = proposal.rows, proposal.values.device
-        step, _ = self.step_of(state, rows)
-        sizes = np.where(self.place(step) == 0, self.group_size(state, rows), 0)
+        step, _ = self.block_progress(state, rows)
+        sizes = np.where(self.index_in_group(step) == 0, self.group_size(state, rows), 0)
         size = torch.as_tensor(sizes, device=device).double().unsqueeze(1)
         proposal.quantities["group_size"] = size.expand(proposal.values.shape)
         if self.order == "halton":
@@ -135,17 +130,17 @@ class Recap(MaskGIT):
         return proposal
 
     def ranks(self, view: View) -> Tensor:
-        """[R, W] int64: every position's rank among the targets of its row's group, -1 where it is none."""
+        """[R, W] int64: every position's rank among the targets of its row's group, -1 for other positions."""
         size = view.quantities["group_size"].long()
         if self.order == "halton":
             scores = (-view.quantities["order"]).masked_fill(~view.candidates, -torch.inf)
         else:
-            scores = ranking(view)
+            scores = noisy_scores(view)
         order = scores.argsort(dim=-1, descending=True, stable=True)
         column = torch.arange(order.shape[1], device=order.device).expand_as(order)
         rank = torch.empty_like(order).scatter_(1, order, column)
-        found = torch.where((rank < size) & view.candidates, rank, -1)
-        return torch.where(size > 0, found, view.memory["rank"])
+        target_rank = torch.where((rank < size) & view.candidates, rank, -1)
+        return torch.where(size > 0, target_rank, view.memory["rank"])
 
     def select(self, view: View) -> Tensor:
         rank = self.ranks(view)

@@ -1,4 +1,4 @@
-"""Methods that take back what they decided (`Needs.revises`): what is written, and when their blocks close."""
+"""Methods that take tokens back (`Needs.revises`): what is written, and when their blocks close."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from paradec.samplers.masked.view import Decision, MaskedProposal, View
 
 @dataclass
 class Revision:
-    """What a method takes back in one step. Shapes: `R` rows, `W` positions; None is nothing."""
+    """What a method takes back in one step; None takes back nothing. Shapes: `R` rows, `W` positions."""
 
     remask: Tensor | None = None
     """[R, W] bool: editable positions that become undecided again."""
     edit: Tensor | None = None
     """[R, W] bool: editable positions that take this step's candidate token."""
     text: Tensor | None = None
-    """[R, W] int64: what all positions hold after the step, masks included, for methods that declare `Needs.moves`;
-    positions that were given stay."""
+    """[R, W] int64: all positions after the step, for methods that declare `Needs.moves`; prompt positions stay."""
     hold_block: Tensor | None = None
-    """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
+    """[R] bool: rows whose full block stays open for another step."""
 
 
 def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
@@ -40,7 +39,7 @@ def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
 
 
 def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
-    """The selection [R, W] bool with what the method takes back; no more than it has steps left to decide again."""
+    """The selection [R, W] bool with what the method takes back; no more than the steps left can decide again."""
     revision = sampler.revise(view, selected)
     if revision.text is not None:  # what changes at open positions is written
         text = revision.text
@@ -64,27 +63,27 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
     masks = state.masks_at_open[rows]
     if sampler.needs.moves:  # which takes blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
-    return np.asarray(sampler.most_steps(masks))
+    return np.asarray(sampler.max_steps(masks))
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: how many positions more than before must be decided after this step, so that the steps left suffice
-    for the others; where text moves, the last step fills the block."""
-    left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
+    """[R] int64: positions that this step must add, so that the remaining steps suffice; with moves, the last step
+    fills all."""
+    steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
-        return np.where(left > 0, -LONGEST_BLOCK, state.remaining[rows])
-    return state.remaining[rows] - left
+        return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
+    return state.remaining[rows] - steps_left
 
 
 def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, decided: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Which rows [R] hold their block, and the window [R, W] as stop rules see it: what may be taken back ends
-    nothing before a step has left it unchanged."""
-    held = decided.get("hold_block")
+    """Which rows [R] hold their block, and the window [R, W] as stop rules see it: tokens that may be taken back are
+    masks until a step has left them unchanged."""
+    holds_block = decided.get("hold_block")
     closes = state.remaining[rows] <= 0
-    if held is not None:
-        held = held & (state.block_step[rows] < max_block_steps(sampler, state, rows))
-        closes = closes & ~held
+    if holds_block is not None:
+        holds_block = holds_block & (state.block_step[rows] < max_block_steps(sampler, state, rows))
+        closes = closes & ~holds_block
     may_change = ~closes[:, None] if sampler.needs.ends_with_block else decided["selected"] & ~closes[:, None]
-    return held, np.where(may_change, state.mask_id, decided["tokens"])
+    return holds_block, np.where(may_change, state.mask_id, decided["tokens"])

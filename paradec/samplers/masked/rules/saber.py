@@ -1,8 +1,4 @@
-"""Saber: a threshold that follows the confidence so far, and backtracking where confidence falls.
-
-Dong et al., "Saber: Efficient Sampling with Adaptive Acceleration and Backtracking Enhanced Remasking", arXiv
-2510.18165, and the public code's decoding.py.
-"""
+"""Saber: adaptive acceleration, and backtracking where confidence falls (arXiv 2510.18165; public decoding.py)."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ class Saber(MaskedSampler):
         remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
 
     The mean is over all blocks; a position that was taken back counts with its latest commit. Confidence is that of the
-    model's candidate, also where another token is decided. A step that fills the block takes nothing back, and each
-    other step adds at least one decided position, so n masks take at most n steps.
+    model's candidate, whatever token is decided. A step that fills the block takes nothing back, and each other step
+    adds at least one decided position, so n masks take at most n steps.
 
     Three points differ from the public code. Only tokens of the open block are taken back, since caches rely on the
     tokens left of it. No token is taken back in the step that commits it. Positions of the prompt never count as
@@ -72,21 +68,21 @@ class Saber(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         count = selected.sum(1)
         share = (count * self.remask_share).ceil().long().clamp(min=self.minimum // 2)
-        most = torch.minimum(share, count - 1)
+        limit = torch.minimum(share, count - 1)
         fills = (selected | ~view.candidates).all(1)
         drop = view.memory["last"] - view.quantities["confidence"]
-        return Revision(remask=view.top(torch.where(view.editable, drop, -torch.inf), most.masked_fill(fills, 0)))
+        return Revision(remask=view.top(torch.where(view.editable, drop, -torch.inf), limit.masked_fill(fills, 0)))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         confidence, before = view.quantities["confidence"], view.memory["committed"]
-        first = selected & (before < 0)
+        is_first = selected & (before < 0)
         added = torch.where(selected, confidence - before.clamp(min=0), 0.0)
         return {
             "total": view.memory["total"] + added.sum(1),
-            "count": view.memory["count"] + first.sum(1),
+            "count": view.memory["count"] + is_first.sum(1),
             "committed": torch.where(selected, confidence, before),
             "last": confidence,
         }
 
-    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+    def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open

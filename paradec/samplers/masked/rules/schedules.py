@@ -13,8 +13,7 @@ def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np
 
     Args:
         masks_at_open: undecided positions when the block opened.
-        step: steps taken in the block.
-        steps: steps planned for the block.
+        step, steps: steps taken in the block, and planned for it.
     """
     steps = steps.clip(1)  # of tensors too
     return masks_at_open // steps + (step < masks_at_open % steps)
@@ -28,11 +27,8 @@ def _fractions(steps: int, eps: float) -> np.ndarray:
 
 
 def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Dream's schedule: a share 1 - s/t of what is still undecided, truncated, on t = linspace(1, eps, steps + 1).
-
-    The last step takes everything. Truncation makes early steps commit nothing when `steps` is close to the number of
-    masks; `steps` bounds the total all the same. Counted per row (the reference takes the batch's mean).
-    """
+    """Dream's schedule: a share 1 - s/t of the undecided positions, truncated, on t = linspace(1, eps, steps + 1); the
+    last step takes everything. Counted per row (the reference takes the batch's mean)."""
     share = time_share(step, steps, eps)
     # float32 products, as the reference's tensors make them
     return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))
@@ -45,9 +41,3 @@ def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
         early = (steps == planned) & (step < planned - 1)
         share[early] = _fractions(int(planned), eps)[step[early]]
     return share
-
-
-def share_table(longest: int, eps: float) -> np.ndarray:
-    """[P + 1, P] float32: `time_share` for each number of planned steps up to P and each step."""
-    planned, step = np.divmod(np.arange((longest + 1) * longest), longest)
-    return time_share(step, planned, eps).reshape(longest + 1, longest)

@@ -1,7 +1,4 @@
-"""Confidence threshold: everything that is confident enough becomes final at once.
-
-Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 (confidence-aware parallel decoding).
-"""
+"""Confidence threshold (Fast-dLLM, arXiv 2505.22618, section 3.3: confidence-aware parallel decoding)."""
 
 from __future__ import annotations
 
@@ -65,38 +62,32 @@ class Threshold(MaskedSampler):
         if self.quota_per_step == "least":
             if state.steps_per_block is None:
                 return planned * 0 + 1
-            return linear(_block_lengths(state, rows), state.block_step[rows], planned).clip(1)
+            length = masks = state.masks_at_open[rows]
+            if state.facts.topology == "block_causal" and state.request.blocks is None:
+                length = masks * 0 + (state.request.block_length or state.facts.block_length)
+            return linear(length, state.block_step[rows], planned).clip(1)
         # after the planned steps, only refused positions are left
         return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
 
     def select(self, view: View) -> Tensor:
         if self.quota_per_step == "least":
-            return at_least(view, view.scores >= self.threshold, view.quota)
-        sure = (view.scores >= self.threshold) | view.best()
-        return sure if view.quota is None else sure & view.top(view.scores, self.granted(view))
+            return select_at_least(view, view.scores >= self.threshold, view.quota)
+        confident = (view.scores >= self.threshold) | view.best()
+        return confident if view.quota is None else confident & view.top(view.scores, self.max_commits(view))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         if self.quota_per_step != "carry":
             return {}
-        return {"refused": self.granted(view) - selected.sum(1)}
+        return {"refused": self.max_commits(view) - selected.sum(1)}
 
-    def granted(self, view: View) -> Tensor:
-        """[R] int64: positions to commit at most: those of the schedule, and those refused before."""
+    def max_commits(self, view: View) -> Tensor:
+        """[R] int64: positions to commit at most: the schedule's, and those refused before."""
         quota = torch.as_tensor(view.quota, device=view.scores.device)
         return (quota + view.memory["refused"]).clamp(min=1)
 
 
-def _block_lengths(state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: positions of the open blocks, for the quota."""
-    masks = state.masks_at_open[rows]
-    if state.facts.topology != "block_causal" or state.request.blocks is not None:
-        return masks
-    length = state.request.block_length or state.facts.block_length
-    return masks * 0 + length
-
-
-def at_least(view: View, sure: Tensor, least: Any) -> Tensor:
-    """`sure` [R, W] bool where it holds `least` positions ([R] int64, or one number), else the best `least` ones."""
-    least = torch.as_tensor(least, device=sure.device)
-    enough = sure.sum(1) >= least
-    return torch.where(enough.unsqueeze(1), sure, view.top(view.scores, least.expand(len(sure))))
+def select_at_least(view: View, selected: Tensor, least: Any) -> Tensor:
+    """`selected` [R, W] where it holds at least `least` positions ([R] or a number), else the best `least` ones."""
+    least = torch.as_tensor(least, device=selected.device)
+    enough = selected.sum(1) >= least
+    return torch.where(enough.unsqueeze(1), selected, view.top(view.scores, least.expand(len(selected))))

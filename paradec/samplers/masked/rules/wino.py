@@ -1,8 +1,4 @@
-"""WINO: commit widely, and take back what the rest of the text does not support.
-
-Hong et al., "Wide-In, Narrow-Out: Revokable Decoding for Efficient and Effective DLLMs", arXiv 2507.18578, and the
-public code's LLaDA/decoding.py.
-"""
+"""WINO: commit widely, take back what the rest of the text does not support (arXiv 2507.18578, LLaDA/decoding.py)."""
 
 from __future__ import annotations
 
@@ -26,23 +22,21 @@ class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and the best one always;
     then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
 
-    The shadow of a position is a mask with the same position id, beside the row, that sees everything except the token
-    at that position. So the token is judged by a prediction that cannot copy it. Every position of the block has a
-    shadow. Shadows see each other and nothing else sees them, so they do not change the candidates.
+    The shadow of a position is a mask with the same position id that sees everything except the token at that position,
+    so the prediction cannot copy it. Every position of the block has a shadow. Shadows see each other and nothing else
+    sees them.
 
     Args:
         threshold: tau_1, in [0, 1].
         threshold_back: tau_2, in [0, 1]; 0 takes nothing back and evaluates no shadows.
-        cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated to whole
-            positions, then raised to cap_low and lowered to cap_high), the most confident ones.
+        cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated, then
+            raised to cap_low and lowered to cap_high), the most confident ones.
 
     A step takes back fewer positions than the step before committed (those with the lowest shadow probability), and
-    none if it commits one: so n masks take at most n steps. A committed token can be taken back from the next step on,
-    until the block is full.
-
-    The public code decodes one row, and its cap and forced position apply to the whole batch; here each row has its
-    own. The method needs a decoder that predicts in place, and evaluates the block twice (once as shadow) at every
-    step.
+    none if it commits one: n masks take at most n steps. A committed token can be taken back from the next step on,
+    until the block is full. The public code decodes one row, and its cap and forced position apply to the whole batch;
+    here each row has its own. The method needs a decoder that predicts in place, and evaluates the block twice (once as
+    shadow) at every step.
     """
 
     threshold: float = 0.6
@@ -71,19 +65,17 @@ class Wino(MaskedSampler):
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """The family's calls, with the shadow of their window after their columns."""
         queries = super().query(state)
-        return [with_shadow(state, query) for query in queries] if self.needs.mask_probes else queries
+        return [add_shadow(state, query) for query in queries] if self.needs.mask_probes else queries
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The window's own logits, and the probability that the shadow gives to the token there."""
         assert stage.current is not None
         logits, shadow = logits.split(stage.positions.shape[1], 1)
-        found = token_statistics(shadow, ("confidence",), stage.current)[1]
-        return logits, {"shadow_confidence": found["confidence"]}
+        quantities = token_statistics(shadow, ("confidence",), stage.current)[1]
+        return logits, {"shadow_confidence": quantities["confidence"]}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """The confidence, NaN where the shadow's is: then the commit says that logits were not finite."""
+        """The confidence, NaN where the shadow's is: the commit then reports it."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
 
@@ -99,33 +91,32 @@ class Wino(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         shadow = view.updates["shadow_confidence"]
         doubted = view.editable & (shadow < self.threshold_back)
-        most = torch.where(selected.sum(1) > 1, view.memory["accepted"] - 1, 0)
-        return Revision(remask=view.top(torch.where(doubted, -shadow, -torch.inf), most))
+        max_remasked = torch.where(selected.sum(1) > 1, view.memory["accepted"] - 1, 0)
+        return Revision(remask=view.top(torch.where(doubted, -shadow, -torch.inf), max_remasked))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {"accepted": selected.sum(1)}
 
-    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+    def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open
 
 
-def with_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """The query with the window after its columns once more, as masks.
-
-    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
-    see each other and all columns but the one of their own position; columns do not see shadows.
-    """
+def add_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
+    """Append the window to the query as masks: Q columns become Q + W, and 2 W are wanted. Shadows are not stored, and
+    see each other and all columns but the one of their own position; columns do not see them."""
     assert query.wanted is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
-    places = window.host_positions[query.window.index]
-    inside = np.ones_like(places, bool) if window.host_valid is None else window.host_valid[query.window.index]
-    shadow = state.per_branch(places)  # [R, W]
+    window_positions = window.host_positions[query.window.index]
+    is_real = np.ones_like(window_positions, bool)
+    if window.host_valid is not None:
+        is_real = window.host_valid[query.window.index]
+    shadow = state.per_branch(window_positions)  # [R, W]
     rows, width = shadow.shape
     positions = torch.cat((query.positions, shadow), 1)
     valid = None
     if query.valid is not None or window.host_valid is not None:
-        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
-        valid = torch.cat((real, state.per_branch(inside)), 1)
+        is_valid = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
+        valid = torch.cat((is_valid, state.per_branch(is_real)), 1)
     visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
     visible[:, :columns, columns:] = False
     visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
@@ -135,13 +126,13 @@ def with_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
     store = query.store
     if store is not None and store.slots is not None:
         store = store.with_fields(slots=torch.cat((store.slots, torch.full_like(shadow, -1)), 1))
-    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
+    shadow_columns = torch.arange(columns, columns + width, device=device).expand(rows, width)
     return query.with_fields(
         tokens=pad(query.tokens, (0, width), value=state.mask_id),
         positions=positions,
         valid=valid,
         visible=visible,
-        wanted=torch.cat((query.wanted, own), 1),
+        wanted=torch.cat((query.wanted, shadow_columns), 1),
         store=store,
-        forwarded=query.forwarded + inside.sum(1),
+        forwarded=query.forwarded + is_real.sum(1),
     )

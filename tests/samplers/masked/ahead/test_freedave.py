@@ -18,7 +18,7 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.ahead.freedave import FreeDave, accept
+from paradec.samplers.masked.ahead.freedave import FreeDave, accept_drafts
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
@@ -216,7 +216,7 @@ def test_accept_by_hand(subset: bool) -> None:
             fills = order[depth : depth + made.integers(1, 4)]
             written[depth, row, fills] = made.random(len(fills)) < 0.15
     copies = made.integers(1, count + 1, rows)
-    best, judge = accept(drafts, written, copies, mask, subset)
+    best, judge = accept_drafts(drafts, written, copies, mask, subset)
     for row in range(rows):
         expected, jumps = 0, {}
         while True:

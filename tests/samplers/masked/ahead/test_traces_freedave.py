@@ -60,8 +60,8 @@ class WeighsMask:
     def weighs_mask(self, state: Any) -> bool:
         return True
 
-    def read(self, state: Any, logits: Any, query: Any, generator: Any) -> Any:
-        return reference.read(self, state, logits, query, None)
+    def read_candidates(self, state: Any, logits: Any, query: Any, generator: Any) -> Any:
+        return reference.read_candidates(self, state, logits, query, None)
 
 
 class WeighingLowConfidence(WeighsMask, LowConfidence):

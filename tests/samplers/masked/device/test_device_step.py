@@ -34,8 +34,8 @@ MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", 
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding to 64 positions would be most of what these models compute."""
-    monkeypatch.setattr(device_graphs, "COLUMNS", 16)
-    monkeypatch.setattr(device_engine, "WIDTHS", 16)
+    monkeypatch.setattr(device_graphs, "COLUMN_MULTIPLE", 16)
+    monkeypatch.setattr(device_engine, "WIDTH_MULTIPLE", 16)
 
 
 def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request) -> tuple[object, MaskedState]:
@@ -48,7 +48,7 @@ def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request)
 def loaded(method: Any, model: Model, state: MaskedState) -> engine.DeviceEngine:
     """An engine that holds the request of `state`."""
     table = engine.block_table(state)
-    made = engine.DeviceEngine(engine.StepLayout.of(method, state, table[0], capture=False))
+    made = engine.DeviceEngine(engine.StepLayout.from_state(method, state, table[0], capture=False))
     made.load(model, state, table)
     return made
 
@@ -287,7 +287,7 @@ def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     for length in (3, 4, 5, 6, 3, 7):
         assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=length)
     assert [layout.widest for layout, _ in model.engines] == [5, 6, 3, 7]  # 4 was used longest ago
-    assert len(model.engines) == engine.KEPT
+    assert len(model.engines) == engine.MAX_ENGINES
     model.module.float().double()  # numbers that stand elsewhere
     assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=3)
     assert len(model.engines) == 1
@@ -388,7 +388,7 @@ def test_steps_that_are_played_again_are_steps(
         tapes.append(tape)
         return tape.play
 
-    monkeypatch.setattr(device_engine, "captured", captured)
+    monkeypatch.setattr(device_engine, "capture_graph", captured)
     # on the CPU some operations are numpy's, which no tape sees
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
     known = set()
@@ -431,7 +431,7 @@ def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
 def test_what_it_cannot_serve_is_named(sampler: str, request_: dict, reason: str) -> None:
     model = MODELS["same"]
     method, state = start(sampler, model, **request_)
-    assert reason in engine.refusal(method, model, state)
+    assert reason in engine.why_unsupported(method, model, state)
     with pytest.raises(ValueError, match="device-side step cannot serve this request"):
         engine.decode(method, model, state, capture=False)
 
@@ -441,7 +441,7 @@ def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
         pass
 
     _, state = start("threshold", MODELS["same"])
-    assert engine.refusal(Mine(), MODELS["same"], state) == "sampler 'threshold' is a class of your own, Mine"
+    assert engine.why_unsupported(Mine(), MODELS["same"], state) == "sampler 'threshold' is a class of your own, Mine"
 
 
 def test_bad_arguments() -> None:
@@ -488,7 +488,7 @@ def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.M
         seen.append(step)
         return step
 
-    monkeypatch.setattr(device_engine, "captured", captured)
+    monkeypatch.setattr(device_engine, "capture_graph", captured)
     monkeypatch.setattr(engine, "decode", lambda method, model, state: engine._decode(method, model, state, True, 1))
     method, plain = start("threshold", model, cache="dual")
     decode(method, model, plain)

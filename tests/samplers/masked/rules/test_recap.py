@@ -92,7 +92,7 @@ class Replayed(Recap):
 
     def at(self, state: Any) -> tuple[Group, int]:
         step = state.block_step[:1]
-        return self.groups[int(self.group(step)[0])], int(self.place(step)[0])
+        return self.groups[int(self.group_index(step)[0])], int(self.index_in_group(step)[0])
 
     def draw_tokens(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
         group, place = self.at(state)
@@ -129,11 +129,11 @@ def test_replays_the_reference(path: Path) -> None:
     assert settings["null_class"] == model.module.classes - 1
     step, total = np.arange(settings["gen_step"]), np.full(settings["gen_step"], settings["gen_step"])
     recorded_schedule = case["schedule"]
-    sizes, group_of_step = np.array(counts("power", positions, settings["gen_step"])), sampler.group(step)
+    sizes, group_of_step = np.array(counts("power", positions, settings["gen_step"])), sampler.group_index(step)
     local = [sizes[group_of_step == group].tolist() for group in range(group_of_step[-1] + 1)]
     assert recorded_schedule["local_tokens"] == local
     assert recorded_schedule["group_tokens"] == [sum(each) for each in local]
-    noises = sampler.noise_at(step, total)[sampler.place(step) == 0]
+    noises = sampler.noise_at(step, total)[sampler.index_in_group(step) == 0]
     np.testing.assert_allclose(noises, recorded_schedule["conf_temps"], atol=1e-12)
     if settings["cfg"]:
         assert_guidance(sampler, recorded_schedule["local_cfg"])
@@ -204,13 +204,15 @@ def assert_schedule(row: dict[str, Any]) -> None:
     step, total = np.arange(row["T"]), np.full(row["T"], row["T"])
     final, start = row["sample_temps"][-1][-1], 1 + row["cfg"][0][0]
     sampler = Recap(local_steps=row["nc"], full_groups=row["pre"], final_temperature=final, guidance_start=start)
-    group = sampler.group(step)
+    group = sampler.group_index(step)
     assert_guidance(sampler, row["cfg"])
     if min(map(min, row["local_tokens"])) > 0:
         sizes = np.array(counts("power", row["seq_len"], row["T"]))
         assert [sizes[group == g].tolist() for g in range(group[-1] + 1)] == row["local_tokens"]
     assert [int((group == g).sum()) for g in range(group[-1] + 1)] == list(map(len, row["local_tokens"]))
-    np.testing.assert_allclose(sampler.noise_at(step, total)[sampler.place(step) == 0], row["conf_temps"], atol=1e-12)
+    np.testing.assert_allclose(
+        sampler.noise_at(step, total)[sampler.index_in_group(step) == 0], row["conf_temps"], atol=1e-12
+    )
     np.testing.assert_allclose(sampler.temperature_at(step, total), sum(row["sample_temps"], []), atol=1e-12)
 
 
@@ -220,7 +222,7 @@ def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> N
     sizes = counts("power", masks, steps)
     assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
     sampler = Recap(local_steps=local, full_groups=full)
-    lengths = np.bincount(sampler.group(np.arange(steps)))
+    lengths = np.bincount(sampler.group_index(np.arange(steps)))
     assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
 
 
@@ -335,5 +337,5 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     [(32, 12, 22, 10), (24, 10, 17, 7), (20, 10, 15, 5), (16, 8, 12, 4), (16, 0, 8, 8)],
 )
 def test_published_scripts_evaluate_so_often(steps: int, full_groups: int, full: int, local: int) -> None:
-    place = Recap(full_groups=full_groups).place(np.arange(steps))
+    place = Recap(full_groups=full_groups).index_in_group(np.arange(steps))
     assert ((place == 0).sum(), (place > 0).sum()) == (full, local)

@@ -290,7 +290,7 @@ class Undoing(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         return Revision(remask=view.editable, hold_block=torch.ones(len(selected), dtype=torch.bool))
 
-    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+    def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open + self.slack
 
 

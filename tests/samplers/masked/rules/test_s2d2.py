@@ -39,7 +39,7 @@ class Replayed(S2D2):
             logits = filter_logits(logits, request.top_p, None)
         return logits.softmax(-1)
 
-    def numbers(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
+    def uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
         width, block, fed = positions.shape[1], state.facts.block_length, state.fed
         left = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
         if not isinstance(query.window, VerifyLogits):  # one for every position of the block, the prompt's too
