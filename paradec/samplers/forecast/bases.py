@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, shown
 from paradec.core.component_text import parse_component
+from paradec.samplers.forecast.refresh import Checked, integer, number
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 RIDGE = 1e-8  # HiCache's public code adds it to singular values before it divides by them
@@ -33,7 +34,7 @@ class History(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Basis:
+class Basis(Checked):
     """Base of the bases.
 
     Args:
@@ -42,14 +43,14 @@ class Basis:
         guard: set by the sampler: the last step at which no differences are taken (`Rule.guard`).
     """
 
-    order: int = 1
+    order: int = integer(1, low=0)
     dtype: torch.dtype | None = None
     guard: int = -1
 
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        check_int("order", self.order, low=0)
+        super().__post_init__()
         if self.dtype is not None:
             kind = str(self.dtype).removeprefix("torch.")
             check_choice("dtype", kind, DTYPES)
@@ -134,13 +135,9 @@ class Taylor(Basis):
 class Hermite(Taylor):
     """Taylor's differences with k^i replaced by sigma^i H_i(sigma k), physicists' Hermite polynomials (HiCache)."""
 
-    sigma: float = 0.5
+    sigma: float = number(0.5, low=0, open_low=True)
 
     name = "hermite"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("sigma", self.sigma, low=0, open_low=True)
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return hermite_weights(step - nodes[0], self.sigma, count)
@@ -207,15 +204,10 @@ class DMD(Basis):
     per row and feature: meant for whole outputs.
     """
 
-    window: int = 6
-    sigma: float = 0.5
+    window: int = integer(6, low=4)
+    sigma: float = number(0.5, low=0, open_low=True)
 
     name = "dmd"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("window", self.window, low=4)
-        check_number("sigma", self.sigma, low=0, open_low=True)
 
     @property
     def slots(self) -> int:

@@ -8,13 +8,13 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, check_int, shown, unknown_name
+from paradec.core.checks import check_choice, shown, unknown_name
 from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.bases import Taylor
-from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast, read_bytes
+from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
 from paradec.samplers.forecast.rules import FirstBlock, MagCache, SeaCache
-from paradec.samplers.forecast.targets import Modules, where_from
+from paradec.samplers.forecast.targets import Modules
 
 LITE = {"order": 2, "where": "output", "first_enhance": 3}
 
@@ -72,11 +72,9 @@ class TaylorSeer(FeatureForecast):
         return super().__new__(cls, *args, **settings)
 
     def __post_init__(self) -> None:
-        check_int("interval", self.interval, low=1, none=True)
-        check_int("order", self.order, low=0)
-        check_int("first_enhance", self.first_enhance, low=1)
-        object.__setattr__(self, "where", where_from(self.where))
-        object.__setattr__(self, "max_memory", read_bytes(self.max_memory))
+        forecast = self.to_forecast()  # which checks the settings
+        object.__setattr__(self, "where", forecast.where)
+        object.__setattr__(self, "max_memory", forecast.max_memory)
 
     def to_forecast(self) -> Forecast:
         when = Every(self.interval, self.first_enhance)

@@ -51,7 +51,7 @@ class RunProgress:
         self.index += 1
 
 
-def number(default: float, **bounds: Any) -> Any:
+def number(default: float | None, **bounds: Any) -> Any:
     """Declare a setting that `check_number` checks."""
     return field(default=default, metadata={"check": partial(check_number, **bounds)})
 
@@ -66,8 +66,17 @@ def choice(default: Any, *allowed: Any) -> Any:
     return field(default=default, metadata={"check": partial(check_choice, allowed=allowed)})
 
 
+class Checked:
+    """Base of dataclasses with settings that are declared by `number`, `integer` and `choice`."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):  # type: ignore[arg-type]
+            if "check" in setting.metadata:
+                setting.metadata["check"](setting.name, getattr(self, setting.name))
+
+
 @dataclass(frozen=True)
-class Rule:
+class Rule(Checked):
     """Base of all values of `Forecast(when=...)`. A setting out of its range is a ValueError."""
 
     name: ClassVar[str] = ""
@@ -75,13 +84,10 @@ class Rule:
     """Whether `StepRule.observe_change` is implemented."""
     from_input: ClassVar[bool] = False
     """Whether the difference of the transformer's output and input is forecast."""
+    filters: ClassVar[bool] = False
+    """Whether `RunProgress.latent` must have rows and columns."""
     evaluates_last: ClassVar[bool] = False
     """Whether `num_inference_steps` is needed where the run does not tell its steps."""
-
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            if "check" in setting.metadata:
-                setting.metadata["check"](setting.name, getattr(self, setting.name))
 
     @property
     def how(self) -> str:
@@ -113,6 +119,13 @@ class Rule:
             raise ValueError(f"{clause}, and a transformer by itself does not tell the number of steps")
         return []
 
+    def check_model(self, module: nn.Module) -> None:
+        """Raise ValueError if the rule cannot serve this transformer."""
+
+    def noise_levels(self, scheduler: Any) -> Sequence[float]:
+        """Noise level of each step, if the rule reads them. Raises ValueError for an unsuitable scheduler or None."""
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for `forecast.rule_from`."""
         return {"when": self.name} | asdict(self)
@@ -141,9 +154,7 @@ class Probe(Rule):
     """
 
     where = "stack"
-    filters: ClassVar[bool] = False
-    """Whether `RunProgress.latent` must have rows and columns."""
-    whole: ClassVar[bool] = False
+    replaces_probe: ClassVar[bool] = False
     """Whether a forecast also replaces the probe's blocks."""
 
     @property
@@ -166,13 +177,6 @@ class Probe(Rule):
         first, probe: [B, ...] hidden states before the first block, and after the probe.
         """
         raise NotImplementedError
-
-    def check_model(self, module: nn.Module) -> None:
-        """Raise ValueError if the rule cannot serve this transformer."""
-
-    def noise_levels(self, scheduler: Any) -> Sequence[float]:
-        """Noise level of each step, if the rule reads them. Raises ValueError for an unsuitable scheduler or None."""
-        return ()
 
     def forecast_at(self, progress: RunProgress) -> float:
         """The step for which the residual is forecast in this call."""

@@ -123,7 +123,7 @@ class DiCache(Probe):
 
     name = "dicache"
     evaluates_last = True
-    whole = True
+    replaces_probe = True
     how = "taylor"
 
     @property

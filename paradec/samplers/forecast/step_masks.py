@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from paradec.core.checks import check_choice, check_int
-from paradec.samplers.forecast.refresh import RunProgress, StepRule
+from paradec.samplers.forecast.refresh import RunProgress, StepRule, choice
 
 Runs = tuple[tuple[int, ...], tuple[int, ...]]  # lengths of the runs of evaluated steps, and of skipped ones between
 
@@ -52,12 +52,9 @@ SHORT: dict[int, dict[str, Runs]] = {
 class StepMask(StepRule):
     """Evaluate the steps of a named mask, cut or stretched to the run (`step_mask`)."""
 
-    mask: str = ""
+    mask: str = choice("", *MASKS)
 
     name = "step_mask"
-
-    def __post_init__(self) -> None:
-        check_choice("when", self.mask, MASKS)
 
     @property
     def needs_total(self) -> str:

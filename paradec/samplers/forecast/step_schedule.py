@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
-from paradec.samplers.forecast.refresh import RunProgress, SavedAsJson, StepRule
+from paradec.core.checks import LARGEST_INT, check_int, shown
+from paradec.samplers.forecast.refresh import RunProgress, SavedAsJson, StepRule, integer, number
 from paradec.samplers.forecast.targets import Modules, where_from
 
 SCHEMA = "paradec-steps/1"
@@ -25,19 +25,18 @@ class StepSchedule(SavedAsJson, StepRule):
     """
 
     steps: tuple[int, ...]
-    total: int | None = None
+    total: int | None = integer(None, low=1, none=True)
     scheduler: str | None = None
-    guidance: float | None = None
+    guidance: float | None = number(None, none=True)
     where: str | Modules | None = None
 
     name = "steps"
 
     def __post_init__(self) -> None:
-        check_int("total", self.total, low=1, none=True)
+        super().__post_init__()
         steps = tuple(self.steps) if isinstance(self.steps, (list, tuple, range)) else ()
         for step in steps:
             check_int("when", step, low=0, high=LARGEST_INT if self.total is None else self.total - 1)
-        check_number("guidance", self.guidance, none=True)
         object.__setattr__(self, "where", where_from(self.where))
         if not isinstance(self.scheduler, str | None):
             raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a class, or None")

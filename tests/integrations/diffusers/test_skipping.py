@@ -203,7 +203,7 @@ def test_seacache_is_refused(wan: Any) -> None:
     # a picture of 2 x 1 cells and one of 1 x 2 beside it, as FLUX Kontext gives them, are no picture of 2 x 2
     two = {"img_ids": torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]), "hidden_states": torch.randn(1, 4, 4)}
     with pytest.raises(ValueError, match=r"FluxPipeline gives its transformer cells in one row, .*\(1, 4, 4\)"):
-        unpack_latent(flux_pipeline(), (), two)
+        unpack_latent(flux_pipeline(), two["hidden_states"], two)
     conditioned, _ = loop_pipeline("Wan")
     conditioned.transformer.register_to_config(in_channels=36)
     with pytest.raises(ValueError, match="given 36 channels and returns 4"):

@@ -80,8 +80,8 @@ def _record_features(
     """Make a plain run; return samples of the modules' outputs by name and step, for each call of the step."""
     features: dict[str, dict[int, list[Tensor]]] = {name: {} for name in names}
 
-    def record(name: str, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        output = inner(*args, **kwargs)
+    def record(name: str, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = forward(*args, **kwargs)
         for leaf in tree_leaves(output) if transformer.is_inside else ():
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 flat = leaf.detach().flatten()

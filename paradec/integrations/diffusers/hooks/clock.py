@@ -42,7 +42,7 @@ class Clock:
         self.lock = threading.RLock()  # held during a call of the transformer
         self.displaced: set[int] = set()  # threads whose run was ended by the start of another one
         self.scheduler: Any = None
-        self.before: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
+        self.replaced: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
 
     @property
     def total(self) -> int | None:
@@ -108,18 +108,18 @@ class Clock:
         self.pipe, self.scheduler = pipe, pipe.scheduler
         for name, around in (("set_timesteps", _set_timesteps), ("step", _step)):
             if hasattr(self.scheduler, name):
-                method, self.before[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
+                method, self.replaced[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
                 placed = functools.update_wrapper(functools.partial(around, self, method), method)
                 setattr(self.scheduler, name, placed)
 
     def release(self) -> None:
-        for name, before in self.before.items():
+        for name, before in self.replaced.items():
             placed = vars(self.scheduler).get(name)
             if isinstance(placed, functools.partial) and placed.args[0] is self:
                 delattr(self.scheduler, name)
                 if before is not None:
                     setattr(self.scheduler, name, before)
-        self.scheduler, self.before = None, {}
+        self.scheduler, self.replaced = None, {}
 
     def _read_timestep(self, run: Run, timestep: Any) -> Run:
         if not isinstance(timestep, (Tensor, int, float)):

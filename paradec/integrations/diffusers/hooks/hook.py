@@ -31,7 +31,7 @@ class Hook(ModelHook):
         self.slot = "forward" if hasattr(module, "_orig_mod") else None
         if module._compiled_call_impl is not None:
             self.slot = "_compiled_call_impl"
-        self.before = vars(module).copy()
+        self.original_attributes = vars(module).copy()
         if self.slot is not None:
             self.compiled = getattr(module, self.slot)
             self.placed = functools.partial(self.new_forward, module)
@@ -72,10 +72,10 @@ class Hook(ModelHook):
             return
         with beneath_offloading(module):
             registry.remove_hook(self.name, recurse=False)
-            plain = vars(module).get("forward")
-            if "forward" not in self.before and getattr(plain, "__func__", None) is type(module).forward:
+            forward = vars(module).get("forward")
+            if "forward" not in self.original_attributes and getattr(forward, "__func__", None) is type(module).forward:
                 del module.forward
-        if not registry.hooks and "_diffusers_hook" not in self.before:
+        if not registry.hooks and "_diffusers_hook" not in self.original_attributes:
             del module._diffusers_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:

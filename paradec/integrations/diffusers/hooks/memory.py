@@ -73,7 +73,7 @@ def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dic
     parameters = dict(transformer.named_parameters())
     model_class: Any = type(transformer)  # of diffusers, or there is no `from_config`
     where = "output" if settings.rule.from_input else settings.where
-    filters = isinstance(settings.rule, Probe) and settings.rule.filters
+    filters = settings.rule.filters
     rule = settings.rule if isinstance(settings.rule, Probe) and not filters else Every()
     clock = Clock()
     clock.run.is_open = clock.run.is_stepped = True

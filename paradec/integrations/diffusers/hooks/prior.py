@@ -98,9 +98,9 @@ class PriorSession(Attached):
         Raises ValueError for an argument that the pipeline does not use, or grids of unlike sizes.
         """
         if image_grid_thw is None or any(value is not None for value in others.values()):
-            odd = next((name for name, value in others.items() if value is not None), "image_grid_thw=None")
+            unexpected = next((name for name, value in others.items() if value is not None), "image_grid_thw=None")
             raise ValueError(
-                f"{odd}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
+                f"{unexpected}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
             )
         model = self.model
         prompts = model.insert_codes(input_ids, image_grid_thw, images_per_sample, pixel_values)

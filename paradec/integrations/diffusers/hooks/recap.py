@@ -62,7 +62,7 @@ class RecapSession(Attached):
                 raise ValueError(f"attention processor {name} cannot be exchanged; call set_default_attn_processor()")
         settings = {name: getattr(sampler, name) for name in sampler.settings()}
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
-        self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
+        self.pipe, self.scheduler, self.original_scheduler = pipe, scheduler, pipe.scheduler
         self._report = RecapReport()
         self.cell = 2 if transformer.down_block.downsample is not None else 1  # tokens along a side
         self.local: Tensor | None = None  # [R, M] int64: the cells of a local step
@@ -94,14 +94,14 @@ class RecapSession(Attached):
             del self.transformer._paradec_session
         self._forget()
         if self.pipe.scheduler is self.scheduler:
-            self.pipe.scheduler = self.before
+            self.pipe.scheduler = self.original_scheduler
 
     def _forget(self) -> None:
         self.hidden = self.local = None
         for processor in self.processors:
             processor.key = processor.value = None
 
-    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Choose the cells that the layers evaluate, and call the transformer."""
         if self.run is not self.scheduler.run:
             self._forget()
@@ -118,7 +118,7 @@ class RecapSession(Attached):
             # rows with fewer cells evaluate some others too
             max_cells = int(chosen.sum(1).max())
             self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :max_cells]
-        output = inner(*args, **kwargs)
+        output = forward(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
         tensors = [tensor for processor in self.processors for tensor in (processor.key, processor.value)] + [
             self.hidden
@@ -126,15 +126,15 @@ class RecapSession(Attached):
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
 
-    def _first(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _first(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.local is None:
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         hidden_states, *others = args
         index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
-        return inner(hidden_states.gather(1, index), *others, **kwargs)
+        return forward(hidden_states.gather(1, index), *others, **kwargs)
 
-    def _last(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        output: Tensor = inner(*args, **kwargs)
+    def _last(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        output: Tensor = forward(*args, **kwargs)
         if self.local is not None:
             assert self.hidden is not None  # a local step follows a full one
             index = self.local.unsqueeze(-1).expand(-1, -1, output.shape[-1])

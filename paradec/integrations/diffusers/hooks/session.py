@@ -10,11 +10,11 @@ from torch import nn
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
+from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
 from paradec.samplers.forecast.methods import sampler_from
-from paradec.samplers.forecast.refresh import Probe
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")  # components of a pipeline that denoise
 
@@ -29,8 +29,7 @@ class Session(Attached):
         self.pipe, self.sampler = pipe, sampler
         find_transformers(pipe)  # raises, before the scheduler is checked
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
-        if isinstance(sampler.rule, Probe):
-            sampler.rule.noise_levels(getattr(observed, "scheduler", None))
+        sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
         self.clock = Clock(self._attach)
         try:
@@ -49,7 +48,7 @@ class Session(Attached):
                 transformer.remove()
             self.transformers = []
             for name, module in components.items():
-                self.transformers.append(Transformer(name, module, self.sampler, self.clock))
+                self.transformers.append(Transformer(name, module, self.sampler, self.clock, choose_fitting))
 
     def report(self) -> Report:
         """Return the report of the latest run so far; `print` shows a table, `.short` is one line."""

@@ -47,7 +47,7 @@ class StackHistory:
     @property
     def nbytes(self) -> int:
         return self.rule_progress.nbytes + sum(
-            one.nbytes for streams in self.histories.values() for one in streams.values()
+            history.nbytes for streams in self.histories.values() for history in streams.values()
         )
 
 
@@ -100,10 +100,10 @@ class Stack:
             self.rule.observe_residual(walk.history.rule_progress, walk.residual)
 
     def _call(
-        self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self, module: nn.Module, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if not self.owner.is_inside:  # used by itself
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         streams = find_streams(module, args, kwargs)
         walk = self.walk
         if walk is None:
@@ -113,19 +113,19 @@ class Stack:
         if not self.first <= walk.position < self.last:
             if walk.full is not None:
                 self._close(walk)
-            output = inner(*args, **kwargs)
+            output = forward(*args, **kwargs)
             if walk.position == self.first - 1:
                 walk.probe = self._split(module, streams, output)[1][main_stream_name(streams)]
             return output
         if walk.full is None:
-            walk.full = self._decide(walk, place, inner, args, kwargs)
+            walk.full = self._decide(walk, place, forward, args, kwargs)
         if not walk.full:
             return self._forecast(walk, place, streams)
         if walk.begin >= 0 and not _continues(walk, place, streams):
             self._close(walk)
         if walk.begin < 0:
             walk.begin, walk.start = walk.position, self._start(walk, streams)
-        output = inner(*args, **kwargs)
+        output = forward(*args, **kwargs)
         walk.history.forms[walk.position], walk.returned = self._split(module, streams, output)
         walk.history.places[walk.position] = walk.place = place
         walk.end = walk.position
@@ -133,12 +133,12 @@ class Stack:
         return output
 
     def _decide(
-        self, walk: StackCall, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self, walk: StackCall, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> bool:
         owner, history, rule = self.owner, walk.history, self.rule
         is_fresh = not history.ends
         if rule is None:
-            full, walk.step = owner.decide(place, inner, args, kwargs) or is_fresh, owner.run_progress.index
+            full, walk.step = owner.decide(place, forward, args, kwargs) or is_fresh, owner.run_progress.index
         else:
             state, progress = history.rule_progress, owner.run_progress
             state.index, state.total, state.first = progress.index, progress.total, progress.first
@@ -155,7 +155,7 @@ class Stack:
 
     def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the input of a segment's first block, or of the probe if a forecast replaces that too."""
-        is_whole = self.rule is not None and self.rule.whole and walk.position == self.first
+        is_whole = self.rule is not None and self.rule.replaces_probe and walk.position == self.first
         # not where the probe has changed the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
 

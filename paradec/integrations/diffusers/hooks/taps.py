@@ -37,16 +37,16 @@ class Tap:
         self.owner, self.place, self.module, self.verified = owner, place, module, verified
         self.hook = Hook(module, self.call) if place.name else None
 
-    def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         owner, place = self.owner, self.place
         if not owner.is_inside:  # used by itself
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         call_index = owner.call_index(place.name)
         history = owner.histories.get(place.name + call_index)
-        is_full = owner.decide(place, inner, args, kwargs)
+        is_full = owner.decide(place, forward, args, kwargs)
         sink = history if place.sink is None else owner.histories.get(place.sink + call_index)
         if is_full or history is None or sink is None or (self.verified and place.kind == "skip"):
-            output = inner(*args, **kwargs)
+            output = forward(*args, **kwargs)
             owner.histories[place.name + call_index] = self._update_history(history, output, args, kwargs)
             owner.evaluated.append(place.name)
             return output
@@ -56,7 +56,7 @@ class Tap:
         basis, progress = owner.basis, owner.run_progress
         starts = self._residual_starts(history.histories, args, kwargs)
         values, error = [], None
-        real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
+        real = tree_flatten(forward(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, before, start) in enumerate(zip(history.leaves, history.histories, starts, strict=True)):
             if before is not None:
                 value = basis.forecast(before, progress.index)

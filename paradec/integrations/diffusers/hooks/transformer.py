@@ -32,7 +32,7 @@ from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.refresh import FEW_STEPS, Probe, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.targets import Modules
 
 logger = logging.getLogger("paradec")
@@ -49,10 +49,10 @@ class RunState:
 
     run_progress: RunProgress
     decision: bool | None = None  # whether this step evaluates; None before its first module is called
-    watched: Tensor | None = None
+    watched_input: Tensor | None = None
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
-    counts: dict[str | None, int] = field(default_factory=dict)  # calls in this step by `cache_context`
+    num_calls: dict[str | None, int] = field(default_factory=dict)  # calls in this step by `cache_context`
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
     is_deciding: bool = False  # whether the present call decided for its step
@@ -64,10 +64,10 @@ class RunState:
                 return
             self.run_progress.finish_step(self.decision)
         self.run_progress.index = index
-        self.decision, self.counts = None, {}
+        self.decision, self.num_calls = None, {}
 
     def forget(self) -> None:
-        self.branches, self.signatures, self.watched, self.run_progress.memory = {}, {}, None, {}
+        self.branches, self.signatures, self.watched_input, self.run_progress.memory = {}, {}, None, {}
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +81,9 @@ class Transformer:
     "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
+    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, choose: Any = None):
         self.name, self.module, self.requested, self.clock = name, module, settings, clock
+        self.choose = choose  # `memory.choose_fitting`, for a `max_memory`
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
@@ -117,8 +118,7 @@ class Transformer:
             raise ValueError(f"{self.name} is accelerated already; detach that session first")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
             self._check_compiled()
-        if isinstance(self.requested.rule, Probe):
-            self.requested.rule.check_model(self.base)
+        self.requested.rule.check_model(self.base)
 
     def _check_compiled(self) -> None:
         if self.requested.where != "output":
@@ -181,14 +181,14 @@ class Transformer:
         elif watch == "modulated" and self.settings.where in ("block", "stack"):
             self.attention = modules[find_places(self.base, "module", True)[0].name]
 
-    def _record_hidden(self, block: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _record_hidden(self, block: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         self.hidden = find_main_stream(block, args, kwargs).detach().clone()  # the block may write into it
-        return inner(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
         """Run the parents of hooked modules without their compiled graphs, which would contain the hooks."""
-        inner = [place for place in places if place.kind not in ("residual", "stack", "output")]
-        holders = {place.name[:i] for place in inner for i, letter in enumerate(place.name) if letter == "."}
+        inside = [place for place in places if place.kind not in ("residual", "stack", "output")]
+        holders = {place.name[:i] for place in inside for i, letter in enumerate(place.name) if letter == "."}
         self.holders = [modules[name] for name in sorted(holders)]
         for holder in self.holders:
             if holder._compiled_call_impl is not None:
@@ -225,20 +225,20 @@ class Transformer:
             self.root.remove()
         self.histories = {}
 
-    def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         clock = self.clock
         with clock.lock:
             if self.is_inside:
-                return inner(*args, **kwargs)
+                return forward(*args, **kwargs)
             arguments = bind_arguments(self.base, args, kwargs)
             timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
             run = clock.locate_call(timestep, self.root.context)
             # not detached while we waited
             if run is not None and vars(self.base).get("_paradec_session") is self:
-                return self._call_in_run(run, inner, args, kwargs)
-        return inner(*args, **kwargs)
+                return self._call_in_run(run, forward, args, kwargs)
+        return forward(*args, **kwargs)
 
-    def _call_in_run(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call_in_run(self, run: Run, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.root.is_overtaken:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
@@ -250,24 +250,26 @@ class Transformer:
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
-        filters = isinstance(self.requested.rule, Probe) and self.requested.rule.filters
-        self.latent = unpack_latent(self.clock.pipe, args, kwargs) if filters else find_latent(args, kwargs)
+        self.latent = find_latent(args, kwargs)
+        if self.requested.rule.filters:
+            self.latent = unpack_latent(self.clock.pipe, self.latent, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
         self.evaluated, self.forecast, self.call_counts = [], [], {}
         stopwatch, self.is_inside = Stopwatch(leaves), True
         try:
             if self.settings.where == "output":
-                output = self.taps[0].call(inner, args, kwargs)
-                rule = self.settings.rule
-                watched, returned = state.watched, find_latent((output,), {})
-                if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and watched is not None:
-                    is_longer = type(self.base).__name__ in TEXT_FIRST
-                    rule.observe_output(
-                        state.run_progress, watched, returned[:, -watched.shape[1] :] if is_longer else returned
-                    )
+                output = self.taps[0].call(forward, args, kwargs)
             else:
-                output = inner(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            rule, latent = self.settings.rule, state.watched_input
+            if isinstance(rule, StepRule) and rule.from_input and state.is_deciding and self.evaluated:
+                assert latent is not None  # such a rule measures
+                returned = find_latent((output,), {})
+                is_longer = type(self.base).__name__ in TEXT_FIRST
+                rule.observe_output(
+                    self.run_progress, latent, returned[:, -latent.shape[1] :] if is_longer else returned
+                )
             if self.stack is not None:
                 self.stack.finish()
         except BaseException:
@@ -303,14 +305,13 @@ class Transformer:
             self._hook_modules(self.requested)
         state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
-        if isinstance(rule, Probe):
-            state.levels = rule.noise_levels(clock.scheduler)
+        state.levels = rule.noise_levels(clock.scheduler)
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
         """Return the name of the branch: each call of a step has its histories, and other shapes begin new ones."""
         state, context = self.state, self.root.context
-        count = state.counts[context] = state.counts.get(context, -1) + 1
+        count = state.num_calls[context] = state.num_calls.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
         signature = [_signature(leaf) for leaf in leaves]
         if state.signatures.get(branch) != signature:
@@ -325,7 +326,7 @@ class Transformer:
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
-    def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    def decide(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a module is evaluated in this call. A step's first module decides for all modules and branches."""
         state = self.state
         if self.schedule is not None:
@@ -333,18 +334,18 @@ class Transformer:
             return self.run_progress.index in self.schedule[place.sink or place.name]
         if state.decision is None:
             if isinstance(self.settings.rule, StepRule) and self.settings.rule.measures:
-                watched = self._watched_input(place, inner, args, kwargs)
-                if state.watched is not None and state.watched.shape == watched.shape:
-                    self.settings.rule.observe_change(self.run_progress, state.watched, watched)
+                watched = self._watched_input(place, forward, args, kwargs)
+                if state.watched_input is not None and state.watched_input.shape == watched.shape:
+                    self.settings.rule.observe_change(self.run_progress, state.watched_input, watched)
                 else:
                     self.run_progress.memory = {}
-                state.watched = watched if place.name else watched.clone()
+                state.watched_input = watched if place.name else watched.clone()
             state.decision, state.is_deciding = self.settings.evaluates(self.run_progress), True
         return state.decision
 
-    def _watched_input(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _watched_input(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if self.attention is not None:
-            return read_modulated_input(self.attention, inner, args, kwargs)
+            return read_modulated_input(self.attention, forward, args, kwargs)
         if self.hidden is not None:
             return self.hidden
         assert self.latent is not None
@@ -370,10 +371,8 @@ class Transformer:
 
     def _choose_settings(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Choose what fits into `max_memory`, before a branch's first call."""
-        from paradec.integrations.diffusers.hooks.memory import choose_fitting
-
         branches, sizes = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
-        chosen, choice = choose_fitting(self.base, self.requested, branches, args, kwargs, sizes)
+        chosen, choice = self.choose(self.base, self.requested, branches, args, kwargs, sizes)
         order = chosen.forecaster.order
         if (chosen.where, order) == (self.settings.where, self.settings.forecaster.order):
             return
@@ -410,16 +409,16 @@ def _signature(leaf: Any) -> Any:
 
 
 def read_modulated_input(
-    attention: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    attention: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
-    """The input [B, ...] of a block's attention in a call of the block (forward `inner`) with these arguments."""
+    """The input [B, ...] of a block's attention in a call of the block with these arguments."""
 
-    def leave(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def leave(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         raise _InputReached(find_main_stream(attention, args, kwargs).detach())
 
     hook = Hook(attention, leave, WATCH)
     try:
-        inner(*args, **kwargs)
+        forward(*args, **kwargs)
     except _InputReached as reached:
         tensor: Tensor = reached.args[0]
         return tensor
@@ -428,13 +427,12 @@ def read_modulated_input(
     raise RuntimeError("watch='modulated': the first block did not call its attention; use watch='hidden'")
 
 
-def unpack_latent(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the latent that a transformer is given, [B, C, (frames,) rows, columns].
+def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return the latent that a transformer is given as [B, C, (frames,) rows, columns].
 
     Cells [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline. Raises ValueError if their positions are
     unknown.
     """
-    latent = find_latent(args, kwargs)
     if latent.ndim != 3:
         return latent
     rows, columns = _grid(kwargs)
