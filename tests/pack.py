@@ -6,8 +6,6 @@ To change a packed family: `python -m zipfile -e tests/golden/FAMILY.zip FOLDER`
 files give equal archives.
 """
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

@@ -12,8 +12,6 @@ and those that the recording itself says are not reproducible. Fields that no re
 The last line is `N replayed, M near ties, K refused, L wrong`; the exit status is 0 if N + M > 0 and L = 0.
 """
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

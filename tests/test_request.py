@@ -1,8 +1,6 @@
 """The request: one value that every entry point builds, that refuses what it does not know, and that a file can
 keep."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -5,8 +5,6 @@ vocabulary, other ids and angles), loaded, and decoded with random settings in f
 committed is compared with a plain loop over a plain module. Cases for draft and verify are judged draft by draft.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong arguments: one clear error that names the argument, before the model is called."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Constraints through the entry points, on the packaged model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

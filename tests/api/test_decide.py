@@ -1,7 +1,5 @@
 """Questions answered from the probabilities of their labels, beside transformers' decision pipeline and plain loops."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

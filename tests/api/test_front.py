@@ -1,7 +1,5 @@
 """The API as a person types it: names that are found when they are asked for, what `generate` accepts, its bar."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

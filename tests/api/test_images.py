@@ -1,7 +1,5 @@
 """`generate_images`, its pictures, and `paradec image`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Infill: masks anywhere in the prompt are filled, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -5,8 +5,6 @@ that their probability is exactly 0. Models whose mask has id 0 are compared wit
 `pad_token_id`, which may change the padding alone.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

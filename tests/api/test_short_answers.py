@@ -2,8 +2,6 @@
 
 Properties over the registry: samplers and caches that are added later are covered without a test of their own."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

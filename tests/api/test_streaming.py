@@ -1,7 +1,5 @@
 """Streamers and stop strings."""
 
-from __future__ import annotations
-
 import re
 import threading
 from typing import Any

@@ -2,8 +2,6 @@
 takes what is excluded, approaches greedy decoding, and takes finite logits for finite, however large they are. New
 registry entries are covered here without a test of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

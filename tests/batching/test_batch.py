@@ -1,7 +1,5 @@
 """`Batch`: who gets a row, what ends alone, and what is left when something goes wrong."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Rows of a batch that is refilled on the device (`compile=True`), here uncaptured: the same answers and counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

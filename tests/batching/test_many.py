@@ -1,7 +1,5 @@
 """generate_many: texts and pictures."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import UserDict

@@ -1,7 +1,5 @@
 """Prompts of a batch that begin alike: the same answers with fewer evaluations, and nothing left by what went wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

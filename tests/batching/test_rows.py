@@ -1,7 +1,5 @@
 """Rows of every kind that come and go: answers are those of generate for each row."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -5,8 +5,6 @@
 Expected texts come from `Trace.replay`, which knows nothing of the page.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constraints that are compiled in a process of their own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

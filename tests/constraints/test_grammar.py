@@ -1,7 +1,5 @@
 """Grammars on causal models: a language with brackets, the distribution of masked decoding, copies, refusals."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

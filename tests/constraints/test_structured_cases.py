@@ -1,7 +1,5 @@
 """Recorded automata, conditioned marginals, likeliest texts and joint draws."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What callers give: patterns, choices and schemas, as they are read, refused and spelt in tokens."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`logprobs`: every final token's log-probability at the step that wrote it, and the likeliest tokens'."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Orders: what each of them is, recorded runs of LPD's generator, and the masked sampler that decodes along one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Registries, other packages' entries, blocks and schedules: the parts that need no model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The counter-based generator: known answers, uniformity, and what its draws depend on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

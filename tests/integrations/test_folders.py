@@ -1,7 +1,5 @@
 """Folders that transformers and diffusers load: what is in them, and what they answer, in processes of their own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`model.generate(..., custom_generate=paradec.hf_generate)`: transformers' own entry, paradec's decoding."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain causal language models of transformers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

@@ -1,7 +1,5 @@
 """Checkpoint folders: what is loaded equals the published maths, and what cannot be loaded is refused by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

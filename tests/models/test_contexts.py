@@ -1,7 +1,5 @@
 """What stands around a request: torch's modes, autocast, a process that forks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

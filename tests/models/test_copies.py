@@ -1,7 +1,5 @@
 """Copies, pickles and torch.save of models, and of what a request is made of and leaves."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """DFlash drafters: transformers' own generator, both file formats, the maths by hand, exactness, rows, refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EAGLE drafters: their file format, their maths against a plain computation, exactness, LANTERN's trees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE-3 drafters: recorded drafts and their q, both formats, greedy decoding, wrong checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """LoRA adapters in peft's format, over checkpoints in LLaDA's and Dream's: merged as by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Every kind of model in every entry point: it decodes, or one error says what was given and what is allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

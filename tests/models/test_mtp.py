@@ -1,7 +1,5 @@
 """Heads for multi-token prediction: the recorded calls, all layouts, several layers over a store, answers, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

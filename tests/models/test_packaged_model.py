@@ -1,7 +1,5 @@
 """The model inside the package: it loads without a network, answers unseen prompts, and separates samplers."""
 
-from __future__ import annotations
-
 import pytest
 
 import paradec

@@ -1,7 +1,5 @@
 """Models whose blocks are counted from the end of the prompt (D2F)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes that a request needs, by arithmetic beside what is allocated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What `Model.save_pretrained` writes is the checkpoint again, whatever happens on the way."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

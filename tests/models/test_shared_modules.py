@@ -1,7 +1,5 @@
 """Modules that a model takes: evaluation mode, attention, threads, devices, quantised weights, adapters."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

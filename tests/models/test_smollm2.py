@@ -3,8 +3,6 @@
 The wheel's own code is not imported. Needs the package gguf too.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Models that are spread over processes: the tokens of one process, half the store, and errors instead of hangs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """`update_weights`: in place by published names, between requests, with a version; what is of older weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """DFlash 2 and DSpark: recorded drafts, q and states, both formats, answers, refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Weights that are missing or stored as something else than floating-point numbers are refused, by every loader and by
 name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

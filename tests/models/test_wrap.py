@@ -1,7 +1,5 @@
 """Modules that are already in memory: transformers masked and causal language models, and a user's own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

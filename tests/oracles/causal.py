@@ -1,7 +1,5 @@
 """Causal language models, decoded token by token by plain loops over the module: no store, no batch, no drafts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """LANTERN's rule for the drafts of one node of a tree, written out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """LLaDA's and Dream's networks, written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Prompts that are evaluated in blocks, by a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small checkpoints in published formats: LLaDA and Dream, families of text models, mixtures of experts."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

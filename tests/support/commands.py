@@ -1,7 +1,5 @@
 """Running the command in this process, with or without a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which samplers fit which models, batches stepped by hand, and functions in threads."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

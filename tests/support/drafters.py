@@ -1,7 +1,5 @@
 """Drafters in the format of EAGLE, models whose distributions are known, and the loop that they are held against."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Engines that decode blocks with our algorithms: one of ten lines, and the loop of SGLang."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One small model of every kind that paradec decodes with, and one short decoding of each."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Small models of every family of images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

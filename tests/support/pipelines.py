@@ -1,7 +1,5 @@
 """Small pipelines and transformers of diffusers, and runs of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

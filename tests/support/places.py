@@ -1,7 +1,5 @@
 """Where the files of the tests and of the repository are."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -4,8 +4,6 @@ Tests read the packaged cases in tests/golden. `tests/replays.py` sets `SELECTIO
 cases of another folder, and only these. All files of cases are read here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

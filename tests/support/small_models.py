@@ -1,7 +1,5 @@
 """Small random models in float64: language models, wrapped modules, a protein, a DiffusionGemma."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Recorded cases of constrained decoding: vocabularies of a few texts, and models that are tables of numbers."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Byte-level tokenizers, and models whose answers are known."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -9,8 +9,6 @@ recording where two scores differ by less than 1e-7 is a near tie; any other dep
 itself departs in float64, and wrong otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

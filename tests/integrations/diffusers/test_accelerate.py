@@ -1,7 +1,5 @@
 """`paradec.accelerate`: what attaches to diffusers' pipelines, what it computes, and that it comes off again."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose blocks are called in ways of their own, and loops that step by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

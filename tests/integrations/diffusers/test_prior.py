@@ -1,7 +1,5 @@
 """GLM-Image's prior by a sampler of ours, inside its pipeline."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

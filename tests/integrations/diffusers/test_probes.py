@@ -1,7 +1,5 @@
 """Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache, DiCache."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

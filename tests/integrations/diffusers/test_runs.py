@@ -1,7 +1,5 @@
 """Whose run it is: threads, pipelines that share a transformer, callbacks, broken runs, direct calls, other modules."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

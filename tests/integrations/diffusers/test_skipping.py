@@ -1,7 +1,5 @@
 """Rules that skip the transformer: SeaCache as diffusers recorded it, EasyCache and TeaCache beside plain loops."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """`tune_steps`: steps searched on some seeds, reported on others, and bound to their runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

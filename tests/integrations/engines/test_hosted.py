@@ -1,7 +1,5 @@
 """Rows whose logits an engine computes: the tokens, forwards and steps of `paradec.generate`."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

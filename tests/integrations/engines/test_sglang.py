@@ -1,7 +1,5 @@
 """The algorithms for SGLang over a base of our own that has its two loops."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

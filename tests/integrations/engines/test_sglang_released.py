@@ -1,7 +1,5 @@
 """The algorithms for SGLang over its released base, in both of its loops, and beside its own algorithms."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

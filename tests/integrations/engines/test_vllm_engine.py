@@ -1,7 +1,5 @@
 """vLLM itself, on a CPU, with paradec's samplers: the tokens of `paradec.generate` on the same weights."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM short of memory, with paradec's samplers: pages that are shared, requests that are taken out and go on."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parts of paradec inside vLLM that need no vLLM, and what holds where there is none."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import random

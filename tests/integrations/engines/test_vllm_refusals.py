@@ -1,7 +1,5 @@
 """vLLM itself refuses what its requests cannot be, with paradec's words."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path

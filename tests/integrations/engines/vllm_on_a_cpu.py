@@ -4,8 +4,6 @@ PyPI's Triton has no backend for CPUs, and vLLM's builds for CPUs look for one. 
 enough: kernels are interpreted. Import this before anything imports vllm.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

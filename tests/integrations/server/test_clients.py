@@ -1,7 +1,5 @@
 """Clients that others wrote: langchain-openai and litellm (the extra "clients")."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

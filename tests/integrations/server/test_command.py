@@ -1,7 +1,5 @@
 """`paradec serve` as a person types it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several answers, log-probabilities, tools and shared beginnings, with OpenAI's own client over HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Iterator

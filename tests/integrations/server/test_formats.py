@@ -1,7 +1,5 @@
 """Answers of a given form over HTTP: with OpenAI's client, in streams, many at once, and hostile schemas."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

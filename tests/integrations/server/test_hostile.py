@@ -1,7 +1,5 @@
 """What no request may do, whatever it holds."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error

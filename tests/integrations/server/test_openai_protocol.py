@@ -1,7 +1,5 @@
 """The protocol of OpenAI's endpoints, on causal models whose answers are known token by token."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The server with a real client, and with clients that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Stop sequences in pieces of text."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Typed questions over HTTP: answers are those of transformers' pipeline, and bodies are refused as its server does."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

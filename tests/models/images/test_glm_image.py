@@ -1,7 +1,5 @@
 """GLM-Image's prior: recorded forwards, positions, greedy and drawn tokens, and its two rasters in the samplers."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Emu3, Chameleon's kin and Janus on tiny random weights: transformers' own generation, and SJD at temperature 0."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

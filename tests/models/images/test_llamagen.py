@@ -1,7 +1,5 @@
 """LlamaGen and VQ decoders: the public code's numbers, checkpoints in their published formats, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """LPD: recorded runs of its public code, the cached decoding beside the teacher-forced one, files, and the entry
 points."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The recorded runs drew the head's noise from torch's generator, so that it can b
 local steps took 5 of the head's 10 steps, though their settings say a ratio of 0.4: here the ratio is 0.5.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

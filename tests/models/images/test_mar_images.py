@@ -1,7 +1,5 @@
 """MAR in the entry points that users take: `paradec.load`, `generate_images`, and the decoder of its latents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """NAR: the reference's cases, the cache against one masked forward, files, requests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

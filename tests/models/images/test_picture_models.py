@@ -1,7 +1,5 @@
 """The entry point of pictures and the adapters after it."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests that a model of pictures cannot take: the error names the argument."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

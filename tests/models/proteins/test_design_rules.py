@@ -1,7 +1,5 @@
 """What designers set: bias, excluded letters and ties, beside plain loops and enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """ProteinMPNN in paradec's entry points."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ProteinMPNN's network beside the public code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

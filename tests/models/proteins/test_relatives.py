@@ -1,7 +1,5 @@
 """LigandMPNN and the models of membrane proteins beside the public code."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DiffusionGemma as a model: what is read of a checkpoint, images, soft embeddings, and a module left as it is."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

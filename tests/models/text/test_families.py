@@ -1,7 +1,5 @@
 """Checkpoint families: tiny checkpoints in the published formats, and what decoding with them must equal."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """LLaDA2.2 (`tests/golden/autumn/llada22`): experts chosen for whole blocks, its format, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

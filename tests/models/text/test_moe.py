@@ -1,7 +1,5 @@
 """Mixtures of experts: loading, and the logits of their published code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ Ours makes the reference's calls with its tokens, one row at a time. The mask id
 here; no trace depends on it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

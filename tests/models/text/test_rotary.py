@@ -1,7 +1,5 @@
 """Scaled rotary angles: against transformers' tables, in every family, and what is refused or warned of."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
