@@ -9,6 +9,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 import torch
 from arguments_stub import STUB, arguments_stub
+from decoding import refuses
 from small_models import tiny
 
 import paradec
@@ -138,8 +139,7 @@ def test_objects_are_refused_by_name_and_nothing_is_written(name: str, value: An
 
 def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    with pytest.raises(FileNotFoundError, match="mine.json.* is no file"):
-        Request.load(path)
+    refuses(lambda: Request.load(path), "mine.json.* is no file", FileNotFoundError)
     for text, message in {
         "{": "is no JSON",
         "[1]": "must be a mapping",
@@ -150,11 +150,9 @@ def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
         '{"blocks": {"blocks": "other"}}': "unknown blocks: 'other'",
     }.items():
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            Request.load(path)
+        refuses(lambda: Request.load(path), message)
     path.write_text('{"temperature": -1}')
-    with pytest.raises(ValueError, match="temperature=-1"):
-        Request.load(path)
+    refuses(lambda: Request.load(path), "temperature=-1")
     with pytest.raises(ValueError, match="preset=3 must be a Request"):
         Request.from_arguments({}, 3)  # type: ignore[arg-type]
 
@@ -177,10 +175,8 @@ def test_a_request_starts_a_sampler(llada: Model) -> None:
     by_name = method.start(llada, [[5, 6]], max_new_tokens=4, temperature=0.5, seed=1)
     by_value = method.start(llada, [[5, 6]], Request(max_new_tokens=4, temperature=0.5, seed=1))
     assert torch.equal(by_name.keys, by_value.keys) and by_name.request == by_value.request
-    with pytest.raises(TypeError, match="not both: seed"):
-        method.start(llada, [[5, 6]], Request(), seed=1)
-    with pytest.raises(TypeError, match="must be a paradec.Request"):
-        method.start(llada, [[5, 6]], {"seed": 1})
+    refuses(lambda: method.start(llada, [[5, 6]], Request(), seed=1), "not both: seed", TypeError)
+    refuses(lambda: method.start(llada, [[5, 6]], {"seed": 1}), "must be a paradec.Request", TypeError)
 
 
 @pytest.mark.parametrize("name", samplers.names())
@@ -207,19 +203,15 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
             return samplers.create("threshold").start(llada, [[5, 6]], **arguments)
         return getattr(paradec, entry)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
 
-    with pytest.raises(TypeError, match="'temprature' .did you mean 'temperature'"):
-        call(temprature=1)
+    refuses(lambda: call(temprature=1), "'temprature' .did you mean 'temperature'", TypeError)
     for name, here in [(name, here) for here, names in NAMES_ELSEWHERE.items() for name in names]:
         with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
             call(**{name: 1})
-    with pytest.raises(TypeError, match=r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1"):
-        call(cfg_scale=0.5)
-    with pytest.raises(TypeError, match="do_sample.*temperature"):
-        call(do_sample=True)
+    refuses(lambda: call(cfg_scale=0.5), r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1", TypeError)
+    refuses(lambda: call(do_sample=True), "do_sample.*temperature", TypeError)
     with pytest.raises(TypeError, match=r"'threshold'; it is a setting of a sampler: .*create\('threshold', thresh"):
         call(threshold=0.9)
-    with pytest.raises(TypeError, match="alg_temp"):
-        call(alg_temp=0.1)
+    refuses(lambda: call(alg_temp=0.1), "alg_temp", TypeError)
 
 
 def test_a_state_keeps_no_object_of_the_caller(llada: Model) -> None:

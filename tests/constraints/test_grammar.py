@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from small_models import tiny_llama, wrap_causal
 from structured import VOCAB, assert_drawn, lettered
 from tokenized_models import TOKENIZER
@@ -149,17 +150,14 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
         paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6)
     with pytest.raises(ValueError, match="read otherwise at the beginning"):
         GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,))
-    with pytest.raises(ValueError, match="no end token"):
-        GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ())
+    refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "no end token")
     assert read_constraint("structured_outputs", {"grammar": NESTED.grammar}, causal, None) == NESTED
     check_room(NESTED, causal, 1)
     with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
         read_constraint("guided_grammar", NESTED.grammar, lettered(), None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ModuleNotFoundError, match="paradec.Grammar needs llguidance.*'grammar'"):
-        paradec.Grammar("start: /a/")
-    with pytest.raises(ApiError, match="needs llguidance"):
-        read_constraint("guided_grammar", "start: /a/", causal, None)
+    refuses(lambda: paradec.Grammar("start: /a/"), "paradec.Grammar needs llguidance.*'grammar'", ModuleNotFoundError)
+    refuses(lambda: read_constraint("guided_grammar", "start: /a/", causal, None), "needs llguidance", ApiError)
 
 
 PATTERNS = [

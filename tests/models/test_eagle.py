@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from drafters import (
     NEGATIVE,
     PROMPTS,
@@ -409,24 +410,18 @@ def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
 
 def test_wrong_sources_and_bases(tmp_path: Path) -> None:
     base, folder = tiny_base(), write_eagle(tmp_path / "drafter", *eagle_weights())
-    with pytest.raises(ValueError, match="source=3"):
-        paradec.load_drafter(3, base=base)
-    with pytest.raises(ValueError, match="base=None"):
-        paradec.load_drafter(folder, base=None)
+    refuses(lambda: paradec.load_drafter(3, base=base), "source=3")
+    refuses(lambda: paradec.load_drafter(folder, base=None), "base=None")
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
         paradec.load_drafter(folder, base=base)
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="code in it is not run"):
-        paradec.load_drafter(folder, base=base)
+    refuses(lambda: paradec.load_drafter(folder, base=base), "code in it is not run", CheckpointError)
     write_eagle(folder, *eagle_weights())
     bert = BertForMaskedLM(BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    with pytest.raises(ValueError, match="must be causal"):
-        paradec.load_drafter(folder, base=paradec.wrap(bert, mask_token_id=1))
+    refuses(lambda: paradec.load_drafter(folder, base=paradec.wrap(bert, mask_token_id=1)), "must be causal")
     eager = tiny_base()
     eager.module.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="does not run over a key/value store"):
-        paradec.load_drafter(folder, base=eager)
+    refuses(lambda: paradec.load_drafter(folder, base=eager), "does not run over a key/value store")
     sampler = paradec.samplers.create("speculative", drafter=paradec.load_drafter(folder, base=base))
-    with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
-        sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4)
+    refuses(lambda: sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4), "was loaded for LlamaForCausalLM")

@@ -1,4 +1,4 @@
-"""Which samplers fit which models, batches stepped by hand, and functions in threads."""
+"""Which samplers fit which models, batches stepped by hand, functions in threads, and what is refused."""
 
 import math
 import random
@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from small_models import MASK
 from torch import Tensor
@@ -209,3 +210,9 @@ def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
         thread.join(60)
         assert not thread.is_alive(), "a thread hangs"
     return found
+
+
+def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> None:
+    """The call raises an error that says this."""
+    with pytest.raises(error, match=message):
+        call()

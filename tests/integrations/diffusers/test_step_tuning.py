@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
@@ -114,10 +115,8 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
         assert session.report().full_steps == [0, 2, 5]
-        with pytest.raises(ValueError, match="runs of steps 6, and this one has 7"):
-            run_wan(pipe, 7)
-        with pytest.raises(ValueError, match="runs of guidance_scale 3.0, and this one has 2.0"):
-            run_wan(pipe, 6, guidance_scale=2.0)
+        refuses(lambda: run_wan(pipe, 7), "runs of steps 6, and this one has 7")
+        refuses(lambda: run_wan(pipe, 6, guidance_scale=2.0), "runs of guidance_scale 3.0, and this one has 2.0")
     dit = dit_pipeline()
     with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
@@ -130,8 +129,7 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
         loop(inputs, 4)
         assert "the run does not tell its guidance_scale, so" in str(session.report())
-    with pytest.raises(ValueError, match="leave where='module' out"):
-        Forecast(when=found, where="module")
+    refuses(lambda: Forecast(when=found, where="module"), "leave where='module' out")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
         with pytest.raises(ValueError, match=message):
@@ -170,10 +168,8 @@ def test_arguments_are_checked(digits: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tune_steps(digits, never, **wrong)
-    with pytest.raises(TypeError, match="sampler=3 is not for pipelines"):
-        tune_steps(digits, never, sampler=3)
-    with pytest.raises(TypeError, match="must be a diffusers pipeline"):
-        tune_steps(digits.transformer, never)
+    refuses(lambda: tune_steps(digits, never, sampler=3), "sampler=3 is not for pipelines", TypeError)
+    refuses(lambda: tune_steps(digits.transformer, never), "must be a diffusers pipeline", TypeError)
     with accelerate(digits, "taylorseer"), pytest.raises(ValueError, match="accelerated already"):
         tune_steps(digits, never)
     with pytest.raises(ValueError, match="budget=9 is more than the 4 steps"):

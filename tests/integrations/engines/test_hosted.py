@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from engines import HostEngine
 from small_models import END, MASK, VOCAB, tiny
 
@@ -209,8 +210,7 @@ def test_every_masked_sampler_is_hosted_or_says_why() -> None:
 
 
 def test_bad_input_is_named_before_anything_happens() -> None:
-    with pytest.raises(ValueError, match="has no masks to fill"):
-        Hosted("threshold", ModelFacts(VOCAB, topology="causal"))
+    refuses(lambda: Hosted("threshold", ModelFacts(VOCAB, topology="causal")), "has no masks to fill")
     hosted = Hosted("threshold", FACTS)
     wrong: list[tuple[Any, int, dict[str, Any], str]] = [
         *(([1], 8, {name: value}, f"{name}=") for name, value in (("cache", "dual"), ("guidance_scale", 2.0))),
@@ -227,8 +227,7 @@ def test_bad_input_is_named_before_anything_happens() -> None:
     assert len(hosted) == 0
     hosted.open(0, [1, 2, 3], 1, eos_early_stop=False)
     hosted.open(1, [1, 2, 3], 4)
-    with pytest.raises(ValueError, match="key=0 is open already"):
-        hosted.open(0, [1], 4)
+    refuses(lambda: hosted.open(0, [1], 4), "key=0 is open already")
     fine = torch.randn(4, VOCAB)
     for bad in ({0: fine, 2: fine}, {0: fine, 1: fine[:3]}, {0: fine, 1: fine.long()}, {0: fine, 1: None}):
         with pytest.raises((ValueError, TypeError), match=f"key={max(bad)}"):
@@ -239,6 +238,5 @@ def test_bad_input_is_named_before_anything_happens() -> None:
         with pytest.raises(ValueError, match="key=0 is done"):
             call()
     hosted.close(0)
-    with pytest.raises(ValueError, match="key=0 is not open"):
-        hosted.close(0)
+    refuses(lambda: hosted.close(0), "key=0 is not open")
     assert hosted.keys() == [1]

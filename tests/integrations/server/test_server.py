@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from decoding import refuses
 from places import GOLDEN
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
@@ -352,11 +353,9 @@ def test_an_engine_that_stops_says_so(model: Any) -> None:
         server.engine.close()
         assert b"503" in wire.recv(64)
         wire.close()
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{server.address}/health")
+        refuses(lambda: urllib.request.urlopen(f"{server.address}/health"), "503", urllib.error.HTTPError)
         assert server.post(chat())[0] == 503
-        with pytest.raises(BatchClosed, match="it was closed"):
-            server.engine.submit(SORT, on_done=print)
+        refuses(lambda: server.engine.submit(SORT, on_done=print), "it was closed", BatchClosed)
 
 
 class Broken:
@@ -451,13 +450,10 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
 
 
 def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder"):
-        read_presets(tmp_path / "none")
-    with pytest.raises(ValueError, match="holds no .json file"):
-        read_presets(tmp_path)
+    refuses(lambda: read_presets(tmp_path / "none"), "is no folder")
+    refuses(lambda: read_presets(tmp_path), "holds no .json file")
     (tmp_path / "bad.json").write_text('{"colour": 1}')
-    with pytest.raises(ValueError, match="bad.json"):
-        read_presets(tmp_path)
+    refuses(lambda: read_presets(tmp_path), "bad.json")
 
 
 def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:

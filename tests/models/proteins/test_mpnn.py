@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import MASKED, fits, supported
+from decoding import MASKED, fits, refuses, supported
 from places import GOLDEN
 from small_models import UBIQUITIN, piece
 from torch import Tensor
@@ -191,14 +191,10 @@ def test_chains_and_incomplete_residues() -> None:
     assert [i for i, token in enumerate(row[1:]) if token == MASK_ID] == list(range(6, 12))
     out = paradec.generate(model, row, sampler="threshold")
     assert two.by_chain(out.text)["A"] == "MQIFVK" and len(two.by_chain(out.text)["B"]) == 6
-    with pytest.raises(ValueError, match="unknown chain: 'C'"):
-        model.prompt(chains=["C"])
-    with pytest.raises(ValueError, match="leave no residue to design"):
-        model.prompt(fixed=range(12))
-    with pytest.raises(ValueError, match="fixed=12 must be an integer from 0 to 11"):
-        model.prompt(fixed=[12])
-    with pytest.raises(ValueError, match="text has 3 letters; two has 12 residues"):
-        two.by_chain("MQI")
+    refuses(lambda: model.prompt(chains=["C"]), "unknown chain: 'C'")
+    refuses(lambda: model.prompt(fixed=range(12)), "leave no residue to design")
+    refuses(lambda: model.prompt(fixed=[12]), "fixed=12 must be an integer from 0 to 11")
+    refuses(lambda: two.by_chain("MQI"), "text has 3 letters; two has 12 residues")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -220,12 +216,9 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
     assert other.module is model.module and other.names == ["long"] and other.facts.max_length == 11
     twice = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
     assert twice.names == ["long", "long-2"] and twice.prompt("long-2")[0] == 23
-    with pytest.raises(ValueError, match="structures is empty"):
-        model.on([])
-    with pytest.raises(TypeError, match="structures must be a Structure"):
-        model.on(["1ubi.pdb"])
-    with pytest.raises(ValueError, match="small is read from its published file"):
-        model.save_pretrained("folder")
+    refuses(lambda: model.on([]), "structures is empty")
+    refuses(lambda: model.on(["1ubi.pdb"]), "structures must be a Structure", TypeError)
+    refuses(lambda: model.save_pretrained("folder"), "small is read from its published file")
 
 
 def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
@@ -239,22 +232,17 @@ def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
             paradec.generate(model, row)
     with pytest.raises(ValueError, match="guidance_scale: small has no unconditional branch; leave it at 1"):
         paradec.generate(model, model.prompt(), guidance_scale=2.0)
-    with pytest.raises(ValueError, match="unknown residue: 'B'"):
-        paradec.infill(model, "<long>B<mask:23>")
-    with pytest.raises(ValueError, match="unknown structure: 'lung'.*did you mean 'long'"):
-        model.prompt("lung")
-    with pytest.raises(ValueError, match="structure=2 must be an integer from 0 to 1"):
-        model.prompt(2)
+    refuses(lambda: paradec.infill(model, "<long>B<mask:23>"), "unknown residue: 'B'")
+    refuses(lambda: model.prompt("lung"), "unknown structure: 'lung'.*did you mean 'long'")
+    refuses(lambda: model.prompt(2), "structure=2 must be an integer from 0 to 1")
 
 
 def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
     structure, data = piece(0, 3, "three"), torch.load(WEIGHTS, weights_only=True)
     file = tmp_path / "weights.pt"
-    with pytest.raises(CheckpointError, match="there is no file"):
-        load_protein_mpnn(file, structure)
+    refuses(lambda: load_protein_mpnn(file, structure), "there is no file", CheckpointError)
     file.write_bytes(b"PK\x03\x04")
-    with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
-        load_protein_mpnn(file, structure)
+    refuses(lambda: load_protein_mpnn(file, structure), "cannot be read as tensors alone", CheckpointError)
     torch.save(data["model_state_dict"], file)
     with pytest.raises(CheckpointError, match="'model_state_dict' and 'num_edges' are needed"):
         load_protein_mpnn(file, structure)
@@ -301,13 +289,10 @@ def test_pdb_files(tmp_path: Path) -> None:
     assert found.complete.tolist() == [True, True, True, False, True, True]
     assert found.coordinates[0, 1].tolist() == [1, 2, 3] and found.coordinates[3, 3].isnan().all()
     assert read_pdb(file, "B").sequence == "XL"
-    with pytest.raises(ValueError, match=r"chains=\['C'\] are not in made.pdb"):
-        read_pdb(file, "AC")
+    refuses(lambda: read_pdb(file, "AC"), r"chains=\['C'\] are not in made.pdb")
     file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2 of made.pdb is no ATOM record"):
-        read_pdb(file)
+    refuses(lambda: read_pdb(file), "line 2 of made.pdb is no ATOM record")
     file.write_text("HEADER\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="made.pdb has no residues with a CA atom"):
-        read_pdb(file)
+    refuses(lambda: read_pdb(file), "made.pdb has no residues with a CA atom")
     with pytest.raises(OSError):
         read_pdb(tmp_path / "none.pdb")
