@@ -46,14 +46,9 @@ def pytest_collection_finish() -> None:
 
 
 FILTERED = {
-    ("llada-tiny", 64),
-    ("dream-tiny", 72),
-    ("LLaDAModelLM", 64),
-    ("LlamaForCausalLM", 41),
-    ("Qwen2ForCausalLM", 41),
-    ("sdar", 32),
-    ("Denoisers", 14),
-}
+    ("llada-tiny", 64), ("dream-tiny", 72), ("LLaDAModelLM", 64), ("LlamaForCausalLM", 41), ("Qwen2ForCausalLM", 41),
+    ("sdar", 32), ("Denoisers", 14),
+}  # fmt: skip
 """Models of the suite that have no trained Learn2PD filter, with their vocabularies."""
 
 

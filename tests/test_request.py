@@ -23,38 +23,16 @@ from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.masked.blocks import FixedBlocks
 
 OTHER_VALUES: dict[str, Any] = {
-    "sampler": samplers.create("localleap", radius=2),
-    "cache": caches.create("dual", shape_multiple=4),
-    "keep_prefix": True,
-    "share_prefix": True,
-    "attention": paradec.SparseD(select=0.4),
-    "suffix": paradec.Suffix(32, "gaussian", scale=1.6),
-    "blocks": FixedBlocks(4, align="absolute"),
-    "block_length": 8,
-    "steps": 6,
-    "max_new_tokens": 7,
-    "temperature": 0.3,
-    "top_p": 0.9,
-    "top_k": 5,
-    "guidance_scale": 1.5,
-    "seed": (1, 2),
-    "rng": "reference",
-    "eos_early_stop": False,
-    "logits_eos_inf": True,
-    "holes_eos_inf": True,
-    "confidence_eos_eot_inf": True,
-    "suppress_tokens": (3, 4),
-    "stop_strings": ("a", "b"),
-    "num_return_sequences": 2,
-    "chat": False,
-    "trace": True,
-    "compile": True,
-    "progress": True,
-    "logprobs": 3,
-    "rollout": True,
+    "sampler": samplers.create("localleap", radius=2), "cache": caches.create("dual", shape_multiple=4),
+    "keep_prefix": True, "share_prefix": True, "attention": paradec.SparseD(select=0.4),
+    "suffix": paradec.Suffix(32, "gaussian", scale=1.6), "blocks": FixedBlocks(4, align="absolute"), "block_length": 8,
+    "steps": 6, "max_new_tokens": 7, "temperature": 0.3, "top_p": 0.9, "top_k": 5, "guidance_scale": 1.5,
+    "seed": (1, 2), "rng": "reference", "eos_early_stop": False, "logits_eos_inf": True, "holes_eos_inf": True,
+    "confidence_eos_eot_inf": True, "suppress_tokens": (3, 4), "stop_strings": ("a", "b"), "num_return_sequences": 2,
+    "chat": False, "trace": True, "compile": True, "progress": True, "logprobs": 3, "rollout": True,
     "constraint": paradec.JsonSchema({"type": "object", "properties": {"b": {"type": "null"}}}, depth=2),
     "order": (2, 0, 1),
-}
+}  # fmt: skip
 
 
 def test_every_field_has_another_value_here() -> None:
@@ -121,15 +99,11 @@ class Mine:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("generator", torch.Generator()),
-        ("callback", print),
-        ("streamer", object()),
-        ("prefix", object()),
-        ("stop", paradec.Prophet()),
-        ("blocks", Mine()),
+        ("generator", torch.Generator()), ("callback", print), ("streamer", object()), ("prefix", object()),
+        ("stop", paradec.Prophet()), ("blocks", Mine()),
         ("sampler", samplers.create("speculative", drafter=tiny(1, topology="causal", prediction="shifted"))),
     ],
-)
+)  # fmt: skip
 def test_objects_are_refused_by_name_and_nothing_is_written(name: str, value: Any, tmp_path: Path) -> None:
     request = Request(**{name: value}, temperature=0.5)
     with pytest.raises(ValueError, match=rf"{name}=.*cannot be saved"):

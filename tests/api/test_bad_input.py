@@ -148,24 +148,16 @@ def test_arguments_that_do_not_go_together(llada: Counted, arguments: dict, frag
 
 
 PROMPTS = [
-    ([], "prompt is empty"),
-    ("", "llada-tiny has no tokenizer"),
-    ([[1], []], "prompt of row 1 is empty"),
+    ([], "prompt is empty"), ("", "llada-tiny has no tokenizer"), ([[1], []], "prompt of row 1 is empty"),
     ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
-    ([10**40], "in row 0 is outside the vocabulary"),
-    ([1, "a"], "prompt mixes or holds items of type ['int', 'str']"),
-    ([True, False], "['bool']"),
-    ([None], "['NoneType']"),
-    (5, "prompt must be text, chat messages or input ids, not int"),
-    ({1, 2}, "not set"),
-    (iter([1, 2]), "not list_iterator"),
-    (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
-    (torch.zeros(1, 1, 3, dtype=torch.long), "shape (1, 1, 3)"),
-    (torch.tensor(3), "shape ()"),
+    ([10**40], "in row 0 is outside the vocabulary"), ([1, "a"], "prompt mixes or holds items of type ['int', 'str']"),
+    ([True, False], "['bool']"), ([None], "['NoneType']"),
+    (5, "prompt must be text, chat messages or input ids, not int"), ({1, 2}, "not set"),
+    (iter([1, 2]), "not list_iterator"), (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
+    (torch.zeros(1, 1, 3, dtype=torch.long), "shape (1, 1, 3)"), (torch.tensor(3), "shape ()"),
     (torch.tensor([1.0, 2.0]), "input ids have dtype torch.float32; they must be integers"),
-    (np.array(["a"]), "input ids of type ndarray"),
-    ([torch.tensor([1.5])], "['Tensor']"),
-]
+    (np.array(["a"]), "input ids of type ndarray"), ([torch.tensor([1.5])], "['Tensor']"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("prompt", "fragment"), PROMPTS)
@@ -176,16 +168,10 @@ def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        torch.tensor(PROMPT),
-        torch.tensor([PROMPT], dtype=torch.uint8),
-        np.array(PROMPT, dtype=np.int32),
-        tuple(PROMPT),
-        range(1, 4),
-        [torch.tensor(PROMPT)],
-        [np.array(PROMPT)],
-        [np.int64(1), np.int16(2), 3],
+        torch.tensor(PROMPT), torch.tensor([PROMPT], dtype=torch.uint8), np.array(PROMPT, dtype=np.int32),
+        tuple(PROMPT), range(1, 4), [torch.tensor(PROMPT)], [np.array(PROMPT)], [np.int64(1), np.int16(2), 3],
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_ids_is_the_same_prompt(llada: Counted, prompt: Any) -> None:
     expected = paradec.generate(llada.model, PROMPT, max_new_tokens=4).new_tokens
     assert torch.equal(paradec.generate(llada.model, prompt, max_new_tokens=4).new_tokens, expected)

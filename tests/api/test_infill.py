@@ -371,14 +371,10 @@ def test_tokenizer_without_a_text_for_the_mask(packaged: Model) -> None:
 
 
 SMALL = {
-    "vocab_size": 13,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
+    "vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 32,
     **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "cls", "sep", "eos"))},
-}
+}  # fmt: skip
 
 
 def wordpiece_tokenizer() -> Any:

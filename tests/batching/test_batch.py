@@ -503,17 +503,10 @@ def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
 
 
 NOT_HERE: dict[str, Any] = {
-    "num_return_sequences": 2,
-    "generator": torch.Generator(),
-    "keep_prefix": True,
-    "share_prefix": True,
-    "attention": "sparsed",
-    "callback": print,
-    "streamer": Recorder(),
-    "trace": True,
-    "progress": True,
+    "num_return_sequences": 2, "generator": torch.Generator(), "keep_prefix": True, "share_prefix": True,
+    "attention": "sparsed", "callback": print, "streamer": Recorder(), "trace": True, "progress": True,
     "rng": "reference",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_HERE)

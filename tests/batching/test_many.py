@@ -88,14 +88,8 @@ def test_no_more_is_read_than_is_decoded_and_held_back(model: Model) -> None:
 @pytest.mark.parametrize("order", ["input", "completed"])
 def test_a_prompt_that_fails_has_an_output_of_its_own(model: Model, whole: list[list[int]], order: str) -> None:
     prompts = [
-        ROWS[0],
-        [99],
-        [1] * 600,
-        "text",
-        {"prompt": ROWS[1], "nonsense": 1},
-        {"prompt": ROWS[2], "top_k": -1},
-        3,
-    ]
+        ROWS[0], [99], [1] * 600, "text", {"prompt": ROWS[1], "nonsense": 1}, {"prompt": ROWS[2], "top_k": -1}, 3,
+    ]  # fmt: skip
     outs = list(generate_many(model, [*prompts, ROWS[3]], batch_size=2, order=order, **REQUEST))
     outs.sort(key=lambda out: out.index)
     assert [out.index for out in outs] == list(range(8))

@@ -161,16 +161,10 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 PATTERNS = [
-    "[0-9]{4}-[0-9]{2}-[0-9]{2}",
-    "(one|two|three|four)( (five|six|seven))*",
-    r"[a-z]+@[a-z]+\.(com|org)",
-    r"-?(0|[1-9][0-9]*)(\.[0-9]+)?",
-    "a(ba)*",
-    r"1+(\.1+)?",
-    "[a-zé]{1,12}",
-    '"([^"\\\\\n]|\\\\["\\\\nt])*"',
+    "[0-9]{4}-[0-9]{2}-[0-9]{2}", "(one|two|three|four)( (five|six|seven))*", r"[a-z]+@[a-z]+\.(com|org)",
+    r"-?(0|[1-9][0-9]*)(\.[0-9]+)?", "a(ba)*", r"1+(\.1+)?", "[a-zé]{1,12}", '"([^"\\\\\n]|\\\\["\\\\nt])*"',
     "the (then|there|three)?",
-]
+]  # fmt: skip
 
 
 def test_llguidance_allows_nothing_that_the_automata_lack() -> None:

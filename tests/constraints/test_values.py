@@ -77,20 +77,13 @@ def test_patterns_are_python_s(pattern: str, text: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("pattern", "part"),
     [
-        ("a(?=b)", "lookahead at 1"),
-        ("(?<!a)b", "negative lookbehind at 0"),
-        (r"(a)\1", "a backreference at 3"),
-        (r"\bword", "a word boundary at 0"),
-        ("(?i)a", "an inline flag at 0"),
-        ("(?>a)", "an atomic group at 0"),
-        ("a++", "a possessive repetition at 1"),
-        ("a^b", "an anchor inside a pattern at 1"),
-        ("(", "is no regular expression"),
-        ("(a*a*){500}(b|a){2000}c{3000}x{4000}", "more than 8192 states"),
-        ("(.*a.{20}){3}", "more than 8192 states"),
-        ("(" * 3000 + ")" * 3000, "nested too deeply"),
+        ("a(?=b)", "lookahead at 1"), ("(?<!a)b", "negative lookbehind at 0"), (r"(a)\1", "a backreference at 3"),
+        (r"\bword", "a word boundary at 0"), ("(?i)a", "an inline flag at 0"), ("(?>a)", "an atomic group at 0"),
+        ("a++", "a possessive repetition at 1"), ("a^b", "an anchor inside a pattern at 1"),
+        ("(", "is no regular expression"), ("(a*a*){500}(b|a){2000}c{3000}x{4000}", "more than 8192 states"),
+        ("(.*a.{20}){3}", "more than 8192 states"), ("(" * 3000 + ")" * 3000, "nested too deeply"),
     ],
-)
+)  # fmt: skip
 def test_patterns_that_are_refused(pattern: str, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         byte_automaton(paradec.Regex(pattern).node())

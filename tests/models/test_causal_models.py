@@ -18,22 +18,10 @@ import paradec
 from paradec import samplers
 
 SIZES = {
-    "hidden_size": 32,
-    "n_embd": 32,
-    "num_hidden_layers": 3,
-    "n_layer": 3,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "sliding_window": 6,
-    "initializer_range": 0.4,
-}
+    "hidden_size": 32, "n_embd": 32, "num_hidden_layers": 3, "n_layer": 3, "num_attention_heads": 4, "n_head": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 6, "initializer_range": 0.4,
+}  # fmt: skip
 KINDS = ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"]
 ROWS = [[3, 5, 7, 9, 11, 13, 15], [4], [20, 21, 22]]
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"

@@ -195,22 +195,17 @@ def test_device_map_auto() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"dtype": "float7"}, "dtype='float7'"),
-        ({"dtype": torch.int64}, "dtype=torch.int64"),
-        ({"dtype": 3}, "dtype=3"),
-        ({"device": "nowhere"}, "device='nowhere'"),
-        ({"device": "meta"}, "device='meta'"),
+        ({"dtype": "int8"}, "dtype='int8'"), ({"dtype": "float7"}, "dtype='float7'"),
+        ({"dtype": torch.int64}, "dtype=torch.int64"), ({"dtype": 3}, "dtype=3"),
+        ({"device": "nowhere"}, "device='nowhere'"), ({"device": "meta"}, "device='meta'"),
         ({"device": 3.5}, "device=3.5"),
         ({"device": "cpu", "device_map": "auto"}, "device=cpu goes with neither device_map"),
         ({"attn_implementation": "flash_attention_9"}, "attn_implementation='flash_attention_9'.*eager, sdpa"),
-        ({"attn_implementation": None}, "attn_implementation=None"),
-        ({"revision": 3}, "revision=3"),
+        ({"attn_implementation": None}, "attn_implementation=None"), ({"revision": 3}, "revision=3"),
         ({"offload_folder": 3}, "offload_folder=3 must be the path of a folder"),
-        ({"mask_token_id": "x"}, "mask_token_id='x'"),
-        ({"mask_token_id": -1}, "mask_token_id=-1"),
+        ({"mask_token_id": "x"}, "mask_token_id='x'"), ({"mask_token_id": -1}, "mask_token_id=-1"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         paradec.load(GOLDEN / "llada-tiny", **arguments)

@@ -34,25 +34,12 @@ def checkpoint(
     """config.json and weights as z-lab publishes them; `inner` goes into `dflash_config`."""
     inner = {"mask_token_id": mask, "target_layer_ids": targets} | changes.pop("inner", {})
     config = {
-        "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
-        "block_size": block,
-        "dflash_config": inner,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": 24,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "max_position_embeddings": 64,
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000,
-        "sliding_window": 5,
-        **changes,
-    }
+        "architectures": ["DFlashDraftModel"], "attention_bias": False, "block_size": block, "dflash_config": inner,
+        "head_dim": 8, "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": 24,
+        "layer_types": ["full_attention", "sliding_attention"], "max_position_embeddings": 64, "model_type": "qwen3",
+        "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000, "sliding_window": 5, **changes,
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(targets) * hidden),
         "hidden_norm.weight": (hidden,),

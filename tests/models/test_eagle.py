@@ -259,14 +259,10 @@ def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "chain": {"window": 4},
-    "long chain": {"window": 9},
-    "token by token": {"window": 1},
-    "tree": {"tree": TREE},
-    "published tree": {"tree": "mc_sim_7b_63"},
-    "naive tree": {"tree": (3, 1), "rule": "naive"},
+    "chain": {"window": 4}, "long chain": {"window": 9}, "token by token": {"window": 1}, "tree": {"tree": TREE},
+    "published tree": {"tree": "mc_sim_7b_63"}, "naive tree": {"tree": (3, 1), "rule": "naive"},
     "dynamic tree": {"tree": DynamicTree(nodes=9, depth=3, top_k=3), "rule": "naive"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.thinned

@@ -25,31 +25,13 @@ from paradec import CheckpointError, PipelinedBlocks, samplers
 from paradec.models.lora import SUPPORTED
 
 CONFIG = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "base_model_name_or_path": "Dream-org/Dream-v0-Base-7B",
-    "bias": "none",
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 6,
-    "lora_bias": False,
-    "lora_dropout": 0.1,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "peft_type": "LORA",
-    "r": 4,
-    "rank_pattern": {},
-    "revision": None,
-    "task_type": None,
-    "use_dora": False,
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "base_model_name_or_path": "Dream-org/Dream-v0-Base-7B",
+    "bias": "none", "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 6,
+    "lora_bias": False, "lora_dropout": 0.1, "megatron_core": "megatron.core", "modules_to_save": None,
+    "peft_type": "LORA", "r": 4, "rank_pattern": {}, "revision": None, "task_type": None, "use_dora": False,
     "use_rslora": False,
-}
+}  # fmt: skip
 """What peft writes. D2F's have rank and alpha 32, and the matrices of `TARGETS`."""
 TARGETS = {
     "dream-tiny": ["q_proj", "v_proj", "k_proj", "o_proj"],

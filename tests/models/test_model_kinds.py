@@ -44,25 +44,12 @@ def given() -> dict[str, Any]:
 
 
 OURS = {
-    "llamagen": "image",
-    "llamagen of captions": "image",
-    "nar": "neighbour image",
-    "distilled llamagen": "distilled image",
-    "distilled var": "distilled image",
-    "emu3": "image",
-    "chameleon": "image",
-    "janus": "image",
-    "glm_image": "image",
-    "uvit": "codes",
-    "masked image": "masked image",
-    "mar": "continuous image",
-    "var": "scale image",
-    "lpd": "grouped image",
-    "diffusion": "latent",
-    "masked text": "text",
-    "causal text": "text",
+    "llamagen": "image", "llamagen of captions": "image", "nar": "neighbour image",
+    "distilled llamagen": "distilled image", "distilled var": "distilled image", "emu3": "image", "chameleon": "image",
+    "janus": "image", "glm_image": "image", "uvit": "codes", "masked image": "masked image", "mar": "continuous image",
+    "var": "scale image", "lpd": "grouped image", "diffusion": "latent", "masked text": "text", "causal text": "text",
     "canvas": "canvas",
-}
+}  # fmt: skip
 OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
 OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 

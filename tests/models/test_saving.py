@@ -43,15 +43,10 @@ from paradec.models.loading import FAMILIES
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
 MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
 NEMOTRON = {
-    "model_type": "nemotron_labs_diffusion",
-    "architectures": ["NemotronLabsDiffusionModel"],
-    "auto_map": {"AutoConfig": "code.Config"},
-    "torch_dtype": "float64",
-    "dlm_paradigm": "bidirectional",
-    "head_dim": 4,
-    "mask_token_id": 3,
-    "vocab_size": len(FAMILY_WORDS),
-}
+    "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"],
+    "auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "dlm_paradigm": "bidirectional", "head_dim": 4,
+    "mask_token_id": 3, "vocab_size": len(FAMILY_WORDS),
+}  # fmt: skip
 WIDE = "mlp.gate.expert_bias"
 """What transformers keeps in float32 whatever the others are in."""
 NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>", "nemotron_labs_diffusion": "<mask>"} | {

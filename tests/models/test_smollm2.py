@@ -19,17 +19,13 @@ from paradec.models.adapter import Model
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEW = 60
 PROMPTS = [
-    "What is the capital of France?",
-    "Name three colours.",
-    "Write a haiku about the sea.",
-    "Count from one to twenty.",
-    "Translate to French: good morning, my friend.",
-    "Why is the sky blue? Answer in one sentence.",
-    "List the days of the week.",
+    "What is the capital of France?", "Name three colours.", "Write a haiku about the sea.",
+    "Count from one to twenty.", "Translate to French: good morning, my friend.",
+    "Why is the sky blue? Answer in one sentence.", "List the days of the week.",
     "Write a Python function that adds two numbers.",
     "Who wrote Romeo and Juliet, and when was it first performed on a stage in London?",
     "Repeat after me: red, green, blue, red, green, blue, red, green, blue.",
-]
+]  # fmt: skip
 
 
 def weights() -> Path | None:

@@ -36,12 +36,8 @@ from paradec.models.tensor_parallel import distributed_config
 PROMPTS = [[5, 6, 7, 8, 9, 4], [5, 6, 7, 8], [5, 6, 7, 10, 11, 12, 13, 14, 15, 16]]
 SPARSE = paradec.SparseD(select=0.3, block_size=2, dense_steps=2)
 REQUEST: dict[str, Any] = {
-    "max_new_tokens": 12,
-    "block_length": 4,
-    "temperature": 0.7,
-    "seed": 3,
-    "eos_early_stop": False,
-}
+    "max_new_tokens": 12, "block_length": 4, "temperature": 0.7, "seed": 3, "eos_early_stop": False,
+}  # fmt: skip
 
 
 def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 240) -> list[Any]:

@@ -135,17 +135,12 @@ def store(file: Path, weights: dict[str, Tensor]) -> None:
 
 
 SAFETENSORS: dict[str, Callable[[Path], Case]] = {
-    **{model_type: text(model_type) for model_type in ("llada", "Dream", *CONFIGS)},
-    "shards": shards,
-    "llamagen": llamagen,
-    "eagle": eagle,
-    "learn2pd": learn2pd,
-    "emu3": transformers_format(tiny_emu3, load_emu3),
+    **{model_type: text(model_type) for model_type in ("llada", "Dream", *CONFIGS)}, "shards": shards,
+    "llamagen": llamagen, "eagle": eagle, "learn2pd": learn2pd, "emu3": transformers_format(tiny_emu3, load_emu3),
     "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
-    "janus": transformers_format(tiny_janus, load_janus),
-    "text encoder": text_encoder,
+    "janus": transformers_format(tiny_janus, load_janus), "text encoder": text_encoder,
     "canvas": transformers_format(lambda: paradec.wrap(copy.deepcopy(tiny_gemma())), paradec.load),
-}
+}  # fmt: skip
 PICKLES: dict[str, Callable[[Path], Case]] = {
     "llamagen pickle": lambda folder: llamagen(folder, ".pt"),
     "eagle pickle": lambda folder: eagle(folder, "pytorch_model.bin"),

@@ -197,16 +197,9 @@ def test_a_module_that_returns_something_else(output: Any, message: str) -> None
 
 
 KINDS = [
-    "llada",
-    "dream",
-    *ENCODERS,
-    *UNPADDED_ENCODERS,
-    "Llama bidirectional",
-    "Qwen2 block_causal",
-    "Qwen3 bidirectional",
-    "Opaque",
-    "OpaqueWithOutput",
-]
+    "llada", "dream", *ENCODERS, *UNPADDED_ENCODERS, "Llama bidirectional", "Qwen2 block_causal", "Qwen3 bidirectional",
+    "Opaque", "OpaqueWithOutput",
+]  # fmt: skip
 
 
 @pytest.mark.thinned

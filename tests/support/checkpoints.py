@@ -17,59 +17,25 @@ from paradec.models.adapter import Model
 
 # part of a block -> its name in the file
 LLADA_PARTS = {
-    "attn_norm": "attn_norm",
-    "mlp_norm": "ff_norm",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "attn_out",
-    "gate": "ff_proj",
-    "up": "up_proj",
-    "down": "ff_out",
-}
+    "attn_norm": "attn_norm", "mlp_norm": "ff_norm", "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "attn_out",
+    "gate": "ff_proj", "up": "up_proj", "down": "ff_out",
+}  # fmt: skip
 DREAM_PARTS = {
-    "attn_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
 LLADA = {
-    "model_type": "llada",
-    "d_model": 16,
-    "n_layers": 2,
-    "n_heads": 4,
-    "mlp_hidden_size": 24,
-    "vocab_size": 20,
-    "max_sequence_length": 32,
-    "block_type": "llama",
-    "activation_type": "silu",
-    "layer_norm_type": "rms",
-    "include_bias": False,
-    "rope": True,
-    "rope_theta": 1000.0,
-    "weight_tying": False,
-    "mask_token_id": 19,
+    "model_type": "llada", "d_model": 16, "n_layers": 2, "n_heads": 4, "mlp_hidden_size": 24, "vocab_size": 20,
+    "max_sequence_length": 32, "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms",
+    "include_bias": False, "rope": True, "rope_theta": 1000.0, "weight_tying": False, "mask_token_id": 19,
     "eos_token_id": 18,
-}
+}  # fmt: skip
 DREAM = {
-    "model_type": "Dream",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 20,
-    "max_position_embeddings": 32,
-    "rope_theta": 1000.0,
-    "rms_norm_eps": 1e-6,
-    "mask_token_id": 19,
-    "eos_token_id": 18,
-}
+    "model_type": "Dream", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 20, "max_position_embeddings": 32,
+    "rope_theta": 1000.0, "rms_norm_eps": 1e-6, "mask_token_id": 19, "eos_token_id": 18,
+}  # fmt: skip
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
@@ -97,16 +63,10 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     if not tied:
         weights[names[2]] = draw(rows, hidden)
     shapes = {
-        "attn_norm": (hidden,),
-        "mlp_norm": (hidden,),
-        "q": (hidden, hidden),
-        "k": (narrow, hidden),
-        "v": (narrow, hidden),
-        "o": (hidden, hidden),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
+        "attn_norm": (hidden,), "mlp_norm": (hidden,), "q": (hidden, hidden), "k": (narrow, hidden),
+        "v": (narrow, hidden), "o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden),
         "down": (hidden, inner),
-    }
+    }  # fmt: skip
     for index in range(layers):
         for part, shape in shapes.items():
             name = layer.format(index) + parts[part]
@@ -162,25 +122,12 @@ FAMILY_BLOCK = 4
 FAMILY_WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "mask", *(f"w{index}" for index in range(28))]
 """A vocabulary of 32; the family's name of the mask stands at 3."""
 FAMILY_SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "use_cache": False,
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 64, "rope_theta": 1000000, "rope_scaling": None,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": None, "use_sliding_window": False,
+    "max_window_layers": 28, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": False,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
 # config.json of JetLM/SDAR-1.7B-Chat but for the sizes
 SDAR = FAMILY_SIZES | {
     "model_type": "sdar",
@@ -323,17 +270,9 @@ def _load_moe(folder: Path, dtype: str, block_length: int | None, mask_token_id:
 
 
 MOE_SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 MOE_FIELDS: dict[str, dict[str, Any]] = {
     "llada2-tiny": {
         "head_dim": 8, "rotary_dim": 4, "intermediate_size": 12, "moe_intermediate_size": 6, "n_group": 2,

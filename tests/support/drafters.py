@@ -37,34 +37,19 @@ def eagle_weights(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and weights as EAGLE's authors publish them."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": 24,
-        "max_position_embeddings": 64,
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": kv_heads,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "torch_dtype": "float16",
-        "vocab_size": vocab,
-    }
+        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": 24,
+        "max_position_embeddings": 64, "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 1,
+        "num_key_value_heads": kv_heads, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "torch_dtype": "float16", "vocab_size": vocab,
+    }  # fmt: skip
     narrow = hidden // 4 * kv_heads
     shapes = {
-        "embed_tokens.weight": (vocab, hidden),
-        "fc.weight": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj.weight": (hidden, hidden),
-        "layers.0.self_attn.k_proj.weight": (narrow, hidden),
-        "layers.0.self_attn.v_proj.weight": (narrow, hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, hidden),
-        "layers.0.mlp.gate_proj.weight": (24, hidden),
-        "layers.0.mlp.up_proj.weight": (24, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, 24),
-        "layers.0.post_attention_layernorm.weight": (hidden,),
-    }
+        "embed_tokens.weight": (vocab, hidden), "fc.weight": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": (hidden, hidden), "layers.0.self_attn.k_proj.weight": (narrow, hidden),
+        "layers.0.self_attn.v_proj.weight": (narrow, hidden), "layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": (24, hidden), "layers.0.mlp.up_proj.weight": (24, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 24), "layers.0.post_attention_layernorm.weight": (hidden,),
+    }  # fmt: skip
     if bias:
         shapes["fc.bias"] = (hidden,)
     for name, size in (("q", hidden), ("k", narrow), ("v", narrow)) if qkv_bias else ():

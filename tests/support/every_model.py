@@ -23,17 +23,9 @@ from paradec.models.images.vq import KLDecoder, VQConfig
 from paradec.models.proteins.structure import Structure, read_pdb
 
 WRAPPED = [
-    "Bert",
-    "ModernBert",
-    "ConvBert",
-    "Llama bidirectional",
-    "Qwen2 block_causal",
-    "Qwen3 bidirectional",
-    "Llama causal",
-    "Qwen2 causal",
-    "Opaque",
-    "OpaqueWithOutput",
-]
+    "Bert", "ModernBert", "ConvBert", "Llama bidirectional", "Qwen2 block_causal", "Qwen3 bidirectional",
+    "Llama causal", "Qwen2 causal", "Opaque", "OpaqueWithOutput",
+]  # fmt: skip
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 NEMOTRON = {"nemotron": "causal_context", "nemotron causal": "causal"}
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES, *NEMOTRON]

@@ -245,22 +245,12 @@ def tiny_diffusion() -> DiffusionModel:
 
 
 FAMILIES = {
-    "llamagen": tiny_llamagen,
-    "llamagen of captions": lambda: tiny_llamagen("t2i"),
-    "nar": tiny_nar,
-    "distilled llamagen": tiny_student,
-    "emu3": tiny_emu3,
-    "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
-    "janus": tiny_janus,
-    "glm_image": tiny_glm_image,
-    "uvit": tiny_uvit,
-    "masked image": tiny_masked_image,
-    "mar": tiny_mar,
-    "var": tiny_var,
-    "lpd": tiny_lpd,
-    "distilled var": tiny_var_student,
-    "diffusion": tiny_diffusion,
-}
+    "llamagen": tiny_llamagen, "llamagen of captions": lambda: tiny_llamagen("t2i"), "nar": tiny_nar,
+    "distilled llamagen": tiny_student, "emu3": tiny_emu3,
+    "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)), "janus": tiny_janus,
+    "glm_image": tiny_glm_image, "uvit": tiny_uvit, "masked image": tiny_masked_image, "mar": tiny_mar, "var": tiny_var,
+    "lpd": tiny_lpd, "distilled var": tiny_var_student, "diffusion": tiny_diffusion,
+}  # fmt: skip
 """Every adapter of a model that makes pictures."""
 
 

@@ -192,15 +192,9 @@ def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "DiT": _dit,
-    "FLUX": _flux,
-    "SD3": _sd3,
-    "PixArt": _pixart,
-    "Sana": _sana,
-    "Wan": _wan,
-    "HunyuanVideo": _hunyuan_video,
-    "QwenImage": _qwen_image,
-}
+    "DiT": _dit, "FLUX": _flux, "SD3": _sd3, "PixArt": _pixart, "Sana": _sana, "Wan": _wan,
+    "HunyuanVideo": _hunyuan_video, "QwenImage": _qwen_image,
+}  # fmt: skip
 
 
 def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:

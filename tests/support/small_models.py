@@ -107,14 +107,9 @@ def close_model() -> Model:
 
 
 WRAP_SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 48,
-    "pad_token_id": 1,
-}
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "max_position_embeddings": 48, "pad_token_id": 1,
+}  # fmt: skip
 WRAP_MASK, WRAP_END = 5, 7
 WRAP_IDS = {"mask_token_id": WRAP_MASK, "eos_token_id": WRAP_END}
 ENCODERS = ["Bert", "Roberta", "Electra", "MPNet", "ModernBert", "DebertaV2"]
@@ -240,38 +235,22 @@ def tiny_gemma(
 
     config = DiffusionGemmaConfig(
         text_config={
-            "vocab_size": vocab,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "global_head_dim": 16,
-            "num_global_key_value_heads": 1,
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 16,
-            "max_position_embeddings": 4096,
-            "pad_token_id": GEMMA_PAD,
-            "eos_token_id": GEMMA_END,
-            **text,
+            "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+            "num_global_key_value_heads": 1, "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4, "top_k_experts": 2,
+            "moe_intermediate_size": 16, "max_position_embeddings": 4096, "pad_token_id": GEMMA_PAD,
+            "eos_token_id": GEMMA_END, **text,
         },
         vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8,
         },
         canvas_length=canvas,
         image_token_id=5,
         boi_token_id=6,
         eoi_token_id=7,
-    )
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = DiffusionGemmaForBlockDiffusion(config)

@@ -561,17 +561,9 @@ def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[l
 
 
 HOSTILE = (
-    "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "<!--<script>",
-    "@DATA@",
-    "@TITLE@",
-    "&lt;b&gt;",
-    "\u2028\u2029",
-    "\ud800",
-    "${window.hacked = 1}",
-    '"};window.hacked = 1;//',
-)
+    "</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "<!--<script>", "@DATA@",
+    "@TITLE@", "&lt;b&gt;", "\u2028\u2029", "\ud800", "${window.hacked = 1}", '"};window.hacked = 1;//',
+)  # fmt: skip
 SCRIPTS = ("שלום", "مرحبا", "👩‍👩‍👧", "日本", "e\u0301", "\n", " ", "\t", "naïve")
 
 

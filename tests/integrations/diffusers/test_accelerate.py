@@ -194,15 +194,11 @@ def test_transformers(name: str) -> None:
 
 
 BRANCHES = {
-    "DiT": {"attn1", "ff"},
-    "FLUX": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
-    "SD3": {"attn", "attn2", "ff", "ff_context"},
-    "PixArt": {"attn1", "attn2", "ff"},
-    "Sana": {"attn1", "attn2", "ff"},
-    "Wan": {"attn1", "attn2", "ffn"},
-    "HunyuanVideo": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
+    "DiT": {"attn1", "ff"}, "FLUX": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
+    "SD3": {"attn", "attn2", "ff", "ff_context"}, "PixArt": {"attn1", "attn2", "ff"}, "Sana": {"attn1", "attn2", "ff"},
+    "Wan": {"attn1", "attn2", "ffn"}, "HunyuanVideo": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
     "QwenImage": {"attn", "img_mlp", "txt_mlp"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -8,13 +8,9 @@ import pytest
 from vllm_on_a_cpu import END, KINDS, MASK, Engine, checkpoint, paradec
 
 SAMPLERS: dict[str, dict[str, Any]] = {
-    "threshold": {"threshold": 0.5},
-    "credit": {},
-    "klass": {},
-    "saber": {},
-    "editing": {"threshold": 0.3},
+    "threshold": {"threshold": 0.5}, "credit": {}, "klass": {}, "saber": {}, "editing": {"threshold": 0.3},
     "credit+localleap": {},
-}
+}  # fmt: skip
 """One that knows only the step, three with memory, two that take tokens back, and two joined."""
 
 

@@ -51,18 +51,10 @@ __all__ = ["BLOCK", "END", "KINDS", "MASK", "VOCAB", "Engine", "VLLMValidationEr
 BLOCK = 4
 VOCAB, MASK, END = 48, 47, 0
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "mask_token_id": MASK,
-    "eos_token_id": END,
-    "pad_token_id": 1,
-    "torch_dtype": "float32",
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "intermediate_size": 96, "max_position_embeddings": 128, "mask_token_id": MASK, "eos_token_id": END,
+    "pad_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
 """vLLM's attention on a CPU takes heads of 32 at least."""
 OF_EXPERTS = {"llada2": "llada2-tiny", "sdar_moe": "sdar-moe-tiny"}
 KINDS = ("sdar", "fast_dllm_v2", "llada2", "sdar_moe")
@@ -92,12 +84,8 @@ def checkpoint(kind: str, folder: Path) -> Path:
 class Engine:
     def __init__(self, folder: Path, **options: Any):
         arguments: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 96,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 64,
-            **options,
-        }
+            "dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options,
+        }  # fmt: skip
         self.llm = LLM(
             model=str(folder), enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, **arguments
         )

@@ -87,18 +87,14 @@ FAMILIES: list[Any] = [
     (SCRIPT_TEMPLATE, ("<tool_call>", "</tool_call>"), CALL, {"x": "é"}),
     (SCRIPT_TEMPLATE, (), CALL, {"x": "é"}),
     (
-        SCRIPT_TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"),
-        (),
-        "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>",
-        {"x": "é 1"},
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"), (),
+        "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>", {"x": "é 1"},
     ),
     (
-        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"),
-        GEMMA,
-        gemma_call('é, {"a": b}:\n'),
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"), GEMMA, gemma_call('é, {"a": b}:\n'),
         {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
     ),
-]
+]  # fmt: skip
 """Chat template, special tokens, a call as the family writes it, and its arguments."""
 
 

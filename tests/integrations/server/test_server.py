@@ -28,13 +28,9 @@ from paradec.integrations.server.limits import CALL, PATHS, Limits
 from paradec.integrations.server.request_body import read_presets
 
 PROMPTS = [
-    SORT,
-    "Reverse: pear fig apple kiwi",
-    "Copy: plum lime fig",
-    "Sort: owl ant bee cat",
-    "Reverse: rose seal mole",
+    SORT, "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee cat", "Reverse: rose seal mole",
     "Sort: zebra ant wolf bee newt",
-]
+]  # fmt: skip
 SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
 SLOWLY = {"sampler": "low_confidence"}
 

@@ -100,16 +100,9 @@ def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
 
 
 ORDERS: list[Any] = [
-    "lpd",
-    "raster",
-    "diagonal",
-    "cosine",
-    {"order": "random", "sizes": 5},
-    {"order": "halton", "sizes": 3},
-    {"order": "zipar", "window": 2},
-    {"order": "lpd", "sizes": 1},
-    {"order": "raster", "sizes": [7, 1, 8]},
-]
+    "lpd", "raster", "diagonal", "cosine", {"order": "random", "sizes": 5}, {"order": "halton", "sizes": 3},
+    {"order": "zipar", "window": 2}, {"order": "lpd", "sizes": 1}, {"order": "raster", "sizes": [7, 1, 8]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

@@ -141,16 +141,12 @@ def test_the_published_weights_give_the_public_codes_probabilities(name: str) ->
     structure = read_pdb(BACKBONES / f"{name}.pdb")
     ours, letters = load_protein_mpnn(file, structure), letters_of(structure.sequence)
     given = {
-        "X": structure.coordinates.float()[None],
-        "S": letters,
-        "mask": torch.ones_like(letters),
-        "chain_mask": torch.ones_like(letters),
-        "R_idx": torch.tensor([structure.index]),
+        "X": structure.coordinates.float()[None], "S": letters, "mask": torch.ones_like(letters),
+        "chain_mask": torch.ones_like(letters), "R_idx": torch.tensor([structure.index]),
         "chain_labels": torch.zeros_like(letters),
-        "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)),
-        "batch_size": 1,
+        "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)), "batch_size": 1,
         "symmetry_residues": [[]],
-    }
+    }  # fmt: skip
     with torch.no_grad():
         expected = theirs.score(given, use_sequence=True)
     found = ours.module(ours.encodings[0], letters, expected["decoding_order"].argsort())

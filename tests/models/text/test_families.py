@@ -154,14 +154,10 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("SDAR-8B-Chat", 4),
-        ("SDAR-1.7B-Chat-b16", 16),
-        ("SDAR-30B-A3B-Chat", 4),
-        ("TraDo-8B-Instruct", 4),
-        ("SDAR-8B-Chat-mine", None),
-        ("my-model", None),
+        ("SDAR-8B-Chat", 4), ("SDAR-1.7B-Chat-b16", 16), ("SDAR-30B-A3B-Chat", 4), ("TraDo-8B-Instruct", 4),
+        ("SDAR-8B-Chat-mine", None), ("my-model", None),
     ],
-)
+)  # fmt: skip
 def test_the_block_of_a_published_name(tmp_path: Path, name: str, expected: int | None) -> None:
     folder = write_family(tmp_path / name, "sdar", block_size=...)
     if expected is None:
@@ -191,22 +187,14 @@ def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "field", "value"),
     [
-        ("sdar", "block_size", 0),
-        ("fast_dllm_v2", "bd_size", -1),
-        ("sdar", "head_dim", ...),
-        ("sdar", "head_dim", 5),
-        ("sdar", "attention_bias", True),
-        ("sdar", "rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("sdar", "use_sliding_window", True),
-        ("sdar", "layer_types", ["full_attention", "sliding_attention"]),
-        ("fast_dllm_v2", "layer_types", ["sliding_attention"]),
-        ("fast_dllm_v2", "hidden_size", ...),
-        ("fast_dllm_v2", "head_dim", 6),
-        ("fast_dllm_v2", "hidden_act", "gelu"),
-        ("fast_dllm_v2", "mask_token_id", 32),
+        ("sdar", "block_size", 0), ("fast_dllm_v2", "bd_size", -1), ("sdar", "head_dim", ...), ("sdar", "head_dim", 5),
+        ("sdar", "attention_bias", True), ("sdar", "rope_scaling", {"type": "yarn", "factor": 4.0}),
+        ("sdar", "use_sliding_window", True), ("sdar", "layer_types", ["full_attention", "sliding_attention"]),
+        ("fast_dllm_v2", "layer_types", ["sliding_attention"]), ("fast_dllm_v2", "hidden_size", ...),
+        ("fast_dllm_v2", "head_dim", 6), ("fast_dllm_v2", "hidden_act", "gelu"), ("fast_dllm_v2", "mask_token_id", 32),
         ("fast_dllm_v2", "mask_token_id", 2),
     ],
-)
+)  # fmt: skip
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, family: str, field: str, value: Any) -> None:
     folder = write_family(tmp_path, family, **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:

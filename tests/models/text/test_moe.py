@@ -537,14 +537,10 @@ def test_stable_diffcoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("attention_bias", True),
-        ("mlp_bias", True),
-        ("hidden_act", "gelu"),
-        ("rms_norm_eps", ...),
-        ("block_length", "4"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}), ("attention_bias", True), ("mlp_bias", True),
+        ("hidden_act", "gelu"), ("rms_norm_eps", ...), ("block_length", "4"),
     ],
-)
+)  # fmt: skip
 def test_fields_of_stable_diffcoder_that_are_refused(tmp_path: Path, field: str, value: Any) -> None:
     folder, _ = write_diffcoder(tmp_path / "Stable-DiffCoder-8B-Base", **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:
