@@ -99,9 +99,14 @@ def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model)
         assert answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
-@pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])
-def test_the_distribution_of_the_answers_is_the_models(name: str, base: Model) -> None:
-    assert pair_p_value(paradec.load_drafter(RECORDED / name, base=base), base, 1500) > 0.001
+QUICK = [(next(n for n in NAMES if n.startswith(kind)), 1500, 1.0) for kind in ("dflash2", "dspark")]
+LONG = [pytest.param(name, 20_000, each, marks=pytest.mark.full) for name in NAMES for each in (1.0, 0.8, 1.3)]
+
+
+@pytest.mark.parametrize(("name", "rows", "temperature"), [*QUICK, *LONG])
+def test_the_distribution_of_the_answers_is_the_models(name: str, rows: int, temperature: float, base: Model) -> None:
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    assert pair_p_value(drafter, base, rows, temperature=temperature) > 0.001
 
 
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
@@ -112,14 +117,6 @@ def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, bas
     lacked = [token for token in range(64) if token not in own][:6]
     assert pair_p_value(drafter, base, 1500, kept=lacked) > 0.001
     assert pair_p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*own][:2]])) > 0.001
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [1.0, 0.8, 1.3])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_distribution_of_20000_answers_is_the_models(name: str, temperature: float, base: Model) -> None:
-    drafter = paradec.load_drafter(RECORDED / name, base=base)
-    assert pair_p_value(drafter, base, 20_000, temperature=temperature) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [

@@ -304,34 +304,24 @@ def test_runs_that_turn_around() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
-def test_callers_may_write_into_what_they_are_given(target: str, basis: str, order: int) -> None:
-    torch.manual_seed(0)
-    module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+@pytest.mark.parametrize("writer", ["caller", "block"])
+def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str, order: int) -> None:
+    """By the caller, and by a block into what its branches return."""
     ends = []
     for writes in (False, True):
-        with accelerate(module, Forecast(when=Every(4, 2), where=target, how=basis, order=order)):
-            found = []
-            for step in range(12):
-                output = module(latent, torch.full((2,), step))
-                found.append(output.clone())
-                if writes:
-                    output.mul_(7).add_(3)
-        ends.append(torch.stack(found))
-    assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
-def test_blocks_may_write_into_what_their_branches_return(target: str, basis: str, order: int) -> None:
-    ends = []
-    for block in (DriftBlock, InPlaceBlock):
         torch.manual_seed(0)
-        module, latent = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64)
+        module, latent, found = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64), []
         torch.manual_seed(1)
+        block = InPlaceBlock if writes and writer == "block" else DriftBlock
         module.blocks = nn.ModuleList([block(module) for _ in range(2)])
         module.requires_grad_(False)
         with accelerate(module, Forecast(when=Every(4, 2), where=target, how=basis, order=order)):
-            ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
+            for step in range(12):
+                output = module(latent, torch.full((2,), step))
+                found.append(output.clone())
+                if writes and writer == "caller":
+                    output.mul_(7).add_(3)
+        ends.append(torch.stack(found))
     assert torch.equal(*ends)
 
 

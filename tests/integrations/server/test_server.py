@@ -15,11 +15,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from decoding import refuses
-from places import GOLDEN
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.batching.slots import BatchClosed, Cancelled
@@ -241,15 +238,6 @@ def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) ->
     assert len(server.engine.batch._waits.copies) == before == 0  # nothing is kept of a prompt
 
 
-def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
-    steps = server.engine.steps
-    for number in range(8):
-        server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
-    server.post(chat())  # after them
-    wait(lambda: server.engine.batch.occupied == server.engine.batch.waiting == 0)
-    assert server.engine.steps - steps < 300
-
-
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
@@ -450,23 +438,3 @@ def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
     refuses(lambda: read_presets(tmp_path), "holds no .json file")
     (tmp_path / "bad.json").write_text('{"colour": 1}')
     refuses(lambda: read_presets(tmp_path), "bad.json")
-
-
-def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:
-    source = GOLDEN / "drafters" / "mtp-2" / "model"
-    base = paradec.load(source, dtype="float64")
-    words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    base.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    request = {"sampler": paradec.samplers.Speculative(drafter=paradec.load_drafter(base, kind="mtp"))}
-    prompts = ["w5 w9 w2 w40", "w11", "w3 w1", "w20 w21 w22 w23 w24", "w6 w7"]
-
-    def asked_for(number: int) -> str:
-        body = {"prompt": prompts[number], "max_tokens": 9, "temperature": 0.8, "seed": number}
-        return json.loads(server.post(body, "/v1/completions")[2])["choices"][0]["text"]
-
-    with running(base, batch_size=2, request=request) as server, ThreadPoolExecutor() as pool:
-        found = list(pool.map(asked_for, range(len(prompts))))
-        for number, prompt in enumerate(prompts):
-            alone = paradec.generate(base, prompt, max_new_tokens=9, temperature=0.8, seed=number, **request)
-            assert found[number].strip() == str(alone.text).strip()
