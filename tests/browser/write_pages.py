@@ -6,6 +6,7 @@ Expected texts come from `Trace.replay`, which knows nothing of the page.
 """
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,31 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
 
 import torch  # noqa: E402
-from traces import hostile_trace, long_trace, scripts_trace  # noqa: E402
+from traces import hostile_trace, scripts_trace  # noqa: E402
 
 import paradec  # noqa: E402
-from paradec.core.trace import Trace  # noqa: E402
+from paradec.core.trace import Notes, Trace  # noqa: E402
 from paradec.models.images.diffusion import DiffusionModel  # noqa: E402
 from paradec.models.images.pixel_dit import PixelDiTPipeline  # noqa: E402
 from paradec.tools.traces.files import page  # noqa: E402
 
 PROMPTS = ["Sort: wolf fig otter zebra deer orange", "Latin square: Q Z S U"]
+
+
+def long_trace(steps: int, rows: int = 2, length: int = 300, drafts: int = 4) -> Trace:
+    """A run of many steps in which every kind of mark occurs."""
+    draw = random.Random(0)
+    canvas = [[1, 2, *[0] * length] for _ in range(rows)]
+    trace = Trace(canvas, {"sampler": "by hand"}, family="masked", mask_id=0)
+    trace.texts = {token: f"t{token}" for token in range(50)}
+    for _ in range(steps):
+        row, place = draw.randrange(rows), draw.randrange(2, length + 2)
+        spans = [[(at, at + 1) for at in sorted(draw.sample(range(length), 20))] for _ in range(rows)]
+        commits = [(row, place, draw.choice((0, 3, 4, 5)), draw.random())]
+        notes = Notes([1] * rows, spans, [(2, 34)] * rows)
+        trace.add(commits, [20] * rows, "window", notes, 0.01)
+        trace.steps[-1].rejected = [(row, draw.randrange(2, length), draw.randrange(1, 50)) for _ in range(drafts)]
+    return trace
 
 
 def texts() -> dict[str, list[Trace]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Terminal, ok, refused
+from commands import ok, refused
 from places import ROOT
 
 import paradec
@@ -20,6 +21,11 @@ from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 WIDTHS = [50, 200]
 TINY = ROOT / "paradec" / "assets" / "tiny-llada"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:

@@ -1,6 +1,5 @@
 """Running the command in this process, with or without a terminal."""
 
-import io
 import os
 import signal
 import subprocess
@@ -12,11 +11,6 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def run(*arguments: object, stdin: str | bytes | None = None) -> Any:

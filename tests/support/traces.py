@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -588,20 +587,4 @@ def scripts_trace() -> Trace:
     for step, token in enumerate(ids):
         trace.add([(0, step + 2, token, 1.0)], [len(ids) + 2], "full", Notes([1]), 0.001)
     trace.joined = [[(len(ids), len(ids) + 2, "🦊")]]
-    return trace
-
-
-def long_trace(steps: int, rows: int = 2, length: int = 300, drafts: int = 4) -> Trace:
-    """A run of many steps in which every kind of mark occurs."""
-    draw = random.Random(0)
-    canvas = [[1, 2, *[0] * length] for _ in range(rows)]
-    trace = Trace(canvas, {"sampler": "by hand"}, family="masked", mask_id=0)
-    trace.texts = {token: f"t{token}" for token in range(50)}
-    for _ in range(steps):
-        row, place = draw.randrange(rows), draw.randrange(2, length + 2)
-        spans = [[(at, at + 1) for at in sorted(draw.sample(range(length), 20))] for _ in range(rows)]
-        commits = [(row, place, draw.choice((0, 3, 4, 5)), draw.random())]
-        notes = Notes([1] * rows, spans, [(2, 34)] * rows)
-        trace.add(commits, [20] * rows, "window", notes, 0.01)
-        trace.steps[-1].rejected = [(row, draw.randrange(2, length), draw.randrange(1, 50)) for _ in range(drafts)]
     return trace

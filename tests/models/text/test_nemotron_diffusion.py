@@ -380,7 +380,7 @@ def test_a_module_that_is_wrapped() -> None:
     request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
     made = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
     assert made[0] == made[1]
-    with pytest.raises(ValueError, match="give block_align='prompt'"):
+    with pytest.raises(ValueError, match="block_align='absolute'.*'prompt'"):
         paradec.wrap(copy.deepcopy(model.module), **facts)
 
 
