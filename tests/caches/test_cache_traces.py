@@ -1,36 +1,21 @@
-"""Traces of the public codes of caches and of DPad, replayed.
+"""Traces of dKV-Cache, of Fast-dLLM and AdaBlock with prefix and dual caches, and of DPad, replayed in float64.
 
-Traces of the public cached decoders, replayed in float64: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual
-caches.
+Final tokens, the number of forwards, and what each evaluated and committed are the reference's. What differs:
+- Fast-dLLM of June 2025 makes one more call after a block's full forward, whether or not the block is full: calls are
+  compared with that call put in.
+- Batches whose rows take unequally many steps: as in `test_traces.py`.
+- Fast-dLLM, AdaBlock and DPad for Dream commit the first token of a block without logits for it; ours evaluate the
+  position left of it. `test_forced_first_token` replays them with a rule and a cache that do as the public code does;
+  `test_forced_first_token_by_answers` compares ours by answers.
+- dKV-Cache's `random` draws numbers for the evaluated positions alone: replayed with a sampler of the test's.
+- dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers
+  right): the forwards are compared.
+- DPad with early termination waits until the block of an end token is full; ours ends a row once all before the end is
+  decided: the calls that it makes are compared, and the answer. For Dream, DPad compares probabilities among the 50
+  likeliest tokens, a default of transformers.
 
-Of every case, final tokens, the number of forwards, and what each of them evaluated and committed are the reference's.
-
-What differs from the references, and why:
-- Fast-dLLM of June 2025 makes one more call after a block's full forward before it looks whether the block is full
-  already. Replayed calls are compared with that call put in where a block took one.
-- Batches whose rows take unequally many steps (a threshold): as in `test_traces.py`.
-- Fast-dLLM and AdaBlock for Dream commit the first token of a block unasked, since their later calls have no logits for
-  it; ours evaluate the position left of it instead. `test_forced_first_token` replays them with a rule and a cache
-  that do as the public code does; `test_forced_first_token_by_answers` says what ours is worth.
-- dKV-Cache's `random` draws numbers for the evaluated positions alone; a sampler does not know these, so the test
-  replays it with a sampler of its own.
-- dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers right).
-  Ours commits only what was evaluated, and evaluates a row whole when nothing else is left; the forwards are compared.
-
-By default traces with every pair of settings are replayed, dKV-Cache's with every setting (`replay.often`), and all
-with `-m full`, in float32 too: final tokens and the number of forwards are compared there.
-
-Traces of DPad's public code, replayed in float64: every call's positions, what it committed, and the final tokens.
-
-`rng="reference"` draws what is kept of a suffix as the public code does, so that the recorded sets come out.
-
-What differs from the reference, and why:
-- With early termination it waits until the block that holds an end token is full. Ours ends a row once all before the
-  end token is decided, so that it may need fewer calls: those that it makes are compared, and the answer.
-- DPad for Dream with a cache commits the block's first position from the whole call, however unsure, as Fast-dLLM does:
-  replayed with the rule and cache of caching codes above.
-- Its code for Dream compares probabilities among the 50 likeliest tokens, by a default
-  of transformers.
+By default traces with every pair of settings are replayed (`replay.often`), and all with `-m full`, in float32 too:
+final tokens and the number of forwards are compared there.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ chooses are all in the recorded sets.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from oracles.masked import d2_positions
 from small_models import MASK, tiny
 from traces import (
     Fed,
@@ -45,34 +45,6 @@ PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in head_of(na
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 
-def near(decided: list[bool], at: int, sigma: float) -> float:
-    """The share of a kernel around `at` that has been decided; beyond the row, as its ends say."""
-    reach, found, total = math.ceil(6 * sigma), 0.0, 0.0
-    for j in range(at - reach, at + reach + 1):
-        weight = math.exp(-((j - at) ** 2) / (2 * sigma**2))
-        total += weight
-        found += weight * (True if j < 0 else decided[-1] if j >= len(decided) else decided[j])
-    return found / total
-
-
-def set_of(state: Any, row: int, sure: dict[int, float], last: set[int], k: int, sigma: float, w: int) -> set[int]:
-    """What a step after the first evaluates of a row, from the paper's rule."""
-    canvas, length = state.canvas[row].tolist(), int(state.length[row])
-    canvas, start, end = canvas[:length], int(state.block_start[row]), int(state.block_end[row])
-    masks = [p for p in range(length) if canvas[p] == MASK]
-    kth = masks[k - 1] if len(masks) >= k else length - 1
-    stop = next(stop for stop in range(end, length + end, end - start) if stop > kth)
-    decided = [token != MASK for token in canvas]
-    rank = {p: sure.get(p, 1.0) * near(decided, p, sigma) + 2 * (p < end) for p in masks if p < stop}
-    chosen = set(sorted(rank, key=lambda p: (-rank[p], p))[:k])
-    chosen = {max(p - state.facts.shift, 0) for p in chosen} | last
-    ordered = sorted(chosen)
-    for left, right in zip(ordered[:-1], ordered[1:], strict=True):
-        if right - left <= w:
-            chosen |= set(range(left, right))
-    return chosen
-
-
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("k", "sigma", "w"), [(3, 10.0, 4), (7, 2.0, 0)])
 def test_every_step_evaluates_the_rules_set(prediction: str, k: int, sigma: float, w: int) -> None:
@@ -91,7 +63,7 @@ def test_every_step_evaluates_the_rules_set(prediction: str, k: int, sigma: floa
             if state.row_step[row] == 0:
                 assert len(fed[row]) == state.length[row]
             else:
-                assert fed[row] == set_of(state, row, sure[row], last[row], k, sigma, w)
+                assert fed[row] == d2_positions(state, row, sure[row], last[row], k, sigma, w)
             for at, there in enumerate(proposal.available[index].tolist()):
                 if there:
                     place = int(proposal.positions[index, at])

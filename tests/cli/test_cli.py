@@ -197,29 +197,6 @@ def test_version_and_help() -> None:
     assert "generate" in ok() and ok() == ok("--help") and "--sampler" in ok("generate", "-h")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "Missing argument"),
-        ([PROMPT, "more"], "more"),
-        ([PROMPT, "--sampler", "treshold"], "did you mean 'threshold'"),
-        ([PROMPT, "--set", "treshold=0.5"], "did you mean 'threshold'"),
-        ([PROMPT, "--set", "threshold"], "NAME=VALUE"),
-        ([PROMPT, "--set", "threshold=1", "--set", "threshold=0"], "twice"),
-        ([PROMPT, "--model", "./no/such/folder"], "./no/such/folder"),
-        ([PROMPT, "--dtype", "int8"], "int8"),
-        ([PROMPT, "--device", "no-such-device"], "no-such-device"),
-        ([PROMPT, "--max-new-tokens", "100000"], "100000"),
-        ([""], "empty"),
-        ([PROMPT, "--attention", "sparse"], "unknown attention: 'sparse' (did you mean 'sparsed'?)"),
-        ([PROMPT, "--attention-set", "select=0.3"], "give --attention sparsed"),
-        ([PROMPT, *SPARSE, "--attention-set", "blocks=2"], "blocks"),
-    ],
-)
-def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str) -> None:
-    assert named in refused("generate", *arguments)
-
-
 HUGE = str(10**30)
 GENERATE = [
     *(("--steps", "many"), ("--steps", HUGE), ("--block-length", "0"), ("--top-k", "0"), ("-n", "0"), ("--seed", "-1")),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
 from small_models import MASK, tiny
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paradec
@@ -574,22 +574,6 @@ def test_decoding_through_the_kernels() -> None:
         outs.append(paradec.generate(model, [[7] * 21], attention=settings, **request))
     assert torch.equal(outs[0].sequences, outs[1].sequences) and steps_of(outs[1]) == (0, 1, 2)
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
-
-
-def test_models_without_such_attention_are_refused() -> None:
-    class Plain(nn.Module):
-        config = type("Config", (), {"vocab_size": 9})
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, 9)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids)
-
-    model = paradec.wrap(Plain(), mask_token_id=8, prediction="same", topology="bidirectional")
-    with pytest.raises(ValueError, match="transformers decoders, and Plain is not one"):
-        paradec.generate(model, [[1, 2]], attention="sparsed", max_new_tokens=4)
 
 
 def test_a_model_can_be_loaded_with_it() -> None:

@@ -1,10 +1,15 @@
-"""Causal language models, decoded token by token by plain loops over the module: no store, no batch, no drafts."""
+"""Causal language models: decoding by plain loops over the module, and SJD-PAC's step in plain Python."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
 
 
@@ -34,7 +39,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
     stand_in: dict[int, int] = {}
     done, steps = [0] * grid.height, 0
     while done[-1] < grid.width:
-        steps, before, found = steps + 1, list(done), {}
+        steps, before, tokens = steps + 1, list(done), {}
         for row in range(grid.height):
             if row and before[row - 1] < min(window, grid.width):
                 break
@@ -47,17 +52,159 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
                 elif before[row - 1] < grid.width:
                     stand_in[at - 1] = known[at - grid.width - 1 + before[row - 1]]
             done[row] += 1
-            found[at] = None
-        for at in found:
+            tokens[at] = None
+        for at in tokens:
             seen = {offset: token_id for offset, token_id in (stand_in | known).items() if offset < at}
             order = sorted(seen)
             ids = torch.tensor([[*prompt, *(seen[offset] for offset in order)]])
             positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
             with torch.inference_mode():
                 logits = module(ids, position_ids=positions).logits[0, -1]
-            found[at] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
-        known |= found
+            tokens[at] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
+        known |= tokens
         for row in range(grid.height):
             if done[row] == grid.width and grid.row_end is not None:
                 known[first + (row + 1) * grid.stride - 1] = grid.row_end
     return [known.get(offset, token_id) for offset, token_id in enumerate(layout)], steps
+
+
+def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, ...]) -> list[int]:
+    """A plain loop over the module, without a store."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in ends):
+            tokens.append(int(model.module(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def blocks_of_one(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:
+    """Greedy decoding in blocks of one, without a store: a mask after the text, which is causal."""
+    tokens, module = list(row), model.module
+    for _ in range(new):
+        shown = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
+        causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+        with torch.no_grad():
+            places = torch.arange(len(shown))[None]
+            out = module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=places, use_cache=False)
+        logits = out.logits[0, -1].clone()
+        logits[model.facts.mask_id] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens[len(row) :]
+
+
+def next_token(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
+    """The distribution of the next token among `ids`, from a call without a store."""
+    shown = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
+    causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+    with torch.no_grad():
+        positions = torch.arange(len(shown))[None]
+        out = model.module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=positions)
+    p: np.ndarray = (out.logits[0, -1, ids].double() / temperature).softmax(-1).numpy()
+    return p
+
+
+Weights = list[float]
+
+
+Draw = Callable[[Weights, float], int]
+
+
+Coin = Callable[[float, float], bool]
+
+
+def draw(weights: Weights, number: float) -> int:
+    at = int((np.cumsum(weights) > number * sum(weights)).argmax())
+    return at
+
+
+def normalized(weights: Weights) -> Weights:
+    return [weight / sum(weights) for weight in weights]
+
+
+def without(p: Weights, q: Weights) -> Weights:
+    left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+    return left if sum(left) > 0 else p
+
+
+def sjd_pac_step(
+    case: dict[str, Any], law: Callable[[tuple[int, ...]], Weights], draw: Draw, coin: Coin, last: bool
+) -> Any:
+    """A step in plain Python: the tokens that become final, and the first drafts and q that are left.
+
+    Args:
+        case: "drafts" [W - 1][K or 1], "q" [W - 1][V], "branching", and numbers "u" [W][K], "v" [W]; "end" is
+            the chain's in its last slot, where that is another one.
+        law: p after a path of child numbers. coin: whether something of this chance happens, by a number.
+        last: whether what the last slot says is a draft of the next window.
+    """
+    width, branching, path, made = len(case["drafts"]) + 1, case["branching"], [], []
+    end = case.get("end", case["v"][width - 1])
+    for slot in range(width):
+        p, chosen = law(tuple(path)), -1
+        there = slot < width - 1 and (slot < branching or not any(path))
+        q = case["q"][slot] if there else []
+        for child, x in enumerate(case["drafts"][slot] if there else []):
+            if x < 0:
+                break
+            if coin(min(1.0, p[x] / q[x]), case["u"][slot][child]):
+                chosen = child
+                break
+            p = normalized(without(p, q))
+            rest = [0.0 if token == x else weight for token, weight in enumerate(q)]
+            q = normalized(rest) if sum(rest) > 0 else q
+        if chosen < 0:
+            chain = slot >= branching and not any(path)
+            made.append(draw(p, end if slot == width - 1 and chain else case["v"][slot]))
+            break
+        made.append(case["drafts"][slot][chosen])
+        path.append(chosen)
+    left = []
+    for slot in range(len(made), width if last else width - 1):
+        p = law(tuple((path + [0] * slot)[:slot]) if slot < branching else (0,) * slot)
+        if slot == width - 1:
+            left.append((draw(p, end), p))
+            continue
+        x, q = case["drafts"][slot][0], case["q"][slot]
+        accepted = coin(min(1.0, p[x] / q[x]), case["u"][slot][0])
+        left.append((x if accepted else draw(without(p, q), case["v"][slot]), p))
+    return made, left
+
+
+def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[int]:
+    """A slot's drafts: the first, and others drawn without replacement."""
+    drafts, q = [first], [*q]
+    for number in numbers:
+        q[drafts[-1]] = 0.0
+        if sum(q) <= 0:
+            return drafts + [-1] * (len(numbers) + 1 - len(drafts))
+        drafts.append(draw(q, number))
+    return drafts
+
+
+def by_number(chance: float, number: float) -> bool:
+    return number < chance
+
+
+def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
+    """Every result of a function that draws, and its probability."""
+    results, waiting = [], [((), 1.0)]
+    while waiting:
+        choices, chance = waiting.pop()
+        taken, branches = iter(choices), []
+
+        def choose(weights: Weights, taken: Any = taken, branches: Weights = branches) -> int:
+            if branches:
+                return 0
+            if (known := next(taken, None)) is not None:
+                return known
+            branches.extend(weights)
+            return 0
+
+        result = act(
+            lambda weights, _, choose=choose: choose(normalized(weights)),
+            lambda happens, _, choose=choose: choose([1 - happens, happens]) == 1,
+        )
+        if not branches:
+            results.append((chance, result))
+        waiting += [((*choices, at), chance * weight) for at, weight in enumerate(branches) if weight > 0]
+    return results

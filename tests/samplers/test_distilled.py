@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from images import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
+from oracles.pictures import distilled_stage
 from recorded import assert_checksum, find_weights, image_case, image_cases, image_file, replays
 from safetensors.torch import save_file
 from torch import Tensor
@@ -134,19 +135,6 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1).float())
 
 
-def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, kept: int, split: int) -> Tensor:
-    """One call of a student for one picture, token by token: x, noise [N, C] -> [N, C]."""
-    inputs = torch.cat((x[:kept], noise[kept:])).unsqueeze(0)
-    continuous, logits = (found[0] for found in model.module(torch.tensor([label]), inputs, kept))
-    codes, found = model.codes(), []
-    for index in range(len(x)):
-        vector, best = continuous[index], int(logits[index].argmax())
-        if index < kept:
-            vector, best = inputs[0, index], int((codes - inputs[0, index]).norm(dim=-1).argmin())
-        found.append(codes[best] if index < split else vector)
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize(("scale", "sampling"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
@@ -166,7 +154,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
     for row, label in enumerate([3, 9]):
         x = noise = state.noise[row]
         if start:
-            x = plain_stage(student, label, x, noise, 0, split)
+            x = distilled_stage(student, label, x, noise, 0, split)
             x = codes[torch.cdist(x, codes).argmin(-1)]
         ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
         for position in range(start, 6):
@@ -182,7 +170,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
             u = rng.uniform(state.keys[[row]], torch.tensor([0]), torch.tensor([[position]]), 1, rng.TOKEN_STREAM)
             ids.append(int(likely[(sums <= u.item() * sums[-1]).sum()]))
         x = torch.cat((codes[ids], x[6:]))
-        expected = plain_stage(student, label, x, noise, 6, split)
+        expected = distilled_stage(student, label, x, noise, 6, split)
         torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
 
 
@@ -193,7 +181,7 @@ def test_kept_tokens_become_codes_up_to_the_split_alone() -> None:
     state = sampler.start(student, [3], seed=2)
     x = noise = state.noise[0]
     for kept in (0, 3, 9):
-        x = plain_stage(student, 3, x, noise, kept, 5)
+        x = distilled_stage(student, 3, x, noise, kept, 5)
         sampler.commit(state, sampler.step(student, state))
         torch.testing.assert_close(state.tokens[0], x, atol=1e-10, rtol=0)
     book = student.codes()

@@ -12,16 +12,14 @@ import pytest
 import torch
 from drafters import exactness
 from images import tiny_lpd
+from oracles.pictures import groups_of_one, one_position_a_call
 from places import load_script
-from torch import Tensor
 
 import paradec
-from paradec.core import orders, rng
+from paradec.core import orders
 from paradec.core.protocol import Sampler, decode
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.request import Request
-from paradec.samplers.causal.state import NOISE_STREAM
-from paradec.samplers.distributions import filtered_distribution
 from paradec.samplers.pictures.groups import Groups
 from paradec.samplers.start import row_keys
 
@@ -43,28 +41,6 @@ MODELS: dict[str, Callable[[], LPDModel]] = {
     "square": lambda: made(3, dim=8, n_layer=2, n_head=2, grid=3, vocab_size=6, num_classes=2),
     "deep": lambda: made(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
 }
-
-
-def law(model: LPDModel, label: int, codes: Tensor, order: Tensor, scale: float, grows: bool) -> Tensor:
-    """[S, V] guided logits of each rank, given the codes of lower ranks: groups of one in a call, as in training."""
-    size, none = order.shape[0], model.module.config.num_classes
-    given, without = (
-        model.module(codes[None], torch.tensor([of]), order[None], (1,) * size)[0] for of in (label, none)
-    )
-    scales = 1 + (scale - 1) * torch.arange(size, dtype=given.dtype) / size if grows else torch.full((size,), scale)
-    return without + scales.unsqueeze(1) * (given - without)
-
-
-def sequential(model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool) -> Tensor:
-    """One position a step, each with the noise of its place."""
-    codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
-    for rank, cell in enumerate(order.tolist()):
-        logits = law(model, label, codes, order, request.guidance_scale, grows)[rank]
-        p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
-        drawn = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[cell + 1]]), count + 1, NOISE_STREAM)
-        noise = rng.gumbel(drawn)[0, 0, :count] if request.temperature else 0
-        codes[cell] = (p.log() + noise).argmax()
-    return codes
 
 
 SETTINGS = [
@@ -93,7 +69,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
         )
         keys = torch.as_tensor(row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
         for row, label in enumerate(labels):
-            wanted = sequential(
+            wanted = one_position_a_call(
                 model,
                 label,
                 torch.as_tensor(named.order[row].copy()),
@@ -121,7 +97,7 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
     expected = torch.zeros(81, dtype=torch.float64)
     for number, codes in enumerate(itertools.product(range(3), repeat=4)):
         picture = torch.tensor(codes)
-        said = law(model, 1, picture, order, 2.0, True).log_softmax(-1)
+        said = groups_of_one(model, 1, picture, order, 2.0, True).log_softmax(-1)
         expected[number] = said.gather(1, picture[order].unsqueeze(1)).sum().exp()
     given = orders.create("given", cells=order.tolist())
     found = []

@@ -14,6 +14,9 @@ from paradec.core import orders
 from paradec.samplers.causal.drafts.stopping import Unconfident, Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling
 from paradec.samplers.causal.trees import DynamicTree
+from paradec.samplers.forecast.bases import DMD, Hermite, Newton
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
+from paradec.samplers.forecast.targets import Modules
 
 DRAFTED: dict[str, Any] = {"drafter": "token_recycling", "rule": "naive"}
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
@@ -134,6 +137,21 @@ CLASSES: dict[Callable[..., Any], list[dict[str, Any]]] = {
         *({"select": 1.1}, {"skip": -0.1}, {"block_size": 0}, {"dense_steps": 0}),
         *({"refresh_pattern_every": 0}, {"selection": "top"}, {"backend": "cuda"}),
     ],
+    paradec.Forecast: [
+        *({"order": value} for value in (-1, "1")),
+        *({"when": value} for value in ([1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", (), 3, {"a": [0]}, "sometimes")),
+        *({"when": value} for value in ({"steps": 2, "modules": [1]}, "nowhere.json", {"threshold": 1})),
+        *({"how": value} for value in ("tailor", 2, {"order": 1})),
+        *({"where": value} for value in ("layers", 1, {"skip": ["a"]})),
+        *({"max_memory": value} for value in (0, "many", "2XB", 1.5)),
+    ],
+    Every: [{"interval": 0}, {"first_enhance": 0}, {"full_after": 0}],
+    Verification: [{"base_threshold": 0}, {"decay_rate": 2}, {"min_forecasts": 5, "max_forecasts": 4}],
+    AccumulatedChange: [{"coefficients": ()}],
+    Modules: [{"modules": ()}, {"modules": "a", "skip": 5}],
+    Hermite: [{"sigma": 0}],
+    DMD: [{"window": 3}],
+    Newton: [{"dtype": 16}],
     orders.Raster: [{"sizes": 0}, {"sizes": "all"}],
     orders.ZipAR: [{"window": 0}],
     orders.LPD: [{"repulsion": -1}, {"proximity": "near"}],

@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import argmax
-from paradec.samplers.causal.gsd import rank_window
-from paradec.samplers.distributions import (
-    HEAD,
-    ascending,
-    divergence,
-    divided,
-    draw_filtered,
-    filter_logits,
-    log_of,
-    tempered,
-)
+from paradec.samplers.distributions import HEAD, draw_filtered, filter_logits, tempered
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
@@ -119,50 +108,6 @@ def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: to
                 assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [1e-6, 0.05, 0.7, 2.0])
-def test_temperatures_divide_what_stays_finite(temperature: float, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(6)
-    large = torch.finfo(dtype).max
-    logits = (4 * torch.randn(5, 30, generator=generator)).to(dtype)
-    logits[1, 3:] = -torch.inf
-    logits[2], logits[2, [4, 9]] = -large, large
-    logits[3] = -large / 2
-    logits[4] = large / 3
-    wide = logits.double() / temperature
-    expected = (wide - wide.amax(-1, keepdim=True)).softmax(-1)
-    expected[2:] = (logits[2:] == logits[2:].amax(-1, keepdim=True)).double()
-    expected[2:] /= expected[2:].sum(-1, keepdim=True)
-    for found in (tempered(logits, temperature), divided(logits, temperature)):
-        assert found.dtype == dtype and not found.isnan().any() and (found[1, 3:] == -torch.inf).all()
-        rel = 30 * torch.finfo(dtype).eps / min(temperature, 1)
-        torch.testing.assert_close(found.double().softmax(-1), expected, rtol=0, atol=min(rel, 1e-3))
-    if dtype != torch.float16 or temperature > 1e-3:  # nothing of the first row overflows: as the public codes have it
-        assert torch.equal(divided(logits, temperature)[:2], logits[:2] / temperature)
-    broken = torch.zeros(3, 4, dtype=dtype)
-    broken[0, 1], broken[1, 1], broken[2] = torch.inf, torch.nan, -torch.inf
-    for function in (tempered, divided):
-        assert function(broken, temperature).softmax(-1).isnan().any(-1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logarithms_of_distributions(dtype: torch.dtype) -> None:
-    tiny = torch.finfo(dtype).tiny
-    distribution = torch.tensor([0.5, 0.0, 1e-30, 8 * tiny, tiny, tiny / 1024, 1.0, torch.nan], dtype=dtype)
-    found = log_of(distribution.clone())
-    expected = distribution.log()
-    expected[[1, 4, 5]] = -torch.inf
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    assert found[6] == 0
-
-
-def test_divergence_of_logits_beyond_float32() -> None:
-    logits = torch.tensor([[1e300, -1e300, 1e300], [2.0, 1.0, 0.0]], dtype=torch.float64)
-    p, kl = divergence(logits, torch.tensor([[0.5, 0.0, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
-    assert p.dtype == torch.float32 and torch.equal(p[0], torch.tensor([0.5, 0.0, 0.5]))
-    torch.testing.assert_close(kl, torch.tensor([0.0, math.log(3) - float(torch.special.entr(p[1]).sum())]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 4, dtype=dtype)  # each token has a quarter
@@ -171,30 +116,3 @@ def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0]], dtype=dtype)
     for top_k, kept in ((1, [0]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4])):
         assert (filter_logits(logits, None, top_k) > -torch.inf)[0].nonzero().flatten().tolist() == kept
-
-
-def test_searches() -> None:
-    generator = torch.Generator().manual_seed(3)
-    for values in (torch.randn(2, 3, 400, generator=generator), torch.randint(5, (2, 3, 400), generator=generator)):
-        assert torch.equal(ascending(values), values.sort(-1).values)
-    values = torch.randn(2, 3, 400, generator=generator, requires_grad=True)
-    for each in (values, values.round(), values.double().detach(), values[0, 0]):
-        first = (each == each.amax(-1, keepdim=True)).int().argmax(-1)
-        assert torch.equal(argmax(each), first)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [3, 20, 1000])
-def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(4)
-    distribution = (3 * torch.randn(2, 5, size, generator=generator)).softmax(-1).to(dtype)
-    empty = distribution.masked_fill(torch.rand(distribution.shape, generator=generator) < 0.5, 0)
-    empty[..., -1] = 1e-42
-    token_ids = torch.randint(size, (2, 5, 1), generator=generator)
-    for each in (distribution, (distribution * size).round() / size, empty):
-        order = each.argsort(dim=-1, stable=True)
-        rank = order.argsort(-1).gather(-1, token_ids)
-        places = rank + torch.arange(-7, 7)
-        found = rank_window(each, token_ids, 7)
-        expected = (rank, places, order.gather(-1, places.clamp(0, size - 1)))
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

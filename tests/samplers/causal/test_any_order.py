@@ -8,10 +8,10 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from drafters import exactness
+from oracles.proteins import conditional, sequential
 from places import GOLDEN, ROOT
 from torch import Tensor
 
@@ -19,15 +19,12 @@ import paradec
 from paradec.core import orders, rng
 from paradec.core.facts import ModelFacts
 from paradec.core.orders import draws_from_keys
-from paradec.core.protocol import decode
 from paradec.core.query import Query, take_columns
-from paradec.core.rows import replace_rows
 from paradec.models.adapter import Opaque
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import Structure, read_pdb
 from paradec.request import Request
 from paradec.samplers.causal.state import NOISE_STREAM
-from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
 
 UBIQUITIN = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
@@ -52,30 +49,6 @@ PIECES = [
 @pytest.fixture(scope="module")
 def model() -> ProteinMPNNModel:
     return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", PIECES, dtype=torch.float64)
-
-
-def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], place: int) -> Tensor:
-    """[V]: what the model says of a residue, given those decided, in this order."""
-    structure, letters = row[0] - len(LETTERS) - 1, torch.tensor(row[1:])
-    rank = torch.full_like(letters, len(row))
-    rank[decided] = torch.arange(len(decided))
-    said = model.module(model.encodings[structure], letters.where(letters != MASK_ID, 0)[None], rank[None])[0, place]
-    return torch.nn.functional.pad(said[:20], (0, model.facts.vocab_size - 20), value=-torch.inf)
-
-
-def sequential(model: Any, row: list[int], order: list[int], key: Tensor, request: Request) -> tuple[list[int], float]:
-    """One residue a step, each with the noise of its position; and the design's log-probability."""
-    row, total = list(row), 0.0
-    decided = [place for place, token in enumerate(row[1:]) if token != MASK_ID]
-    for place in (place for place in order if row[1 + place] == MASK_ID):
-        logits = conditional(model, row, decided, place)
-        logits[list(request.suppress_tokens)] = -torch.inf
-        drawn = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[place + 1]]), len(logits), NOISE_STREAM)
-        best = token_distribution(logits, request).log() + rng.gumbel(drawn)[0, 0]
-        row[1 + place] = int((logits if request.temperature == 0 else best).argmax())
-        total += float(logits.log_softmax(-1)[row[1 + place]])
-        decided.append(place)
-    return row, total
 
 
 def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
@@ -292,16 +265,6 @@ def test_rows_that_are_refilled_are_what_they_are_alone(model: ProteinMPNNModel,
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)
         assert out.logprobs.sums()[0] == pytest.approx(float(together.logprobs.sums()[out.index]), abs=1e-9)
-
-
-def test_a_shorter_row_takes_the_place_of_a_longer_one(model: ProteinMPNNModel) -> None:
-    sampler, asked = paradec.samplers.create("jacobi"), {"temperature": 0.8, "seed": 7}
-    alone = paradec.generate(model, model.prompt("pair"), sampler=sampler, **asked)
-    state = sampler.start(model, [model.prompt("gaps"), model.prompt("two")], **asked)
-    decode(sampler, model, state, lambda *_: True)
-    replace_rows(state, np.array([0]), sampler.start(model, model.prompt("pair"), **asked))
-    decode(sampler, model, state)
-    assert state.canvas[0, :3].tolist() == alone.sequences[0].tolist() and state.final_ends(np.array([0])) == 3
 
 
 def test_an_answer_that_is_no_number_is_refused(model: ProteinMPNNModel) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from decoding import assert_same, by_trace
+from oracles.rollouts import causal_logp
 from places import GOLDEN
 from small_models import END, MASK, tiny
 from structured import CASES, causal_model_of, named, reading_letters
@@ -74,20 +72,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def by_hand(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
-    """Each row by itself, through the module."""
-    found, scale = torch.full_like(rollout.logp, torch.nan), rollout.settings.get("guidance_scale", 1.0)
-    for row, begin in enumerate(rollout.prompt_length.tolist()):
-        tokens = rollout.tokens[row, : begin + int(rollout.decided[row].sum())]
-        with torch.no_grad():
-            said = [model.module(ids[None]).logits[0] for ids in (tokens, tokens[begin - 1 :])]
-        logits = said[1][:-1] + scale * (said[0][begin - 1 : -1] - said[1][:-1])
-        logits[:, [MASK, *rollout.settings.get("suppress_tokens", [])]] = -torch.inf
-        chosen = (logits / temperature).log_softmax(-1).gather(1, tokens[begin:, None]).squeeze(1)
-        found[row, begin : len(tokens)] = chosen
-    return found
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
@@ -109,7 +93,7 @@ def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
                     drawn = paradec.replay(model, rollout, temperature=temperature, batch_size=2).double()
                     torch.testing.assert_close(drawn, rollout.logp_drawn, **(told | {"atol": 10 * tolerance}))
             if tolerance < 1e-9:  # norms of transformers are float32 inside
-                torch.testing.assert_close(by_hand(model, rollout), rollout.logp, **(told | {"atol": 1e-5}))
+                torch.testing.assert_close(causal_logp(model, rollout), rollout.logp, **(told | {"atol": 1e-5}))
             for row, begin in enumerate(map(len, ROWS)):
                 count = int(rollout.decided[row].sum())
                 assert count == output.tokens[row]
@@ -137,35 +121,16 @@ def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPat
     model.module.zero_grad()
 
 
-def test_rows_of_generate_many_files_copies_and_threads(tmp_path: Path) -> None:
+def test_rollouts_of_several_requests_are_joined() -> None:
     model = causal(1)
-    together = paradec.generate(model, ROWS * 2, **DRAWN).rollout
-    many = paradec.generate_many(model, ROWS * 2, batch_size=2, **DRAWN)
-    outputs = sorted(many, key=lambda output: output.index)
-    for row, output in enumerate(outputs):
-        assert_same(output.rollout, together.row(row))
-    joined = Rollout.concatenate([output.rollout for output in outputs])
-    assert_same(joined, together)
-    together.save(tmp_path / "rollout")
-    for other in (Rollout.load(tmp_path / "rollout"), copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
-        assert_same(other, together)
-    kept = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
-    both = Rollout.concatenate([together, kept])
+    first = paradec.generate(model, ROWS * 2, **DRAWN).rollout
+    outputs = sorted(paradec.generate_many(model, ROWS * 2, batch_size=2, **DRAWN), key=lambda output: output.index)
+    assert_same(Rollout.joined([output.rollout for output in outputs]), first)
+    second = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
+    both = Rollout.joined([first, second])
     assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
     with torch.no_grad():
         torch.testing.assert_close(paradec.replay(model, both), both.logp, equal_nan=True, rtol=0, atol=1e-10)
-    found: dict[int, Rollout] = {}
-
-    def decode(at: int) -> None:
-        found[at] = paradec.generate(model, [ROWS[at]], **DRAWN).rollout
-
-    threads = [threading.Thread(target=decode, args=(at,)) for at in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for at in range(3):
-        assert_same(found[at], together.row(at))
 
 
 def test_older_weights_and_rows_that_fail() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.causal import blocks_of_one, next_token
 from places import GOLDEN
 from recorded import find_checkpoint, golden, is_packaged, read_head, read_json, replay_in_float64
 from small_models import END, MASK, VOCAB, tiny
@@ -176,21 +177,6 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
     assert stood or not is_packaged("autumn")
 
 
-def token_by_token(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:
-    """Greedy decoding in blocks of one, without a store: a mask after the text, which is causal."""
-    tokens, module = list(row), model.module
-    for _ in range(new):
-        shown = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
-        causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
-        with torch.no_grad():
-            places = torch.arange(len(shown))[None]
-            out = module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=places, use_cache=False)
-        logits = out.logits[0, -1].clone()
-        logits[model.facts.mask_id] = -torch.inf
-        tokens.append(int(logits.argmax()))
-    return tokens[len(row) :]
-
-
 def kinds() -> dict[str, Any]:
     return {
         "causal": causal,
@@ -213,7 +199,7 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
         sampler = SelfSpeculative(draw.choice((None, 1, 2, 5)), rule=rule, threshold=threshold)
         request = {"temperature": 0, "max_new_tokens": new, "eos_early_stop": False}
         found = paradec.generate(model, rows, sampler=sampler, **request)
-        assert found.new_tokens.tolist() == [token_by_token(model, row, new) for row in rows], (number, sampler)
+        assert found.new_tokens.tolist() == [blocks_of_one(model, row, new) for row in rows], (number, sampler)
         stood += sum(new - nfe for nfe in found.row_nfe)
     assert stood > 0
 
@@ -233,23 +219,12 @@ def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
     for first, second in found.new_tokens[:, :2].tolist():
         counts[ids.index(first), ids.index(second)] += 1
     expected = np.zeros((4, 4))
-    start = chances(model, PROMPTS[0], ids, temperature)
+    start = next_token(model, PROMPTS[0], ids, temperature)
     for at, token in enumerate(ids):
-        expected[at] = start[at] * chances(model, [*PROMPTS[0], token], ids, temperature)
+        expected[at] = start[at] * next_token(model, [*PROMPTS[0], token], ids, temperature)
     from scipy import stats
 
     assert stats.chisquare(counts.ravel(), expected.ravel() * rows).pvalue > 1e-3
-
-
-def chances(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
-    """The distribution of the next token among `ids`, from a call without a store."""
-    shown = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
-    causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
-    with torch.no_grad():
-        positions = torch.arange(len(shown))[None]
-        out = model.module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=positions)
-    found: np.ndarray = (out.logits[0, -1, ids].double() / temperature).softmax(-1).numpy()
-    return found
 
 
 def test_the_adapter_changes_drafts_alone() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import recorded
 import torch
-from recorded import checksum, image_cases, replays
+from oracles.pictures import cspd_token
+from recorded import checksum, image_case, image_cases, replays
 from torch import Tensor
 
 import paradec
@@ -19,13 +19,13 @@ from paradec.core.protocol import Sampler, decode
 from paradec.models.images.continuous import ContinuousQuery, TokenDistribution, solver
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import KLDecoder, VQConfig
-from paradec.samplers.pictures.cspd import CounterDraws, CSpD, sections_of, verified
+from paradec.samplers.pictures.cspd import CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
 
 def recorded_model(name: str) -> MARModel:
-    sizes, weights = recorded.image_case("cspd", f"{name}.config")
+    sizes, weights = image_case("cspd", f"{name}.config")
     module = MAR(
         side=sizes["img_size"] // sizes["vae_stride"],
         channels=sizes["vae_embed_dim"],
@@ -94,7 +94,7 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
 @pytest.mark.parametrize("name", image_cases("cspd", "steps"))
 @replays("name", "cspd/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, arrays = recorded.image_case("cspd", name)
+    case, arrays = image_case("cspd", name)
     settings = case["settings"]
     target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
     sampler = sampler_of(settings, draft)
@@ -173,7 +173,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", image_cases("cspd", "accepted"))
 @replays("name", "cspd/")
 def test_replays_the_rule(name: str) -> None:
-    case, arrays = recorded.image_case("cspd", name)
+    case, arrays = image_case("cspd", name)
     draft, target = (
         TokenDistribution(arrays[f"{side}_mean"], arrays[f"{side}_std"], arrays[f"{side}_log_var"])
         for side in ("x1", "x2")
@@ -195,33 +195,6 @@ def test_replays_the_rule(name: str) -> None:
     assert torch.equal(mended.accepted, found.accepted) and torch.equal(mended.settled, found.settled)
     assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
     assert torch.equal(mended.values[~mended.settled], target.mean[~mended.settled].double())
-
-
-def density(y: list[float], mean: Tensor, std: Tensor) -> float:
-    return math.prod(
-        math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in zip(y, mean.tolist(), std.tolist(), strict=True)
-    )
-
-
-def plain(
-    token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
-) -> tuple[list[float], bool]:
-    """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
-    x, (mq, sq), (mp, sp) = (
-        draft.mean[token].tolist(),
-        *((each.mean[token], each.std[token]) for each in (draft, target)),
-    )
-    sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))
-    ratio = sigma * density(x, mp, sp * inner) / density(x, mq, sq * inner)
-    if ratio > u:
-        return x, True
-    for number in range(rounds):
-        noise, again = redraw(number, torch.tensor([token]))
-        y = (mp + sp * noise[0]).tolist()
-        p, q = density(y, mp, sp), density(y, mq, sq)
-        if again.item() < max(p - q / sigma, 0) / p:
-            return y, False
-    return mp.tolist(), False
 
 
 @pytest.mark.parametrize(("inner", "spread"), [(42.0, 1.0), (4.0, 0.3), (1.0, 0.3)])
@@ -250,7 +223,7 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
     assert asked == sorted(asked, reverse=True) and asked[0] == (~found.accepted).sum()
     kinds = set()
     for token in range(count):
-        values, accepted = plain(token, draft, target, float(uniform[token]), redraw, inner, rounds)
+        values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
         assert found.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
         assert bool(found.accepted[token]) == accepted
         kinds.add("accepted" if accepted else "drawn" if found.settled[token] else "its own")
@@ -475,25 +448,6 @@ def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
         assert len(inside) == count and inside[0] == low and (count == 1 or inside[-1] == high - 1)
     assert sections_of(",".join(map(str, sections))) == sections_of(sections) == sections
     assert CSpD(head_steps=list(sections)) == CSpD(head_steps=sections)
-
-
-def test_noise_belongs_to_a_position() -> None:
-    draws = CounterDraws(torch.tensor([[1, 2], [3, 4]]), 16)
-    at = torch.tensor([[0, 3, 7], [3, 7, 9]])
-    chain = draws.chain(at, 5, 4)
-    assert torch.equal(chain[:, 1:2], draws.chain(at[:, 1:2], 5, 4)) and chain.shape == (2, 3, 6, 4)
-    rows, positions = torch.tensor([0, 0, 1]), torch.tensor([3, 7, 3])
-    found = {}
-    for commit in range(2):
-        accept = draws.accept(commit, at)
-        assert torch.equal(accept[:, 2:], draws.accept(commit, at[:, 2:]))
-        found[commit] = accept.flatten().tolist()
-        for number in range(3):
-            normals, uniforms = draws.redraw(commit, number, rows, positions, 4)
-            assert torch.equal(normals[1:], draws.redraw(commit, number, rows[1:], positions[1:], 4)[0])
-            found[commit, number] = normals.flatten().tolist() + uniforms.tolist()
-    every = [number for numbers in found.values() for number in numbers] + chain.flatten().tolist()
-    assert len(set(every)) == len(every) == 2 * (6 + 3 * 15) + chain.numel()
 
 
 def test_progress(model: MARModel, near: MARModel) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from oracles.masked import adaptive_length
 from places import GOLDEN
 from tokenized_models import tokenizer_of
 from torch import Tensor
@@ -21,18 +22,6 @@ LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 
 ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]
 NEWLINE, END = 45, 61
 MANY = tuple(range(0, 64, 3))  # ids that stand in many places
-
-
-def ends_of(
-    tokens: list[int], confidence: list[float], new: int, left: int, policy: AdaptiveBlocks, available: list[bool]
-) -> int:
-    """Length of a block by the paper's formula, in plain Python."""
-    best = None
-    for i in range(min(int(policy.window * new), left)):
-        if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
-            best = i
-    found = best is not None and confidence[best] >= policy.delimiter_threshold
-    return min(max(best + 1 if found else policy.length, policy.min_length), left)
 
 
 def test_cut_equals_loops() -> None:
@@ -59,7 +48,9 @@ def test_cut_equals_loops() -> None:
         sizes = policy.cut(opening).tolist()
         for r in range(5):
             left = new - int(decided[r])
-            expected = ends_of(tokens[r].tolist(), confidence[r].tolist(), new, left, policy, available[r].tolist())
+            expected = adaptive_length(
+                tokens[r].tolist(), confidence[r].tolist(), new, left, policy, available[r].tolist()
+            )
             assert sizes[r] == expected <= read[r]
             lengths.add((expected > policy.length) - (expected < policy.length))
     assert lengths == {-1, 0, 1}
@@ -83,7 +74,7 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
                     logits = model.module(input_ids=before[row : row + 1, :length], use_cache=False).logits[0]
                     logits[:, facts.mask_token_id] = -math.inf
                     p, tokens = logits.softmax(-1).roll(facts.shift, 0)[start[row] :].max(-1)
-                    size = ends_of(tokens.tolist(), p.tolist(), 24, len(p), policy, [True] * len(p))
+                    size = adaptive_length(tokens.tolist(), p.tolist(), 24, len(p), policy, [True] * len(p))
                     end = state.block_end[row] if state.block_start[row] == start[row] else state.block_start[row]
                     assert end - start[row] == size
                     seen.add(size)

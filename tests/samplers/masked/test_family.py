@@ -178,14 +178,3 @@ def test_the_same_decoding(
         assert wide == narrow
     else:
         assert len(wide) == len(narrow) and sum(narrow) < 0.8 * sum(wide)
-
-
-def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
-    model, sampler = tiny(2), samplers.create("threshold", threshold=0.35)
-    request: dict[str, Any] = {"temperature": 0.8, "cache": "dual", "block_length": 6}
-    together, _ = decoded(model, sampler, **request)
-    for index, row in enumerate(ROWS):
-        alone, _ = decoded(model, sampler, [row], **request)
-        length = int(alone.length[0])
-        assert torch.equal(alone.canvas[0, :length], together.canvas[index, :length])

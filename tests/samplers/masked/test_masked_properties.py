@@ -265,14 +265,6 @@ def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
         assert out.nfe == steps
 
 
-def test_rows_far_apart_in_length_are_not_padded_to_the_longest(llada64: Model) -> None:
-    sampler = samplers.create("threshold")
-    state = sampler.start(llada64, [[1] * 2, [2] * 60, [3] * 3], max_new_tokens=4)
-    queries = sampler.query(state)
-    assert [query.tokens.shape for query in queries] == [(1, 64), (2, 7)]
-    assert sorted(np.concatenate([query.rows for query in queries]).tolist()) == [0, 1, 2]
-
-
 def test_guidance_costs_two_row_forwards_and_one_nfe(llada64: Model) -> None:
     arguments = {"sampler": "low_confidence", "max_new_tokens": NEW, "steps": 4, "block_length": NEW}
     plain = paradec.generate(llada64, [1, 2, 3], eos_early_stop=False, **arguments)

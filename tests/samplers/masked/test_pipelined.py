@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.masked import delayed_positions, remembering_loop
 from small_models import MASK, VOCAB, tiny
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -184,49 +185,6 @@ class Slow(nn.Module):
         return self.calm[:size] * (decided / 4)[:, None, None] + self.shaken[decided, :size] * 0.3
 
 
-def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: PipelinedBlocks) -> list[list[tuple]]:
-    """KLASS and persistence over several open blocks in plain Python: what each forward commits. What is remembered is
-    kept by position; the first block that is not full commits its best where nothing of it is ready."""
-    ids, new = [*prompt, *[MASK] * 12], range(len(prompt), len(prompt) + 12)
-    before: dict[int, Any] = {}
-    run: dict[int, int] = {}
-    opened, calls, size = 1, [], policy.length
-
-    def left(block: int) -> list[int]:
-        return [i for i in new if (i - len(prompt)) // size == block and ids[i] == MASK]
-
-    while MASK in ids:
-        logits = module(torch.tensor([ids]))[0]
-        logits[:, MASK] = -torch.inf
-        banned = logits.softmax(-1)
-        open_ = [i for block in range(opened) for i in left(block)]
-        for i in open_:
-            if rule.name == "klass":
-                now = banned[i].float()
-                last = before.get(i, torch.zeros(VOCAB))
-                divergence = float((now * ((now + 1e-12) / (last + 1e-12)).log()).sum())
-                run[i] = run.get(i, 0) + 1 if divergence < rule.kl_threshold else 0
-            else:
-                now = int(banned[i].argmax())
-                run[i] = run.get(i, 0) + 1 if before.get(i) == now else 1
-            before[i] = now
-        sure = {i: float(banned[i].max()) for i in open_}
-        if rule.name == "klass":
-            chosen = {i for i in open_ if sure[i] > rule.confidence_threshold and run[i] >= rule.history}
-        else:
-            chosen = {i for i in open_ if sure[i] >= rule.threshold and run[i] >= rule.persist}
-        own = next(left(block) for block in range(opened) if left(block))
-        best = max(own, key=lambda i: (sure[i], -i))
-        if rule.name == "persistence" or not chosen & set(own):
-            chosen.add(best)
-        calls.append(sorted((i, int(banned[i].argmax())) for i in chosen))
-        for i, token in calls[-1]:
-            ids[i] = token
-        if not any(left(block) for block in range(opened)) or size - len(left(opened - 1)) >= policy.add * size:
-            opened = min(opened + 1, -(-len(new) // size))
-    return calls
-
-
 @pytest.mark.parametrize(
     "rule",
     [
@@ -267,32 +225,6 @@ class Scripted(MaskedSampler):
         return torch.tensor(self.when)[view.positions] <= view.quota[:, None]
 
 
-def evaluated_by_rule(
-    prompt: int, length: int, size: int, cache: DelayedCache, waiting: str, commits: list[set[int]]
-) -> list[int]:
-    """How many positions each step of one row evaluates, in plain Python: every block has the step since which it
-    waits. `commits`: which positions the steps fill."""
-    left = set(range(prompt, length))
-    blocks = [range(prompt), *(range(at, min(at + size, length)) for at in range(prompt, length, size))]
-    since, kept, found = {0: -1}, 0, []
-    for step, filled in enumerate(commits):
-        waits, stored = False, kept
-        for number in range(kept, len(blocks)):
-            if left & set(blocks[number]):
-                break
-            since.setdefault(number, step)
-            if step - since[number] >= cache.cache_delay_iter:
-                stored += 1
-                continue
-            waits = True
-            if waiting == "first":
-                break
-        whole = stored == kept and (not kept or waits or (step + 1) % cache.refresh_interval == 0)
-        found.append(length - (blocks[kept].start if kept < len(blocks) and not whole else 0))
-        kept, left = stored, left - filled
-    return found
-
-
 def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache) -> list[tuple]:
     """Of each row: how many positions its steps evaluated, and what they filled."""
     blocks = PipelinedBlocks(size, add=0)
@@ -327,7 +259,7 @@ def test_full_blocks_wait_one_after_the_other_or_together(
 ) -> None:
     cache = DelayedCache(delay, waiting=waiting)
     ((ours, filled),) = evaluated(model, [[1] * 13], 32, [0] * 13 + steps, 4, cache)
-    assert ours == positions == evaluated_by_rule(13, 45, 4, cache, waiting, filled)
+    assert ours == positions == delayed_positions(13, 45, 4, cache, waiting, filled)
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
@@ -345,13 +277,13 @@ def test_which_blocks_wait_is_the_models(prediction: str) -> None:
             cache = DelayedCache(delay, interval, waiting=waiting)
             for row, (ours, filled) in zip(rows, evaluated(model, rows, new, when, size, cache), strict=True):
                 prompt, length = len(row), len(row) + new
-                expected = evaluated_by_rule(prompt, length, size, cache, waiting or usual, filled)
+                expected = delayed_positions(prompt, length, size, cache, waiting or usual, filled)
                 if prediction == "shifted":
                     first = [min(set(range(prompt, length)).difference(*filled[:step])) for step in range(len(ours))]
                     starts = [at - (at - prompt) % size for at in first]
                     expected = [max(n, length - at + 1) for n, at in zip(expected, starts, strict=True)]
                 assert ours == expected
-                both = [evaluated_by_rule(prompt, length, size, cache, w, filled) for w in (usual, other)]
+                both = [delayed_positions(prompt, length, size, cache, w, filled) for w in (usual, other)]
                 differ += both[0] != both[1]
     assert differ > 10
 

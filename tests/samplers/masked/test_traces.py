@@ -1,43 +1,19 @@
-"""Traces of the public codes of LLaDA, Dream, Fast-dLLM, dInfer and AdaBlock.
+"""Traces of the public codes of LLaDA, Dream, Fast-dLLM, dInfer and AdaBlock without a cache, replayed in float64.
 
-Token-for-token traces of the public reference implementations, replayed through `load` and `generate` in float64:
-LLaDA, Dream, and both versions of Fast-dLLM without cache.
+Final tokens, the number of forwards, and what each evaluated and committed are the reference's. `rng="reference"` keeps
+the mask's own probability in the softmax, as the public codes do. What differs:
+- Dream's `origin` runs all its steps even when nothing is masked: its remaining steps are checked to be empty.
+- Batches whose rows take unequally many steps: the reference moves all rows to the next block together, ours move on
+  alone. A row's calls come in the same order, and the number of forwards is what it takes to wait.
+- `factor` commits the last masked position when it alone fails the rule: replayed with `reference_last_rank=True`;
+  `test_factor_quirk` says what becomes of the others.
+- dInfer forwards several times between two looks at the canvas: calls are compared with those idle ones put in
+  (`unrolled`). It stops after the block that holds an end of text and with `early_stop` fills what is after it: what it
+  decided is compared, and ours is run to its own stop, which comes no later. It takes everything within 1e-5 of the
+  best position with it, which makes no difference on these traces. Credit is replayed with both ways to keep it.
 
-Of every case that is the same in float64, final tokens, the number of forwards, and what each of them evaluated and
-committed are the reference's. That the mask's own probability counts, as it does in the public code and here with
-`rng="reference"`, decides many steps of the rules that rank positions (`paradec.samplers.masked.reference.read`).
-
-What differs from the references, and why:
-- Dream's `origin`: the reference runs all its steps even when nothing is masked any more; we stop there. Its remaining
-  steps are checked to be empty.
-- Batches whose rows take unequally many steps (a threshold): the reference moves all rows to the next block together;
-  our rows move on alone. A row's calls come in the same order, and the number of forwards is what it takes to wait.
-- `factor`: the reference commits the last masked position when it alone fails the rule. Replayed with
-  `reference_last_rank=True`; `test_factor_quirk` says what becomes of the others.
-
-By default traces with every setting are replayed (`replay.often`), and all with `-m full`, in float32 too:
-final tokens and the number of forwards are compared there.
-
-Traces of dInfer's threshold, hierarchy and credit decoders, replayed in float64 with `rng="reference"`, which like
-the public code leaves the mask's own probability in the softmax.
-
-Every forward commits what the reference's does. What differs, and why:
-- dInfer unrolls its loop: it forwards several times between two looks at the canvas, though the block may be full.
-  Ours looks after every forward. Replayed calls are compared with the idle ones put in that its rule makes
-  (`unrolled`), so that their number is the reference's, too.
-- dInfer stops after the block that holds an end of text. With `early_stop` it fills what is after it, else it leaves
-  masks there. Compared is what it decided; ours is then run to its own stop, which comes no later.
-- Rows of a batch are in all calls until each of them has an end of text.
-- Its comparisons are strict and it takes everything within 1e-5 of the best position with it; on these traces neither
-  makes a difference. Credit is replayed with both ways to keep it.
-
-In float32 (`-m full`) the same is compared: no rule here ranks positions.
-
-Traces of AdaBlock's public code for LLaDA and Dream without cache, replayed in float64 (those with caches are in
-`caches/test_cache_traces.py`): final tokens, forwards, and what each of them evaluated and committed are the
-reference's in every case.
-
-In float32 (`-m full`) final tokens and the number of forwards are compared.
+By default traces with every setting are replayed (`replay.often`), and all with `-m full`, in float32 too: final tokens
+and the number of forwards are compared there.
 """
 
 from __future__ import annotations

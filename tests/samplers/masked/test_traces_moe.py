@@ -1,22 +1,15 @@
-"""Traces of the published decoding loops on mixtures of experts, replayed through `load` and `generate` in float64:
-LLaDA2.0's and 2.1's own, a batched sampler of 2.0's rule, LLaDA's on LLaDA-MoE, and SDAR's on SDAR-MoE. With
-`rng="reference"`, where the mask's own probability counts as it does in the public code: two cases hang on it.
+"""Traces of published decoding loops on mixtures of experts, replayed in float64: LLaDA2.0's and 2.1's own, a batched
+sampler of 2.0's rule, LLaDA's on LLaDA-MoE, SDAR's on SDAR-MoE, and diffusers' pipeline with the loaded model.
 
-Ours are held to the reference's calls one by one: which positions each evaluated and wrote, which tokens it exchanged,
-and to the answer that it returned. What differs from the references, and why:
-- Ends. LLaDA2.0 stops after a block in which an end token stands, wherever it does; 2.1 decodes all blocks, or with its
-  early stop ends after a block. All cut the answer after the end. Ours is run without a stop and compared until theirs
-  stopped, then cut; `test_ends` says that stopping early gives the same answers.
-- An end token in the prompt makes LLaDA2.0's early stop return nothing: ours looks at the answer alone.
-- A threshold above 1 fills by count alone: ours is `low_confidence` there. An editing threshold above 1 edits nothing,
-  and ours spends no step on looking: the reference's empty calls are left out.
-- With a temperature the reference's own draws are put in: its stream of random numbers is multinomial's in float32.
-- Rows of a batch move on alone here.
-- diffusers' pipeline runs with the loaded model. In a padded batch whose last block reaches beyond the answer, the
-  pipeline's mask hides the positions beyond: they see themselves here and nothing of their own in the reference, and
-  are counted among those that a step fills. Such rows are compared up to that block.
-- SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill
-  (`b4_static_s2`); ours leaves those. Its calls that only store a block have no counterpart without a cache.
+Each call evaluates and writes what the reference's does; `rng="reference"` keeps the mask's own share. Differences:
+- LLaDA2.0 stops after a block in which an end token stands, 2.1 decodes all blocks: ours runs without a stop, is
+  compared until theirs stopped, and cut. `test_ends` says that stopping early gives the same answers. An end token in
+  the prompt makes LLaDA2.0's early stop return nothing.
+- A threshold above 1 fills by count alone: ours is `low_confidence`. An editing threshold above 1 edits nothing, and
+  the reference's empty calls are left out.
+- With a temperature the reference's own draws are put in. Rows of a batch move on alone here.
+- In a padded batch the pipeline's mask hides positions beyond the answer from themselves: compared up to that block.
+- SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill; ours does not.
 """
 
 from __future__ import annotations

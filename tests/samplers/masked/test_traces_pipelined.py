@@ -1,32 +1,17 @@
-"""Traces of codes with pipelined blocks.
+"""Traces of codes with several open blocks, replayed in float64: d3LLM with and without its cache, D2F, and LoPA.
 
-Traces of several open blocks, replayed in float64: d3LLM's decoding without and with its delayed cache, and D2F's.
-
-Every forward evaluates and commits what the reference's does. What differs, and is put back here:
-- d3LLM's code for LLaDA also commits the most confident position of all open blocks, whatever its score
-  (`MostConfidentOfAll`). A plain loop with that quirk makes the reference's calls, and without it ours.
-- d3LLM stops early by filling what lies after a decided end of text (`fill_after_end`); ours opens no block there,
-  and leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of
-  them several times.
-- Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
-  calls attend to a region twice ("duplicated_keys", left out).
-- D2F's blocks see earlier blocks only, counted from the prompt's end (`block_align="prompt"`), and its cache of full
-  blocks is exact then: cache="block", which evaluates what it does. For Dream it carries the logits of the last
-  position that it stored over, and ours evaluates that position again. After the last block that it opened there is
-  nothing to compare.
-
-`rng="reference"` keeps the mask's own probability in the distribution, as these codes do.
-
-Traces of LoPA's branches over D2F's rule, replayed in float64: every round commits what the reference's does.
-
-The reference evaluates the branches of a round one after the other, here they are one call. What is put back:
-- "causal": blocks that see earlier ones only, counted from the prompt's end (`block_align="prompt"`). Its cache is
-  exact there.
-- "full": no causal mask; calls see the opened blocks alone, over keys and values as they were when they were stored.
-  There is nothing like that here, so a module does it that is told what the reference stored when (`OpenedBlocks`).
-- "forcebase": the branches are evaluated, and never taken (`ForcedBase`; ours is branches=0).
-- Where the last round left nothing to look ahead with, the reference evaluates the row itself twice.
-- Where something must be committed, D2F takes the best by the sampling strategy, and the mask keeps its probability.
+Every forward evaluates and commits what the reference's does; `rng="reference"` keeps the mask's own probability in the
+distribution, as these codes do. What differs, and is put back here:
+- d3LLM for LLaDA also commits the most confident position of all open blocks (`MostConfidentOfAll`). A plain loop with
+  that quirk makes the reference's calls, and without it ours.
+- d3LLM's early stop fills what lies after a decided end of text (`fill_after_end`); ours opens no block there.
+- d3LLM's cached calls for Dream read the first position's logits from the wrong column (`own_column`), and some attend
+  to a region twice ("duplicated_keys", left out).
+- D2F's blocks see earlier blocks alone, counted from the prompt's end (`block_align="prompt"`): cache="block" is exact.
+  For Dream it carries the logits of the last stored position over; ours evaluates that position again.
+- LoPA evaluates a round's branches one after the other, here they are one call. With full attention its calls see the
+  opened blocks alone, over keys and values as they were stored: a module does that (`OpenedBlocks`). "forcebase"
+  evaluates branches and takes none (`ForcedBase`). With nothing to look ahead with, the row is evaluated twice.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tokenized_models import byte_level_tokenizer
 import paradec
 from paradec import samplers
 from paradec.caches.canvas_store import canvas_store_bytes
-from paradec.core.protocol import NotFinite, decode
+from paradec.core.protocol import NotFinite
 from paradec.core.trace import Trace, TraceStep
 from paradec.kernels.token_stats import draw
 from paradec.kernels.token_stats.draws import SEGMENT
@@ -200,29 +200,6 @@ def test_waiting_makes_fewer_calls() -> None:
         longest.append(np.max(waited))
     assert calls[0] > calls[1] >= calls[2] == 3
     assert longest[:2] == [0, 2] and longest[2] > 2
-
-
-def test_calls_are_counted_from_the_queries() -> None:
-    own, method = model(ends=(11,)), sampler("diffusion_gemma")
-    seen = []
-
-    class Counting:
-        facts = own.facts
-
-        def __call__(self, query: Any, store: Any = None) -> Any:
-            seen.append((query.kind, query.rows.tolist(), query.forwarded.tolist()))
-            return own(query, store)
-
-    state = decode(method, Counting(), method.start(own, ROWS, seed=1, max_new_tokens=40))
-    for row in range(4):
-        of_row = [(kind, dict(zip(rows, sizes))[row]) for kind, rows, sizes in seen if row in rows]
-        assert state.nfe[row] == len(of_row) == state.encoder_calls[row] + state.denoising_calls[row]
-        assert state.encoder_calls[row] == sum(kind == "encode" for kind, _ in of_row)
-        assert state.forwarded_tokens[row] == sum(size for _, size in of_row)
-        assert {size for kind, size in of_row if kind == "canvas"} == {CANVAS}
-        encoded = sum(size for kind, size in of_row if kind == "encode")
-        assert encoded == len(ROWS[row]) + CANVAS * (state.encoder_calls[row] - 1)
-    assert state.stopped.any() and len({*state.encoder_calls}) > 1
 
 
 @pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import golden_moe
+from oracles.rollouts import masked_logp, writes_logp
 from places import GOLDEN
 from recorded import find_checkpoint, golden, read_arrays, read_json, replay
-from small_models import END, MASK, everything, tiny
+from small_models import END, MASK, tiny
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -87,36 +87,6 @@ def test_recorded_cases(number: int) -> None:
             assert int(again.step_map.max()) + 1 == case["steps"]
 
 
-def by_hand(model: Model, rollout: Rollout, shrink: int = 1, temperature: float = 1.0) -> Tensor:
-    """Every step of every row by itself, through the module, with a mask of its own."""
-    facts, scale = model.facts, rollout.settings.get("guidance_scale", 1.0)
-    found = torch.full(rollout.tokens.shape, math.nan, dtype=torch.float64)
-    for row, length in enumerate(rollout.length.tolist()):
-        steps, tokens = rollout.step_map[row, :length].tolist(), rollout.tokens[row, :length]
-        blocks = [place // facts.block_length if facts.block_length else 0 for place in range(length)]
-        first = list(steps)
-        for block in set(blocks):
-            own = sorted({step for step, of in zip(steps, blocks, strict=True) if of == block and step >= 0})
-            first = [
-                own[own.index(step) // shrink * shrink] if of == block and step >= 0 else was
-                for step, of, was in zip(steps, blocks, first, strict=True)
-            ]
-        sees = torch.tensor(blocks)[:, None] >= torch.tensor(blocks) if facts.block_length else everything(length)
-        for step in {step for step in first if step >= 0}:
-            there = torch.tensor([-1 <= other < step for other in first])
-            said = []
-            for kept in (there, there & (torch.tensor(steps) >= 0)):
-                ids = torch.where(kept, tokens, facts.mask_id)[None]
-                with torch.no_grad():
-                    said.append(model.module(ids, attention_mask=sees.view(1, 1, length, length)).logits[0].double())
-            logits = said[0] if scale == 1 else said[1] + scale * (said[0] - said[1])
-            logits[:, rollout.suppressed[row]] = -math.inf
-            for place in (place for place in range(length) if first[place] == step):
-                at = max(place - facts.shift, 0)
-                found[row, place] = (logits[at] / temperature).log_softmax(-1)[tokens[place]]
-    return found
-
-
 MODELS = ["llada", "dream", "sdar", "mixture", "shifted blocks"]
 
 
@@ -162,7 +132,7 @@ def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
                 assert_logp(drawn, rollout.logp_drawn, tolerance)
         if dtype == "float64" and name != "mixture":
             # norms of transformers are float32 inside
-            assert_logp(by_hand(model, rollout), found, 1e-5)
+            assert_logp(masked_logp(model, rollout), found, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar", "shifted blocks"])
@@ -174,32 +144,11 @@ def test_joined_steps(name: str) -> None:
             found = paradec.replay(model, rollout, shrink)
             if model.facts.block_length:
                 assert_logp(paradec.replay(model, rollout, shrink, one_forward=False), found, 1e-10)
-        assert_logp(found, by_hand(model, rollout, shrink), 1e-5)
+        assert_logp(found, masked_logp(model, rollout, shrink), 1e-5)
         assert (found - rollout.logp).nan_to_num().abs().max() > 0.01
 
 
 BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
-
-
-def writes_by_hand(model: Model, rollout: Rollout, joined: bool) -> Tensor:
-    """Every write in the canvas of its step, or of the first that writes, through the module."""
-    found, facts = torch.full((len(rollout.writes),), math.nan, dtype=torch.float64), model.facts
-    for row, length in enumerate(rollout.length.tolist()):
-        canvas = rollout.tokens[row, :length].masked_fill(rollout.step_map[row, :length] != -1, facts.mask_id)
-        block = torch.arange(length) // (facts.block_length or length)
-        sees, own = block[:, None] >= block, (rollout.writes[:, 0] == row).nonzero().squeeze(1)
-        logits = None
-        for step in sorted({*rollout.writes[own, 1].tolist()}):
-            if logits is None or not joined:
-                with torch.no_grad():
-                    logits = model.module(canvas[None], attention_mask=sees.view(1, 1, length, length)).logits[0]
-                logits[:, rollout.suppressed[row]] = -math.inf
-            for number in own[rollout.writes[own, 1] == step].tolist():
-                place, token = rollout.writes[number, 2:].tolist()
-                if not rollout.writes_logp[number].isnan():
-                    found[number] = logits[place].log_softmax(-1)[token]
-                canvas[place] = token
-    return found
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -215,14 +164,12 @@ def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> Non
         with torch.no_grad():
             found = paradec.replay(model, rollout, writes=True)
             assert_logp(found, rollout.writes_logp, 1e-10)
-            assert_logp(found, writes_by_hand(model, rollout, False), 1e-5)
+            assert_logp(found, writes_logp(model, rollout, False), 1e-5)
             assert_logp(paradec.replay(model, rollout), rollout.logp, 1e-10)
             if topology == "block_causal":
                 assert_logp(paradec.replay(model, rollout, writes=True, one_forward=False), found, 1e-10)
             else:
-                assert_logp(
-                    paradec.replay(model, rollout, 100, writes=True), writes_by_hand(model, rollout, True), 1e-5
-                )
+                assert_logp(paradec.replay(model, rollout, 100, writes=True), writes_logp(model, rollout, True), 1e-5)
             if temperature:
                 assert_logp(paradec.replay(model, rollout, writes=True, batch_size=1), rollout.writes_logp_drawn, 1e-10)
     assert True in back or (name, topology) == ("saber", "block_causal")
@@ -298,7 +245,7 @@ def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
     with pytest.warns(UserWarning, match="decoded with cache='dual', another policy"):
         found = paradec.replay(model, rollout).detach()
     assert (found - rollout.logp).nan_to_num().abs().max() > 1e-3
-    assert_logp(found, by_hand(model, rollout), 1e-5)
+    assert_logp(found, masked_logp(model, rollout), 1e-5)
 
 
 def test_unfinished_short_and_mask_0() -> None:

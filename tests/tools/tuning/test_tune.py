@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -295,13 +294,6 @@ def test_another_study_is_refused_by_name(
     few = {**SMALL, "trials": 0, "study": by_hand[0]}
     with pytest.raises(ValueError, match=word):
         paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
-
-
-def test_without_optuna(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else own(name))
-    with pytest.raises(ImportError, match=r"extra 'tune'"):
-        paradec.tune(model, PROMPTS, **SMALL)
 
 
 def test_a_setting_that_fails_is_said_and_the_rest_goes_on(

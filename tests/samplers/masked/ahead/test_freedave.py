@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from oracles.masked import FreeDaveLoop
 from small_models import tiny
 from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
-from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept_drafts
 
@@ -170,37 +168,6 @@ def test_guidance(mode: str, cache: str) -> None:
     assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
 
 
-def test_text_ends_where_it_would_have() -> None:
-    class Streamer:
-        def __init__(self) -> None:
-            self.got: list[int] = []
-
-        def put(self, ids: Tensor) -> None:
-            self.got += ids.flatten().tolist()
-
-        def end(self) -> None:
-            self.got.append(-1)
-
-    model = paradec.load(dtype="float64")
-    prompts = ["Sort: pear fig apple kiwi", "Reverse: fig kiwi plum", "Copy: plum fig"]
-    arguments = {"max_new_tokens": 16, "block_length": 8}
-    found: dict[str, Any] = {}
-    for sampler in ("low_confidence", "freedave"):
-        streamer = Streamer()
-        paradec.generate(model, prompts[0], sampler=sampler, streamer=streamer, **arguments)
-        found[sampler] = (
-            paradec.generate(model, prompts, sampler=sampler, **arguments),
-            paradec.generate(model, prompts, sampler=sampler, stop_strings=["fig", "kiwi"], **arguments),
-            paradec.infill(model, "Sort: pear <mask> apple <mask:3>", sampler=sampler),
-        )
-        found[sampler + " streamed"] = streamer.got
-    assert all(same(*pair) for pair in zip(found["low_confidence"], found["freedave"], strict=True))
-    assert found["low_confidence streamed"] == found["freedave streamed"]
-    whole, stopped, _ = found["freedave"]
-    assert all(whole.finished) and all(stopped.finished) and sum(stopped.tokens) < sum(whole.tokens)
-    assert sum(whole.row_nfe) < sum(found["low_confidence"][0].row_nfe)
-
-
 @pytest.mark.parametrize("subset", [False, True])
 def test_accept_by_hand(subset: bool) -> None:
     """Against the rule written row by row, on random chains."""
@@ -237,81 +204,6 @@ def test_accept_by_hand(subset: bool) -> None:
     assert len(set(best.tolist())) > 3
 
 
-@dataclass
-class ByHand:
-    """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
-
-    module: nn.Module
-    threshold: float
-    count: int
-    subset: bool
-
-    def read(self, row: list[int]) -> tuple[list[float], list[int]]:
-        """The confidence and the best token of every position."""
-        logits = self.module(torch.tensor([row]))[0].index_fill(1, torch.tensor(MASK), -torch.inf)
-        p, token_ids = logits.softmax(-1).max(-1)
-        return p.tolist(), token_ids.tolist()
-
-    def base(self, row: list[int], block: range, found: tuple[list[float], list[int]]) -> list[int]:
-        """The row after one step of the rule."""
-        masks = [i for i in block if row[i] == MASK]
-        best = max(masks, key=lambda i: (found[0][i], -i), default=None)
-        chosen = {i for i in masks if found[0][i] >= self.threshold or i == best}
-        return [found[1][i] if i in chosen else token_id for i, token_id in enumerate(row)]
-
-    def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
-        """What stands: rows one step after the other, each with the number of the draft whose logits made it."""
-        path, at = [], 0
-        while True:
-            later = range(at + 1, len(drafts)) if self.subset else range(at + 1, min(at + 2, len(drafts)))
-            fits = [
-                i
-                for i in later
-                if drafts[i] == after[at]
-                or (self.subset and all(d in (MASK, a) for d, a in zip(drafts[i], after[at], strict=True)))
-            ]
-            if not fits:
-                return [*path, (after[at], at)]
-            path += [(drafts[i], at) for i in range(at + 1, fits[-1] + 1)]
-            at = fits[-1]
-
-    def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
-        row, length = prompt + [MASK] * new, len(prompt) + new
-        commits, steps = [], 0
-        for block in [range(at, at + size) for at in range(len(prompt), length, size)]:
-            carried = None
-            while masks := [i for i in block if row[i] == MASK]:
-                drafts = [row]
-                if carried is not None:
-                    for _ in range(1, min(self.count, len(masks))):
-                        drafts.append(self.base(drafts[-1], block, carried))
-                found = [self.read(draft) for draft in drafts]
-                path = self.accepted(drafts, [self.base(d, block, f) for d, f in zip(drafts, found, strict=True)])
-                commits.append(set())
-                for number, (after, judge) in enumerate(path):
-                    written = [i for i in block if after[i] != row[i]]
-                    commits[-1] |= {(i, after[i], round(found[judge][0][i], 9)) for i in written}
-                    row, steps, carried = after, steps + 1, found[number]
-                    first = next((i for i in block if row[i] in (MASK, END)), None)
-                    if first is not None and row[first] == END:
-                        beyond = len(path) - number - 1  # steps that would stand, had the text not ended
-                        return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
-                    if all(row[i] != MASK for i in block):
-                        break
-        return self.ended(commits, steps, row, length, False)
-
-    def ended(self, commits: list, steps: int, row: list[int], end: int, stopped: bool) -> dict[str, Any]:
-        decided = sum(map(len, commits))
-        return {
-            "commits": commits,
-            "steps": steps,
-            "row": row[:end],
-            "stopped": stopped,
-            "decided": decided,
-            "beyond": 0,
-        }
-
-
 @pytest.mark.parametrize(
     ("threshold", "count", "subset"), [(1.0, 4, False), (0.8, 3, False), (0.7, 4, True), (1.0, 6, True)]
 )
@@ -319,7 +211,7 @@ def test_every_forward_by_hand(
     denoisers: tuple[Model, list[list[int]]], threshold: float, count: int, subset: bool
 ) -> None:
     model, prompts = denoisers
-    hand = ByHand(model.module, threshold, count, subset)
+    hand = FreeDaveLoop(model.module, threshold, count, subset, MASK, END)
     sampler = FreeDave(
         {"sampler": "threshold", "threshold": threshold}, draft_steps=count, agreement="subset" if subset else "exact"
     )
@@ -344,11 +236,3 @@ def test_every_forward_by_hand(
             inside += found["stopped"] and found["steps"] > len(commits[row])
             beyond += found["beyond"] > 0
     assert inside and beyond  # some rows ended after an accepted draft, some before another one
-
-
-def test_a_base_is_a_name_a_sampler_or_its_data() -> None:
-    ways = [FreeDave("threshold"), FreeDave(samplers.create("threshold")), FreeDave({"sampler": "threshold"})]
-    assert ways[0] == ways[1] == ways[2] and len(set(ways)) == 1
-    plus = samplers.create("freedave", preset="freedave++", draft_steps=2)
-    assert plus.base.threshold == 0.95 and plus.agreement == "subset" and plus.draft_steps == 2
-    assert Sampler.from_dict(json.loads(json.dumps(plus.to_dict()))) == plus

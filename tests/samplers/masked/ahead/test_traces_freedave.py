@@ -1,23 +1,15 @@
-"""Traces of FreeDave's public code, replayed in float64, with the mask's own probability in the softmax as it is there
-(`rng="reference"` does that for other samplers, and is refused here: drafts draw beside each other).
+"""Traces of FreeDave's public code, replayed in float64, with the mask's own probability in the softmax as it is there.
 
-Static decoding is compared call for call. FreeDave's own calls are, too, by a rule: the public code keeps what a
-forward found until the next one has verified it, ours commits its first step at once, so after every forward ours
-stands exactly one step of the base further, within what the reference commits next (`assert_one_step_ahead`). Forwards
-are equal in number, and evaluate what the reference's do less the draft that fills the block: nothing is left to find
-out for it.
+Static decoding is compared call for call. The public code keeps what a forward found until the next one has verified
+it, ours commits its first step at once: after every forward ours stands one step of the base further
+(`assert_one_step_ahead`). Forwards are equal in number, and evaluate what the reference's do less the draft that fills
+the block. What differs:
+- With a threshold, the public code also calls the model on full blocks, at most once a block; ours does not.
+- Its cached decoder for Dream commits a block's first token without logits (`replay.forced_first`).
+- Of its eager mode, which drafts into the next block, the final tokens are compared.
 
-What differs, and why:
-- With a threshold, the public code also calls the model on blocks that are full already: static decoding after a first
-  call that fills the block, FreeDave where the step that it keeps does. At most one call a block; ours has none.
-- Its cached decoder for Dream commits a block's first token unasked. Replayed with a base and a cache that do so
-  (`replay.forced_first`).
-- Its eager mode, which drafts into the next block, is not here: of its traces the final tokens are compared.
-
-`test_by_answers` says what ours is worth without any of this.
-
-Of all traces those are replayed by default that have every pair of settings (`replay.often`), and all with `-m full`,
-in float32 too: final tokens are compared there.
+`test_by_answers` compares ours without any of this. By default traces with every pair of settings are replayed
+(`replay.often`), and all with `-m full`, in float32 too: final tokens are compared there.
 """
 
 from __future__ import annotations

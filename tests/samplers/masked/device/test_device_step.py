@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import END, MASK, everything, tiny
+from oracles.masked import decoded_by_hand
+from small_models import END, MASK, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import paradec
-from paradec import caches, samplers
+from paradec import samplers
 from paradec.core.protocol import decode
-from paradec.models import decoder
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs
@@ -43,14 +43,6 @@ def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request)
     method = samplers.create(sampler, **settings)
     request = {"max_new_tokens": 12, "block_length": 4, "seed": 1} | request
     return method, method.start(model, prompt, **request)
-
-
-def loaded(method: Any, model: Model, state: MaskedState) -> engine.DeviceEngine:
-    """An engine that holds the request of `state`."""
-    table = engine.block_table(state)
-    made = engine.DeviceEngine(engine.StepLayout.from_state(method, state, table[0], capture=False))
-    made.load(model, state, table)
-    return made
 
 
 def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: bool = False, **request) -> MaskedState:
@@ -134,81 +126,6 @@ def test_rows_end_at_their_end_token(cache: str) -> None:
     assert 0 < state.stopped.sum() < len(rows) and len(set(state.end.tolist())) > 3
 
 
-class Stale:
-    """A module whose keys and values are only renewed at some positions: what a cache's step sees."""
-
-    def __init__(self, module: torch.nn.Module):
-        self.module, self.kept, self.fresh = module, {}, slice(None)
-        self.hooks = [
-            part.register_forward_hook(partial(self.exchange, name))
-            for name, part in module.named_modules()
-            if name.endswith(("k_proj", "v_proj"))
-        ]
-
-    def exchange(self, name: str, part: Any, given: Any, made: Tensor) -> Tensor:
-        if self.fresh != slice(None):
-            made, made_now = self.kept[name].clone(), made
-            made[:, self.fresh] = made_now[:, self.fresh]
-        self.kept[name] = made
-        return made
-
-    def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
-        """Confidence and best token of every position that is predicted from a fresh one."""
-        self.fresh = fresh
-        logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
-        logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
-        p, best = logits.softmax(-1).max(-1)
-        return p.tolist(), best.tolist()
-
-    def __enter__(self) -> Stale:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
-def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
-    """The positions that a rule commits, from the confidences of the undecided ones."""
-    order = sorted(p, key=lambda i: (-p[i], i))
-    if sampler == "threshold":
-        return order[:1] + [i for i in order[1:] if p[i] >= 0.3]
-    if sampler == "factor":
-        return order[: max([1] + [n for n in range(1, len(order) + 1) if (n + 1) * (1 - p[order[n - 1]]) <= 2.0])]
-    steps = masks if steps is None else steps
-    if sampler == "maskgit_plus":  # Dream's time grid, whose first steps may be idle
-        now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
-        return order if step == steps - 1 else order[: int(len(order) * (1 - after / now))]
-    return order[: masks // steps + (step < masks % steps)]
-
-
-def decoded_by_hand(
-    model: Model, prompt: list[int], sampler: str, cache: str, new: int, size: int, steps: int | None
-) -> dict[str, Any]:
-    row, length, shift = prompt + [MASK] * new, len(prompt) + new, model.facts.shift
-    found = {"row_step": 0, "decided": 0, "evaluated": 0, "whole": 0, "end": length, "stopped": False}
-    with Stale(model.module) as module, torch.inference_mode():
-        for start in range(len(prompt), length, size):
-            block, step = range(start, min(start + size, length)), 0
-            while masks := [i for i in block if row[i] == MASK]:
-                fresh = slice(None)
-                if cache != "none" and step:
-                    fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
-                confidence, best = module.read(row, fresh, shift)
-                picked = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
-                for i in picked:
-                    row[i] = best[i]
-                step += 1
-                found["row_step"] += 1
-                found["decided"] += len(picked)
-                found["evaluated"] += len(range(length)[fresh])
-                found["whole"] += fresh == slice(None)
-                first = next((i for i in block if row[i] == MASK or row[i] in model.facts.eos_token_ids), None)
-                if first is not None and row[first] != MASK:
-                    return found | {"row": row[: first + 1], "end": first + 1, "stopped": True}
-    return found | {"row": row}
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize(
@@ -236,27 +153,6 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
             assert evaluated == found["evaluated"] and whole == found["whole"]
     ends = [(found["stopped"], found["end"] - len(row)) for found, row in zip(expected, rows, strict=True)]
     assert {stopped for stopped, _ in ends} == {False, True}
-
-
-def test_rows_of_one_phase_leave_the_others_alone() -> None:
-    model = MODELS["same"]
-    method, state = start("low_confidence", model, cache="dual")
-    with torch.inference_mode():
-        device = loaded(method, model, state)
-        columns = device.columns
-        device.step("full", 3, columns)
-        device.block_step[1] = 0  # one row opens a block
-        before, written = device.canvas.clone(), device.store.token_at_write.clone()
-        keys = {layer: kept.clone() for layer, kept in device.store.layer_keys.items()}
-        device.step("window", 3, 4)
-        after = device.store.layer_keys
-        assert all(torch.equal(after[layer][1, :columns], kept[1, :columns]) for layer, kept in keys.items())
-        assert not torch.equal(after[1][0], keys[1][0])
-        device.step("window", 2, 4)  # as a call of these rows alone
-    assert device.row_step.tolist() == [3, 1, 3]
-    assert torch.equal(device.canvas[1, :columns], before[1, :columns])
-    assert torch.equal(device.store.token_at_write[1], written[1])
-    assert not torch.equal(device.canvas[0, :columns], before[0, :columns])
 
 
 OTHERS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
@@ -305,28 +201,6 @@ def test_a_module_in_training_mode_is_refused() -> None:
     model.module.eval()
     assert torch.equal(assert_same(model, "threshold").canvas, expected)
     assert list(model.engines) == keys
-
-
-def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(1)
-
-    def check_memory(needed: int, device: Any, limit: int | None, what: str) -> None:
-        if model.engines or limit is not None and needed > limit:
-            raise ValueError(f"{what} would take too much")
-
-    assert_same(model, "threshold", cache="dual")
-    bounded = {"cache": caches.create("dual", max_memory=10)}
-    with pytest.raises(ValueError, match="max_memory"):
-        start("threshold", model, **bounded)
-    assert len(model.engines) == 1  # it would not fit without them
-    monkeypatch.setattr(decoder, "check_memory", check_memory)
-    start("threshold", model, cache="dual")
-    assert not model.engines
-    # a bound that the user set holds for the padded canvas as well: it is not padded then
-    method, state = start("threshold", model, cache=caches.create("dual", max_memory=10**9))
-    assert loaded(method, model, state).columns == state.canvas.shape[1]
-    method, state = start("threshold", model, cache="dual")
-    assert loaded(method, model, state).columns == 32 > state.canvas.shape[1]
 
 
 def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
@@ -442,27 +316,6 @@ def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
 
     _, state = start("threshold", MODELS["same"])
     assert engine.why_unsupported(Mine(), MODELS["same"], state) == "sampler 'threshold' is a class of your own, Mine"
-
-
-def test_bad_arguments() -> None:
-    model = MODELS["same"]
-    method, state = start("threshold", model)
-    with pytest.raises(ValueError, match="capture=True takes a CUDA device; the model is on cpu"):
-        engine.decode(method, model, state)
-    with pytest.raises(ValueError, match="poll_every=0 must be an integer from 1"):
-        engine.decode(method, model, state, capture=False, poll_every=0)
-    method.commit(state, method.step(model, state))
-    with pytest.raises(ValueError, match="this state has been stepped"):
-        engine.decode(method, model, state, capture=False)
-
-
-def test_generate_takes_a_boolean_for_compile() -> None:
-    model = MODELS["same"]
-    with pytest.raises(ValueError, match="compile=1 must be True or False"):
-        paradec.generate(model, input_ids=[1, 2], compile=1)
-    if model.device.type == "cpu":
-        with pytest.raises(ValueError, match="compile=True captures CUDA graphs, and the model is on cpu: leave .*"):
-            paradec.generate(model, input_ids=[1, 2], compile=True)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from decoding import view_of
-from small_models import MASK, everything, tiny
+from oracles.masked import combined
+from small_models import tiny
 from torch import Tensor
 
 import paradec
@@ -142,53 +142,6 @@ def test_the_first_cut_by_hand(joined: type) -> None:
     assert kinds == {0, 1, 2}
 
 
-def scores_of(p: Tensor, name: str) -> float:
-    """What one rule ranks a position by, from its probabilities [V]."""
-    ordered = sorted(p.tolist(), reverse=True)
-    if name == "margin":
-        return ordered[0] - ordered[1]
-    if name.startswith("entropy"):
-        return sum(q * math.log(q + (1e-10 if name == "entropy" else 0.0)) for q in ordered if q)
-    return ordered[0]
-
-
-def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
-    """The positions that one rule commits. masks: of the block, as it was opened."""
-    order = sorted(scores, key=lambda i: (-scores[i], i))
-    if name == "threshold":
-        return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}
-    if name == "entropy_threshold":
-        return {i for i in order if -scores[i] <= settings["threshold"]} | {order[0]}
-    if name == "margin":
-        return set(order[: masks // steps + (step < masks % steps)])
-    # Dream's time grid
-    now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
-    return set(order[: len(order) if step == steps - 1 else int(len(order) * (1 - after / now))])
-
-
-def by_hand(
-    model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
-) -> list[set[tuple[int, int, float]]]:
-    """What each step commits, as (position, token, the first rule's score), in one block."""
-    canvas, found = prompt + [MASK] * new, []
-    while MASK in canvas:
-        with torch.inference_mode():
-            logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0, :, :MASK]
-        p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
-        scores = [{i: scores_of(p[i], name) for i in masks} for name, _ in rules]
-        sets = [
-            rule_of(name, settings, score, len(found), steps, new)
-            for (name, settings), score in zip(rules, scores, strict=True)
-        ]
-        chosen = set.union(*sets) if union else set.intersection(*sets)
-        if not union and not chosen:
-            chosen = {max(masks, key=lambda i: (scores[0][i], -i))}
-        found.append({(i, int(p[i].argmax()), round(scores[0][i], 9)) for i in chosen})
-        for i in chosen:
-            canvas[i] = int(p[i].argmax())
-    return found
-
-
 JOINED = [
     (Union, [("threshold", {"threshold": 0.6}), ("margin", {})], 6),
     (Union, [("margin", {}), ("threshold", {"threshold": 0.6})], 6),
@@ -208,7 +161,7 @@ def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps
         request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
         out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
         ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
-        assert ours == by_hand(model, prompt, joined is Union, rules, 12, steps)
+        assert ours == combined(model, prompt, joined is Union, rules, 12, steps)
         idle += set() in ours
     assert bool(idle) == sampler.needs.may_wait
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import topology_of
+from oracles.masked import logits_of, prophet
 from small_models import tiny
 
 import paradec
@@ -26,40 +27,6 @@ def decode(model: Model, prompts: Any, **request: Any) -> paradec.Output:
     return paradec.generate(model, prompts, trace=True, **request)
 
 
-def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
-    """The model's logits [L, V] of a row, without the mask token."""
-    with torch.inference_mode():
-        logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0].clone()
-    if model.facts.shift:
-        logits = torch.cat((logits[:1], logits[:-1]))
-    return logits.index_fill(1, torch.tensor(model.facts.mask_token_id), -torch.inf)
-
-
-def by_hand(model: Model, prompt: list[int], gaps: tuple, answer: range | None) -> tuple[list[int], int]:
-    """The answer and the number of forwards of one token a step in blocks of 4, with Prophet's rule around it."""
-    mask = model.facts.mask_token_id
-    canvas, start = prompt + [mask] * NEW, len(prompt)
-    for step in range(NEW):
-        logits = logits_of(model, canvas)
-        best = logits.topk(2).values
-        masked = [i for i in range(start, len(canvas)) if canvas[i] == mask]
-        block = (masked[0] - start) // 4
-        if answer is None:
-            span = masked
-        else:  # positions of finished blocks count as sure
-            span = [i for i in (start + a for a in answer) if i >= start + 4 * block]
-        percent = 100 * step / NEW
-        bar = gaps[0] if percent < 33 else gaps[1] if percent < 67 else gaps[2]
-        if not span or float((best[span, 0] - best[span, 1]).mean()) >= bar:
-            for i in masked:
-                canvas[i] = int(logits[i].argmax())
-            return canvas[start:], step + 1
-        confidence = logits.softmax(-1).amax(-1)
-        chosen = max((i for i in masked if i < start + 4 * block + 4), key=lambda i: (float(confidence[i]), -i))
-        canvas[chosen] = int(logits[chosen].argmax())
-    return canvas[start:], NEW
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("answer", [None, range(2, 7)])
 @pytest.mark.parametrize("gaps", [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)])
@@ -68,7 +35,7 @@ def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | 
     model = request.getfixturevalue(name)
     stop = paradec.Prophet(gaps=gaps, answer=answer)
     out = decode(model, PROMPTS, stop=stop)
-    expected = [by_hand(model, prompt, gaps, answer) for prompt in PROMPTS]
+    expected = [prophet(model, prompt, gaps, answer, NEW) for prompt in PROMPTS]
     assert out.new_tokens.tolist() == [tokens for tokens, _ in expected]
     assert out.row_nfe == [nfe for _, nfe in expected]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.masked import HOLE, editing, saber, wino
 from small_models import MASK, tiny
 from torch import Tensor
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 REVISING = ["wino", "editing", "saber"]
 VOCAB, REACH = 8, 16
-HOLE = VOCAB  # the mask id
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 1], [2]]
 NEW, SEEDS = 12, 8
 
@@ -61,83 +61,8 @@ class Additive:
         return [w / math.fsum(weights) for w in weights]
 
 
-def best(p: list[float]) -> int:
-    return max(range(len(p)), key=lambda token_id: (p[token_id], -token_id))
-
-
 def cut(prompt: list[int], block: int) -> list[range]:
     return [range(s, min(s + block, len(prompt) + NEW)) for s in range(len(prompt), len(prompt) + NEW, block)]
-
-
-def wino(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
-    accepted = 0
-    while masks := [i for i in block if row[i] == HOLE]:
-        columns = list(enumerate(row))
-        p = {i: model.read(i, columns) for i in masks}
-        sure = {i: p[i][best(p[i])] for i in masks}
-        cap = min(max(int(settings["cap_share"] * len(masks)), settings["cap_low"]), settings["cap_high"])
-        ranked = sorted(masks, key=lambda i: (-sure[i], i))
-        chosen = [i for i in ranked if sure[i] > settings["threshold"]][:cap] or ranked[:1]
-        shadows = [(i, HOLE) for i in block]
-        doubt = {i: model.read(i, columns[:i] + columns[i + 1 :] + shadows)[row[i]] for i in block if row[i] != HOLE}
-        back = sorted((i for i in doubt if doubt[i] < settings["threshold_back"]), key=lambda i: (doubt[i], i))
-        back = back[: max(0, accepted - 1)] if len(chosen) > 1 else []
-        for i in chosen:
-            row[i] = best(p[i])
-        for i in back:
-            row[i] = HOLE
-        memory["back"] += len(back)
-        accepted = len(chosen)
-        yield
-
-
-def editing(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
-    post_steps = 0
-    while True:
-        masks = [i for i in block if row[i] == HOLE]
-        post_steps += not masks
-        p = {i: model.read(i, list(enumerate(row))) for i in block}
-        sure = {i: p[i][best(p[i])] for i in block}
-        chosen = [i for i in masks if sure[i] > settings["threshold"]] or sorted(masks, key=lambda i: (-sure[i], i))[:1]
-        edits = [
-            i for i in block if i not in masks and sure[i] > settings["editing_threshold"] and best(p[i]) != row[i]
-        ]
-        for i in chosen + edits:
-            row[i] = best(p[i])
-        memory["back"] += len(edits)
-        yield
-        if all(row[i] != HOLE for i in block):
-            if not masks and not edits:
-                memory["settled"] += 1
-                return
-            if post_steps == settings["max_post_steps"]:
-                return
-
-
-def saber(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
-    last: dict[int, float] = {}
-    while masks := [i for i in block if row[i] == HOLE]:
-        decided = [i for i in block if row[i] != HOLE]
-        p = {i: model.read(i, list(enumerate(row))) for i in block}
-        sure = {i: p[i][best(p[i])] for i in block}
-        before = memory["confidence"].values()  # by position, all blocks
-        tau = math.fsum(before) / len(before) if before else 1.0
-        chosen = [i for i in masks if sure[i] > tau]
-        if len(chosen) < settings["minimum"]:
-            chosen = sorted(masks, key=lambda i: (-sure[i], i))[: settings["minimum"]]
-        k = len(chosen)
-        count = min(max(settings["minimum"] // 2, math.ceil(k * settings["remask_share"])), k - 1)
-        if k == len(masks) or not settings["remask_share"]:
-            count = 0
-        back = sorted(decided, key=lambda i: (-(last[i] - sure[i]), i))[:count]
-        for i in chosen:
-            row[i] = best(p[i])
-            memory["confidence"][i] = sure[i]
-        for i in back:
-            row[i] = HOLE
-        memory["back"] += len(back)
-        last = sure
-        yield
 
 
 RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import INF, view_of
+from oracles.masked import entropy_bound, entropy_threshold, factor_profile, hierarchy, localleap
 from small_models import tiny
 from torch import Tensor
 from traces import (
@@ -36,61 +37,6 @@ from paradec.samplers.masked.loop import LAST, Stage, View
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
-
-
-def random_scores(seed: int, entropies: bool = False) -> Tensor:
-    """[12, W] scores, some with equal values, some positions decided; every row has a candidate, some only one."""
-    generator = torch.Generator().manual_seed(seed)
-    width = int(torch.randint(1, 40, (1,), generator=generator))
-    scores = torch.rand(12, width, generator=generator, dtype=torch.float64)
-    scores[::2] = (scores[::2] * 10).round() / 10
-    if entropies:
-        scores = -(3 * scores**3)
-        scores[0] = LAST  # end tokens that are to come last
-    decided = torch.rand(12, width, generator=generator) < torch.rand(12, 1, generator=generator)
-    decided[torch.arange(12), torch.randint(width, (12,), generator=generator)] = False
-    return scores.masked_fill(decided, -INF)
-
-
-def best(row: list[float]) -> int:
-    return max(range(len(row)), key=lambda i: (row[i], -i))
-
-
-def hierarchy(row: list[float], threshold: float | None, low_threshold: float | None) -> set[int]:
-    chosen, run = {best(row)}, []
-    for i, score in enumerate([*row, -INF]):
-        if score > -INF:
-            run.append(i)
-            continue
-        if run:
-            top = max(row[j] for j in run)
-            chosen |= {j for j in run if row[j] == top and (low_threshold is None or top > low_threshold)}
-        run = []
-    return chosen | {i for i, score in enumerate(row) if threshold is not None and score > threshold}
-
-
-def localleap(row: list[float], anchor_threshold: float, relaxed_threshold: float, radius: int) -> set[int]:
-    anchors = [i for i, score in enumerate(row) if score >= anchor_threshold]
-    chosen = {best(row)}
-    for i, score in enumerate(row):
-        theta = relaxed_threshold if any(abs(i - a) <= radius for a in anchors) else anchor_threshold
-        if score >= theta:
-            chosen.add(i)
-    return chosen
-
-
-def entropy_bound(row: list[float], gamma: float) -> set[int]:
-    order = sorted((i for i, score in enumerate(row) if score > LAST), key=lambda i: (-row[i], i))
-    chosen = {best(row)}
-    for k in range(1, len(order) + 1):
-        entropies = [-row[i] for i in order[:k]]
-        if math.fsum(entropies) - max(entropies) <= gamma:
-            chosen |= set(order[:k])
-    return chosen
-
-
-def entropy_threshold(row: list[float], threshold: float) -> set[int]:
-    return {best(row)} | {i for i, score in enumerate(row) if -score <= threshold}
 
 
 RULES: list[tuple[str, Callable[..., set[int]], dict]] = [
@@ -119,6 +65,20 @@ def test_rule_equals_loops(name: str, loops: Callable[..., set[int]], settings: 
             assert set(taken.nonzero().flatten().tolist()) == expected
             sizes.add(len(expected))
     assert len(sizes) > 5  # the rule had something to decide
+
+
+def random_scores(seed: int, entropies: bool = False) -> Tensor:
+    """[12, W] scores, some with equal values, some positions decided; every row has a candidate, some only one."""
+    generator = torch.Generator().manual_seed(seed)
+    width = int(torch.randint(1, 40, (1,), generator=generator))
+    scores = torch.rand(12, width, generator=generator, dtype=torch.float64)
+    scores[::2] = (scores[::2] * 10).round() / 10
+    if entropies:
+        scores = -(3 * scores**3)
+        scores[0] = LAST  # end tokens that are to come last
+    decided = torch.rand(12, width, generator=generator) < torch.rand(12, 1, generator=generator)
+    decided[torch.arange(12), torch.randint(width, (12,), generator=generator)] = False
+    return scores.masked_fill(decided, -INF)
 
 
 def test_equal_maxima_of_a_run_are_all_taken() -> None:
@@ -231,18 +191,6 @@ def test_entropies_of_the_public_code_take_tokens_that_are_left_out(kept: dict, 
 NAMES = trace_names("fastdllm-plusplus")
 
 
-def profile(row: list[float], margin: float) -> set[int]:
-    """Ranks from the most confident on, until the doubts so far and the last one once more leave too little."""
-    order = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
-    chosen, total = {order[0]}, 1 - row[order[0]]
-    for i in order[1:]:
-        total += 1 - row[i]
-        if not total + (1 - row[i]) < 1 - margin:
-            break
-        chosen.add(i)
-    return chosen
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.02, 0.25, 0.9, 1.0])
 def test_a_plain_loop_says_the_same(margin: float) -> None:
     sampler, sizes = samplers.create("factor", profile=True, margin=margin), set()
@@ -251,7 +199,7 @@ def test_a_plain_loop_says_the_same(margin: float) -> None:
         scores = scores.masked_fill(random_scores(seed) == -math.inf, -math.inf)
         found = sampler.select(view_of(scores))
         for row, selected in zip(scores.tolist(), found, strict=True):
-            expected = profile(row, margin)
+            expected = factor_profile(row, margin)
             assert set(selected.nonzero()[:, 0].tolist()) == expected
             sizes.add(len(expected))
     assert sizes == {1} if margin == 1 else len(sizes) > 3

@@ -1,0 +1,85 @@
+"""Samplers of pictures, one picture and one token or position at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.models.images.continuous import TokenDistribution
+from paradec.models.images.distilled_llamagen import DistilledLlamaGenModel
+from paradec.models.images.lpd import LPDModel
+from paradec.request import Request
+from paradec.samplers.causal.state import NOISE_STREAM
+from paradec.samplers.distributions import filtered_distribution
+
+
+def distilled_stage(
+    model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, num_kept: int, split: int
+) -> Tensor:
+    """One call of a student for one picture, token by token: x, noise [N, C] -> [N, C]."""
+    inputs = torch.cat((x[:num_kept], noise[num_kept:])).unsqueeze(0)
+    continuous, logits = (vectors[0] for vectors in model.module(torch.tensor([label]), inputs, num_kept))
+    codes, vectors = model.codes(), []
+    for index in range(len(x)):
+        vector, best = continuous[index], int(logits[index].argmax())
+        if index < num_kept:
+            vector, best = inputs[0, index], int((codes - inputs[0, index]).norm(dim=-1).argmin())
+        vectors.append(codes[best] if index < split else vector)
+    return torch.stack(vectors)
+
+
+def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, scale: float, grows: bool) -> Tensor:
+    """[S, V] guided logits of each rank, given the codes of lower ranks: groups of one in a call, as in training."""
+    size, none = order.shape[0], model.module.config.num_classes
+    conditional, unconditional = (
+        model.module(codes[None], torch.tensor([of]), order[None], (1,) * size)[0] for of in (label, none)
+    )
+    scales = (
+        1 + (scale - 1) * torch.arange(size, dtype=conditional.dtype) / size if grows else torch.full((size,), scale)
+    )
+    return unconditional + scales.unsqueeze(1) * (conditional - unconditional)
+
+
+def one_position_a_call(
+    model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool
+) -> Tensor:
+    """One position a step, each with the noise of its place."""
+    codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
+    for rank, cell in enumerate(order.tolist()):
+        logits = groups_of_one(model, label, codes, order, request.guidance_scale, grows)[rank]
+        p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
+        drawn = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[cell + 1]]), count + 1, NOISE_STREAM)
+        noise = rng.gumbel(drawn)[0, 0, :count] if request.temperature else 0
+        codes[cell] = (p.log() + noise).argmax()
+    return codes
+
+
+def density(y: list[float], mean: Tensor, std: Tensor) -> float:
+    return math.prod(
+        math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in zip(y, mean.tolist(), std.tolist(), strict=True)
+    )
+
+
+def cspd_token(
+    token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
+) -> tuple[list[float], bool]:
+    """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
+    x, (mq, sq), (mp, sp) = (
+        draft.mean[token].tolist(),
+        *((distribution.mean[token], distribution.std[token]) for distribution in (draft, target)),
+    )
+    sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))
+    ratio = sigma * density(x, mp, sp * inner) / density(x, mq, sq * inner)
+    if ratio > u:
+        return x, True
+    for number in range(rounds):
+        noise, again = redraw(number, torch.tensor([token]))
+        y = (mp + sp * noise[0]).tolist()
+        p, q = density(y, mp, sp), density(y, mq, sq)
+        if again.item() < max(p - q / sigma, 0) / p:
+            return y, False
+    return mp.tolist(), False
