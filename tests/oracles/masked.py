@@ -251,10 +251,10 @@ class CCDLoop(Loop):
             mean[i] = [sum(q) / len(distributions) for q in zip(*distributions, strict=True)]
         buffer = top({i: max(p[i]) for i in z}, self.buffer)
         self.buffers.insert(0, {i: p[i] for i in buffer})
-        most_confident = {i: -entropy(mean[i]) for i in z}
-        chosen = top(most_confident, n)
+        minus_entropy = {i: -entropy(mean[i]) for i in z}
+        chosen = top(minus_entropy, n)
         if self.entropy_threshold is not None:
-            chosen |= {i for i in buffer if most_confident[i] >= -self.entropy_threshold}
+            chosen |= {i for i in buffer if minus_entropy[i] >= -self.entropy_threshold}
         return {i: most_confident(mean[i]) for i in chosen}
 
 

@@ -12,7 +12,7 @@ from decoding import fits, supported, topology_of
 from small_models import MASK, everything, tiny
 
 import paradec
-from paradec import PipelinedBlocks, caches, samplers
+from paradec import AdaptiveBlocks, PipelinedBlocks, caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Proposal
@@ -86,6 +86,9 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
             "seed": draw.randrange(2**31),
             "eos_early_stop": draw.random() < 0.5,
         }
+        if name == "adablock":  # whose own delimiters need a tokenizer
+            policy = AdaptiveBlocks(6, delimiters=tuple(range(0, 64, 3)), window=0.5, delimiter_threshold=0.2)
+            request |= {"blocks": policy, "block_length": None}
         found.append((rows, supported(name, request)))
     if pipelines(name) and (cache, model) != ("none", "dream64"):
         rows, request = found[draw.randrange(2)]
