@@ -96,23 +96,6 @@ def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path)
     assert (data["prompts"], data["answered"], data["failed"], data["tokens"]) == (9, 2, 7, 8)
 
 
-def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
-    flags = ("--temperature", 1, "--seed", 3, "--batch", 2)
-    source, whole = prompts(tmp_path, given(*GOOD, "Hello")), tmp_path / "whole.jsonl"
-    assert run("generate", "--in", source, "--out", whole, *flags).exit_code == 1
-    expected = lines(whole)
-    out = tmp_path / "answers.jsonl"
-    marked = expected[0] | {"text": "as it was"}
-    settings = {"settings": json.loads(whole.read_bytes().split(b"\n")[0])["settings"]}
-    there = [json.dumps(entry | settings) for entry in (marked, expected[5], expected[2])]
-    out.write_text("\n".join(there) + "\n" + '{"lin')
-    result = run("generate", "--in", source, "--out", out, "--resume", *flags)
-    assert result.exit_code == 1 and "3 answers in" in result.stdout and "beside 2 that were there" in result.stdout
-    assert lines(out) == [marked, *expected[1:]]
-    again = run("generate", "--in", source, "--out", out, "--resume", *flags)
-    assert "0 answers in" in again.stdout and lines(out) == [marked, *expected[1:]]
-
-
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_job_that_was_killed_goes_on_to_the_same_lines(
     every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -423,33 +423,31 @@ def steps_of(out: Any) -> tuple[int, int, int]:
     return cost.dense_calls[0], cost.pattern_calls[0], cost.sparse_calls[0]
 
 
+DUAL = {"cache": "dual"}
+
+
 @pytest.mark.parametrize(
-    ("settings", "steps", "expected"),
+    ("settings", "request_", "expected"),
     [
-        ({"skip": 0.0}, None, (1, 1, 22)),
-        ({"skip": 0.5}, 12, (7, 1, 4)),
-        ({"skip": 1.0}, None, (24, 0, 0)),
-        ({"dense_steps": 1}, None, (0, 1, 23)),
-        ({"dense_steps": 9}, None, (8, 1, 15)),
-        ({"dense_steps": 3, "refresh_pattern_every": 5}, None, (2, 5, 17)),
+        ({"skip": 0.0}, {}, (1, 1, 22)),
+        ({"skip": 0.5}, {"steps": 12}, (7, 1, 4)),
+        ({"skip": 1.0}, {}, (24, 0, 0)),
+        ({"dense_steps": 1}, {}, (0, 1, 23)),
+        ({"dense_steps": 9}, {}, (8, 1, 15)),
+        ({"dense_steps": 3, "refresh_pattern_every": 5}, {}, (2, 5, 17)),
+        # lists wait for a whole row
+        ({"select": 0.3}, DUAL, (8, 1, 15)),
+        ({"select": 0.3, "refresh_pattern_every": 2}, DUAL, (8, 2, 14)),
+        # samplers without a schedule count tokens: one a step, and 8 of 24
+        ({"select": 0.3}, {"sampler": samplers.create("threshold", threshold=1.0)}, (5, 1, 18)),
+        ({"select": 0.3}, {"sampler": samplers.create("threshold", threshold=0.0)}, (1, 1, 1)),
     ],
 )
-def test_how_many_steps_are_dense(settings: dict[str, Any], steps: int | None, expected: tuple[int, int, int]) -> None:
-    sampled = trained(rows=ROWS[:1], attention=SparseD(select=0.5, block_size=8, **settings), steps=steps)
-    assert steps_of(sampled) == expected
-
-
-def test_samplers_without_a_schedule_count_tokens() -> None:
-    sampler = samplers.create("threshold", threshold=1.0)  # one token a step: as a schedule of so many steps
-    assert steps_of(trained(rows=ROWS[:1], attention=SOME, sampler=sampler)) == (5, 1, 18)
-    fast = trained(rows=ROWS[:1], attention=SOME, sampler=samplers.create("threshold", threshold=0.0))
-    assert steps_of(fast) == (1, 1, 1)  # 8 of 24 tokens a step
-
-
-def test_lists_wait_for_a_whole_row() -> None:
-    assert steps_of(trained(rows=ROWS[:1], attention=SOME, cache="dual")) == (8, 1, 15)
-    renewed = SparseD(select=0.3, block_size=8, refresh_pattern_every=2)
-    assert steps_of(trained(rows=ROWS[:1], attention=renewed, cache="dual")) == (8, 2, 14)
+def test_how_many_steps_are_dense(
+    settings: dict[str, Any], request_: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    attention = SparseD(**{"select": 0.5, "block_size": 8} | settings)
+    assert steps_of(trained(rows=ROWS[:1], attention=attention, **request_)) == expected
 
 
 class Oracle:

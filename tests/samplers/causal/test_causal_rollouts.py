@@ -12,14 +12,13 @@ from decoding import assert_same, by_trace
 from oracles.rollouts import causal_logp
 from places import GOLDEN
 from small_models import END, MASK, tiny
-from structured import CASES, causal_model_of, named, reading_letters
+from structured import CASES, causal_model_of, named
 
 import paradec
 from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers import create
-from paradec.samplers.causal.drafts.text import TokenRecycling
 from paradec.samplers.causal.trees import DynamicTree
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
@@ -46,6 +45,7 @@ def method(name: str, drafter: Model) -> Any:
         "tree": lambda: create("speculative", drafter=drafter, tree=(2, 2)),
         "grown": lambda: create("speculative", drafter=drafter, tree=DynamicTree(8, 3, 3), rule="naive"),
         "lookup": lambda: create("speculative", drafter="prompt_lookup"),
+        "recycling": lambda: create("speculative", drafter="token_recycling", rule="naive"),
     }
     return found.get(name, lambda: create(name))()
 
@@ -62,6 +62,7 @@ METHODS = [
     "tree",
     "grown",
     "lookup",
+    "recycling",
     "self_speculative",
 ]
 SETTINGS: list[dict[str, Any]] = [
@@ -170,21 +171,6 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
         torch.testing.assert_close(
             paradec.replay(model, rollout).double(), rollout.logp, equal_nan=True, rtol=0, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("constraint", [None, paradec.Regex("[b-h]{2}x[b-h]+")])
-@pytest.mark.parametrize("tree", [(1, 1), (2, 2), "2.2.2"])
-def test_recycled_tokens(tree: Any, constraint: Any) -> None:
-    model = reading_letters(paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted"), 0)
-    sampler = create("speculative", drafter=TokenRecycling(tree=tree), rule="naive")
-    given: dict[str, Any] = {"sampler": sampler, "constraint": constraint, "temperature": 0.7, "seed": 3}
-    output = paradec.generate(model, ROWS, **GIVEN, **given)
-    plain = paradec.generate(model, ROWS, **given, max_new_tokens=GIVEN["max_new_tokens"])
-    assert torch.equal(output.sequences, plain.sequences)
-    with torch.no_grad():
-        found = paradec.replay(model, output.rollout)
-    torch.testing.assert_close(found, output.rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
-    assert output.rollout.exact and output.rollout.decided.any(1).all()
 
 
 def test_nemotron_s_causal_mode() -> None:

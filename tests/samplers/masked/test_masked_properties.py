@@ -359,32 +359,6 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
     assert delayed  # the most confident position did predict an end
 
 
-@pytest.mark.parametrize("masks", [8, 11])
-def test_what_was_refused_is_granted_later_by_hand(masks: int) -> None:
-    """Fast-dLLM's quota over a plan of 3 steps that does not come out even."""
-    model, behind = tiny(1), 0
-    for prompt in ([1, 2, 3], [20, 30], [7] * 5, [9, 9], [33, 12, 4]):
-        canvas, refused, sizes = prompt + [MASK] * masks, 0, []
-        while left := [i for i, token in enumerate(canvas) if token == MASK]:
-            with torch.inference_mode():
-                logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0]
-            p, tokens = logits[:, :MASK].softmax(-1).max(-1)
-            granted = max((masks // 3 if len(sizes) < 3 else 0) + refused, 1)
-            order = sorted(left, key=lambda i: (-float(p[i]), i))
-            chosen = [i for i in order[:granted] if i == order[0] or p[i] >= 0.2]
-            behind += len(sizes) >= 3 and sum(float(p[i]) >= 0.2 for i in left) > granted
-            refused = granted - len(chosen)
-            sizes.append(len(chosen))
-            for i in chosen:
-                canvas[i] = int(tokens[i])
-        sampler = samplers.create("threshold", threshold=0.2, quota_per_step="carry")
-        request = {"max_new_tokens": masks, "block_length": masks, "steps": 3, "eos_early_stop": False}
-        out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
-        assert [len(step.commits) for step in out.trace.steps] == sizes
-        assert out.sequences[0].tolist() == canvas
-    assert behind  # some step behind the plan had more sure tokens than it was granted
-
-
 def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None:
     rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [1, 2]]
     stopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8)

@@ -21,7 +21,6 @@ from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
 from paradec.caches.delayed import DelayedCache
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
-from paradec.samplers.features.pipelined_blocks import best_of_blocks, with_progress
 from paradec.samplers.masked.loop import MaskedSampler, View, make_view
 from paradec.tools.traces.payload import run_data
 
@@ -105,28 +104,6 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 assert found == {p for b in leading for p in cells[b]}
             sampler.commit(state, proposal)
     assert several == (policy.add < 1)
-
-
-def test_the_best_of_blocks_by_hand() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        scores = torch.randint(3, (2, 9), generator=generator).double() / 2
-        candidates = torch.rand((2, 9), generator=generator) < 0.6
-        leading = torch.arange(9).div(3, rounding_mode="floor").repeat(2, 1)
-        leading[torch.rand((2, 3), generator=generator).repeat_interleave(3, 1) < 0.4] = -1
-        selected = candidates & (torch.rand((2, 9), generator=generator) < 0.2)
-        best, moved = set(), {tuple(place) for place in selected.nonzero().tolist()}
-        for row in range(2):
-            for block in range(3):
-                own = [c for c in range(3 * block, 3 * block + 3) if candidates[row, c] and leading[row, c] >= 0]
-                if own:
-                    top = max(own, key=lambda c, row=row: (float(scores[row, c]), -c))
-                    best.add((row, top))
-                    if not any(selected[row, c] for c in own):
-                        moved.add((row, top))
-        view = SimpleNamespace(scores=scores, leading=leading, candidates=candidates)
-        assert {tuple(place) for place in best_of_blocks(scores, leading, candidates).nonzero().tolist()} == best
-        assert {tuple(place) for place in with_progress(selected, view).nonzero().tolist()} == moved
 
 
 def test_nothing_opens_after_an_end() -> None:
@@ -235,31 +212,6 @@ def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: in
         filled = [{entry[1] for entry in step.commits if entry[0] == row} for step in steps]
         found.append(([step.forwarded[row] for step in steps], filled))
     return found
-
-
-IN_ORDER = [block for block in range(8) for _ in range(4)]
-"""A block of four in every step."""
-GAP = [0, 1, 2, 3, *[2] * 4, *[3] * 4, *[5] * 4, *[7] * 16]
-"""The second and third block are full before or with the first one."""
-
-
-@pytest.mark.parametrize(
-    ("steps", "delay", "waiting", "positions"),
-    [
-        (IN_ORDER, 2, "first", [45, 45, 45, 32, 45, 28, 45, 24]),
-        (IN_ORDER, 2, "all", [45, 45, 45, 32, 28, 24, 20, 16]),
-        (IN_ORDER, 3, "first", [45, 45, 45, 45, 45, 32, 45, 45]),
-        (IN_ORDER, 3, "all", [45, 45, 45, 45, 32, 28, 24, 20]),
-        (GAP, 1, "first", [45, 32, 32, 32, 45, 32, 28, 24]),
-        (GAP, 1, "all", [45, 32, 32, 32, 45, 32, 45, 20]),
-    ],
-)
-def test_full_blocks_wait_one_after_the_other_or_together(
-    steps: list[int], delay: int, waiting: str, positions: list[int], model: Model
-) -> None:
-    cache = DelayedCache(delay, waiting=waiting)
-    ((ours, filled),) = evaluated(model, [[1] * 13], 32, [0] * 13 + steps, 4, cache)
-    assert ours == positions == delayed_positions(13, 45, 4, cache, waiting, filled)
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])

@@ -76,37 +76,6 @@ def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Mo
         assert found.writes is None and torch.equal(found.logp.isnan(), ~found.decided)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.1, 0.7, 1.0])
-def test_log_probabilities_are_those_of_the_step_s_logits(temperature: float, model: Model) -> None:
-    given = {"temperature": temperature, "seed": 1, "guidance_scale": 1.5, "suppress_tokens": [3], "block_length": 5}
-    sampler = samplers.create("threshold", threshold=0.05)
-    state: Any = sampler.start(model, ROWS, **GIVEN, **given)
-    state.max_calls = 1
-    logp = torch.full(state.canvas.shape, torch.nan, dtype=torch.float64)
-    drawn = logp.clone()
-    with torch.inference_mode():
-        while not state.done:
-            (query,) = queries = sampler.query(state)
-            outputs = [model(query)]
-            conditional, unconditional = outputs[0].clone().chunk(2)
-            said = unconditional + 1.5 * (conditional - unconditional)
-            said[..., [MASK, 3]] = -torch.inf
-            positions, rows = state.window.positions.clone(), state.rows.tolist()
-            commit = sampler.commit(state, sampler.propose(state, outputs, queries))
-            for at, row in enumerate(rows):
-                for column in commit.selected[at].nonzero().squeeze(1).tolist():
-                    token, place = commit.values[at, column], positions[at, column]
-                    logp[row, place] = said[at, column].log_softmax(-1)[token]
-                    drawn[row, place] = (said[at, column] / (temperature or 1)).log_softmax(-1)[token]
-    found = state.rollout.read(model, state)
-    torch.testing.assert_close(found.logp, logp, equal_nan=True, rtol=0, atol=1e-10)
-    if temperature:
-        torch.testing.assert_close(found.logp_drawn, drawn, equal_nan=True, rtol=0, atol=1e-10)
-    else:
-        assert found.logp_drawn is None
-    assert found.suppressed.tolist() == [[MASK, 3]] * 3
-
-
 def test_what_is_after_an_end_is_kept() -> None:
     ending = tiny(2, ends=tuple(range(0, MASK, 3)))
     output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **GIVEN)

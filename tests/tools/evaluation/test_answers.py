@@ -87,16 +87,6 @@ def test_what_a_task_cannot_ask(packaged64: Model) -> None:
     assert lm.generate_until([]) == []
 
 
-def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
-    lm = Answering(packaged64, likelihood="chain", check_greedy=False)
-    chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
-    context, answer = lm.tok_encode(chat), lm.tok_encode("kiwi goat")
-    ((value, greedy),) = judged(lm, (chat, "kiwi goat"))
-    exact = next(log_likelihoods(packaged64, [(context, answer)], method="chain"))
-    assert value == pytest.approx(exact.value, abs=1e-9)
-    assert greedy is False and lm.get_model_info()["log_likelihoods"]["median_standard_error"] == 0
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Model, batch: int) -> None:
     """Of two strata each; one token alone has nothing to draw."""

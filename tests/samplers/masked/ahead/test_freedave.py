@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paradec
 from paradec import samplers
 from paradec.models.adapter import Model
-from paradec.samplers.masked.ahead.freedave import FreeDave, accept_drafts
+from paradec.samplers.masked.ahead.freedave import FreeDave
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
@@ -166,42 +166,6 @@ def test_guidance(mode: str, cache: str) -> None:
     arguments = {"max_new_tokens": 12, "block_length": 6, "cache": cache, "guidance_scale": 1.6}
     base = paradec.generate(tiny(2), ROWS, sampler="low_confidence", **arguments)
     assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
-
-
-@pytest.mark.parametrize("subset", [False, True])
-def test_accept_by_hand(subset: bool) -> None:
-    """Against the rule written row by row, on random chains."""
-    made = np.random.default_rng(0)
-    mask, count, rows, width = 9, 5, 400, 6
-    drafts = np.full((count, rows, width), mask)
-    written = np.empty_like(drafts)
-    for row in range(rows):
-        order = made.permutation(width)
-        for depth in range(count):
-            drafts[depth, row, order[:depth]] = 0  # nested: one token more each
-            written[depth, row] = drafts[depth, row]
-            fills = order[depth : depth + made.integers(1, 4)]
-            written[depth, row, fills] = made.random(len(fills)) < 0.15
-    copies = made.integers(1, count + 1, rows)
-    best, judge = accept_drafts(drafts, written, copies, mask, subset)
-    for row in range(rows):
-        expected, jumps = 0, {}
-        while True:
-            target = written[expected, row]
-            stand = [
-                j
-                for j in range(expected + 1, copies[row] if subset else min(expected + 2, copies[row]))
-                if (target == drafts[j, row]).all()
-                or subset
-                and all(a in (mask, b) for a, b in zip(drafts[j, row], target, strict=True))
-            ]
-            if not stand:
-                break
-            jumps |= dict.fromkeys(range(expected, max(stand)), expected)
-            expected = max(stand)
-        assert best[row] == expected
-        assert all(judge[i, row] == by for i, by in jumps.items())
-    assert len(set(best.tolist())) > 3
 
 
 @pytest.mark.parametrize(

@@ -36,38 +36,6 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize(
-    ("joined", "alone"),
-    [
-        ("threshold+localleap", "localleap"),
-        ("threshold(threshold=0.6)+threshold", "threshold(threshold=0.6)"),
-        (Intersection(rules=("threshold(threshold=0.6)", "threshold")), "threshold"),
-        (Intersection(rules=("localleap", "threshold")), "threshold"),
-        ("hierarchy+hierarchy", "hierarchy"),
-        # the second sees the first's credit: more than one alone has, and the same however it is written
-        ("credit+credit", Union(rules=("credit",), stages=("credit",))),
-        ("credit(fusion=0)+localleap", "localleap"),
-        (Union(rules=("threshold",), stages=("credit",)), "credit"),
-        ("credit(threshold=1.0)+threshold", "credit"),
-        ("klass+klass", "klass"),
-        ("ccd+entropy_threshold(threshold=0.0)", "ccd"),
-        ("persistence+low_confidence", "persistence"),
-        ("ccd_agree(warmup=1)+maskgit_plus", "ccd_agree(warmup=1)"),
-        ("entropy+entropy", "entropy"),
-        ("adablock+threshold", "adablock"),
-        ("learn2pd+learn2pd(filter_threshold=1)", "learn2pd"),
-        (Intersection(rules=("learn2pd", "learn2pd(filter_threshold=1)")), "low_confidence"),
-        ("union(rules=['threshold', 'localleap'])", "localleap"),
-    ],
-)
-def test_combinations_that_are_one_of_their_parts(joined: str | Sampler, alone: str | Sampler, llada64: Model) -> None:
-    request = {"block_length": None, "blocks": None} if joined == "adablock+threshold" else {}
-    if joined == "persistence+low_confidence":
-        request = {"logits_eos_inf": True}  # on schedule, the two differ in end tokens only
-    assert same(decode(llada64, joined, **request), decode(llada64, alone, **request))
-
-
 @pytest.mark.parametrize("joined", [Union, Intersection])
 def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
     rules = (

@@ -81,19 +81,6 @@ def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
     assert state.done
 
 
-def test_noise_moves_the_choice_and_ends_with_the_steps(model: UViTModel) -> None:
-    request = {"steps": 4, "trace": True, "prompt": [[model.class_token(1)]]}
-    calm = paradec.generate(model, sampler=samplers.create("maskgit", choice_temperature=0), **request)
-    wild = [
-        paradec.generate(model, sampler=samplers.create("maskgit", choice_temperature=50), seed=seed, **request)
-        for seed in range(4)
-    ]
-    firsts = [[position for position, _ in commits_of(out)[0]] for out in (calm, *wild)]
-    assert len(set(map(tuple, firsts))) > 2
-    sampler = samplers.create("maskgit")
-    np.testing.assert_allclose(sampler.noise_at(np.arange(4), np.full(4, 4)), 4.5 * np.array([0.75, 0.5, 0.25, 0]))
-
-
 def test_noise_chooses_by_gumbel_max(model: UViTModel) -> None:
     """With one position a step, p ** (1 / noise scale) is its chance of being the first."""
     sampler = samplers.create("maskgit", choice_temperature=2.0)

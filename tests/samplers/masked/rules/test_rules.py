@@ -116,26 +116,6 @@ def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
             assert found[each][row] == [set().union(*singles[i : i + each]) for i in range(0, 8, each)]
 
 
-def test_margin_takes_the_largest_margin(llada64: Model, dream64: Model) -> None:
-    """Each step commits the position with the largest p(1st) - p(2nd) of the model's own distribution."""
-    sampler, other_position = samplers.create("margin"), 0
-    for model in (llada64, dream64):
-        for prompt in PROMPTS[:2]:
-            state = sampler.start(model, prompt, max_new_tokens=16, block_length=16, temperature=0.9, seed=1)
-            with torch.inference_mode():
-                while not state.done:
-                    logits = model.module(input_ids=state.canvas, use_cache=False).logits[0]
-                    logits[:, model.facts.mask_token_id] = -INF
-                    p = logits.softmax(-1).sort(-1, descending=True).values.roll(model.facts.shift, 0)
-                    p[~state.undecided[0]] = 0
-                    margins = p[:, 0] - p[:, 1]
-                    ((_, position, _, score),) = sampler.commit(state, sampler.step(model, state)).to_list()
-                    assert position == margins.argmax()
-                    assert score == pytest.approx(margins.max().item(), rel=1e-9)
-                    other_position += position != p[:, 0].argmax().item()
-    assert other_position  # somewhere the likeliest token stands elsewhere
-
-
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
     """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final, in the second block as in the
     first."""
