@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,42 +36,56 @@ CANVAS, PROTEIN, IN_ORDER = "diffusion_gemma", "protein", "protein in a row's or
 EVERY = [*TEXT, CANVAS, PROTEIN, IN_ORDER, *IMAGES]
 
 
+def tiny_protein() -> Any:
+    """A ProteinMPNN with random weights, and two pieces of a backbone."""
+    whole = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
+    pieces = [
+        Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
+        for first, stop in ((0, 12), (30, 38))
+    ]
+    return paradec.load_protein_mpnn(GOLDEN / "proteins" / "small.pt", pieces, dtype=torch.float64)
+
+
+def make_mar() -> MARModel:
+    torch.manual_seed(0)
+    module = MAR(**MAR_SIZES).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    decoder = KLDecoder(VQConfig(**MAR_DECODER)).double()
+    return MARModel(module, decoder, {"steps": 5, "guidance_scale": 2.0}, "tiny")
+
+
+MAKERS: dict[str, Callable[[], Any]] = {name: make for name, (make, _) in IMAGE_MODELS.items()} | {
+    "nar": tiny_nar, "distilled": tiny_student, "distilled var": tiny_var_student, "mar": make_mar, "var": tiny_var,
+    "lpd": tiny_lpd, "dit": lambda: DiffusionModel(tiny_dit(torch.float64)),
+    CANVAS: lambda: paradec.wrap(copy.deepcopy(tiny_gemma(dtype=torch.float64, canvas=4))),
+    PROTEIN: tiny_protein, IN_ORDER: tiny_protein,
+    "digits-maskgit": lambda: paradec.load("digits-maskgit", dtype="float64"),
+}  # fmt: skip
+PICTURES: dict[str, dict[str, Any]] = {
+    name: {**request, "temperature": 0.8, "sampler": paradec.samplers.create("sjd", window=4)}
+    for name, (_, request) in IMAGE_MODELS.items()
+} | {
+    "mar": {"class_labels": [1, 2], "sampler": paradec.samplers.create("mar", head_steps=3)},
+    "var": {"class_labels": [1, 2]},
+    "lpd": {"class_labels": [1, 2], "guidance_scale": 2.0},
+    "nar": {"class_labels": [3, 9], "temperature": 0.8},
+    "distilled": {"class_labels": [3, 1]},
+    "distilled var": {"class_labels": [3, 1]},
+    "digits-maskgit": {"class_labels": [1, 7], "steps": 4},
+}
+
+
 def make(kind: str) -> Any:
     """A new model, float64."""
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write_family(Path(folder) / kind, kind), dtype="float64")
-    if kind == CANVAS:
-        return paradec.wrap(copy.deepcopy(tiny_gemma(dtype=torch.float64, canvas=4)))
-    if kind in (PROTEIN, IN_ORDER):
-        return tiny_protein()
     if kind in MIXTURES:
         return paradec.load(MOE / kind, dtype="float64", **moe_facts(kind))
     if kind in NEMOTRON:
         return paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny-b", dtype="float64", topology=NEMOTRON[kind])
-    if kind in IMAGE_MODELS:
-        return IMAGE_MODELS[kind][0]()
-    if kind == "digits-maskgit":
-        return paradec.load(kind, dtype="float64")
-    if kind == "nar":
-        return tiny_nar()
-    if kind.startswith("distilled"):
-        return tiny_student() if kind == "distilled" else tiny_var_student()
-    if kind == "mar":
-        torch.manual_seed(0)
-        module = MAR(**MAR_SIZES).double()
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        return MARModel(
-            module, KLDecoder(VQConfig(**MAR_DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny"
-        )
-    if kind == "var":
-        return tiny_var()
-    if kind == "lpd":
-        return tiny_lpd()
-    if kind == "dit":
-        return DiffusionModel(tiny_dit(torch.float64))
-    return wrap_kind(kind)
+    return MAKERS[kind]() if kind in MAKERS else wrap_kind(kind)
 
 
 @lru_cache
@@ -92,28 +107,9 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
         given = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
         state = sampler.start(model, noise(2, torch.float64) + seed, class_labels=[1, 2], **given, **request)
         return decode(sampler, model, state).latent
-    if kind == "mar":
-        sampler = paradec.samplers.create("mar", head_steps=3)
-        given = {"class_labels": [1, 2], "sampler": sampler, "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).images
-    if kind == "var":
-        given = {"class_labels": [1, 2], "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).images
-    if kind == "lpd":
-        given = {"class_labels": [1, 2], "guidance_scale": 2.0, "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).tokens
-    if kind == "nar":
-        given = {"class_labels": [3, 9], "temperature": 0.8, "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).tokens
-    if kind.startswith("distilled"):
-        given = {"class_labels": [3, 1], "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).images
-    if kind == "digits-maskgit":
-        given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
-        return paradec.generate_images(model, **given, seed=seed, **request).tokens
-    if kind in IMAGE_MODELS:
-        given = {"temperature": 0.8, "output_type": "latent", "sampler": paradec.samplers.create("sjd", window=4)}
-        return paradec.generate_images(model, **IMAGE_MODELS[kind][1], **given, seed=seed, **request).tokens
+    if kind in PICTURES:
+        given = PICTURES[kind] | {"output_type": "latent", "seed": seed}
+        return paradec.generate_images(model, **(given | request)).images
     if kind == CANVAS:
         given = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
         return paradec.generate(model, ROWS, **(given | request)).new_tokens
@@ -128,16 +124,6 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     elif model.supports_store:
         given |= {"cache": "block" if kind in NEMOTRON else "dual", "block_length": 4}
     return paradec.generate(model, ROWS, **(given | request)).new_tokens
-
-
-def tiny_protein() -> Any:
-    """A ProteinMPNN with random weights, and two pieces of a backbone."""
-    whole = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
-    pieces = [
-        Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
-        for first, stop in ((0, 12), (30, 38))
-    ]
-    return paradec.load_protein_mpnn(GOLDEN / "proteins" / "small.pt", pieces, dtype=torch.float64)
 
 
 def designs(model: Any) -> list[list[int]]:
