@@ -155,7 +155,7 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
 def test_copies_of_states_of_pictures_go_on(name: str) -> None:
     sampler, model = samplers.create(name), {"groups": tiny_lpd, "nar": tiny_nar, "sjd": tiny_llamagen}[name]()
     grid = model.grid()
-    laid = model.request([3, 9], grid)
+    laid = model.request([3, 1], grid)
     request = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
     state = sampler.start(laid.model, laid.prompts, **request, **({"grid": grid} if name == "sjd" else {}))
     going_on(laid.model, sampler, state, lambda state: state.canvas)
