@@ -20,7 +20,7 @@ from paradec.core.family_queries import CanvasQuery
 from paradec.core.memory import check_memory
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, checkpoint_errors, read_module
+from paradec.models.checkpoint import CheckpointError, check_stored_dtypes, checkpoint_errors, read_json, read_module
 from paradec.models.family import tokenizer_size
 
 MODEL_TYPE = "diffusion_gemma"
@@ -315,6 +315,7 @@ def load_diffusion_gemma(
     arguments = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
     if dtype == torch.float64:
         arguments["experts_implementation"] = "eager"  # the grouped product has no float64
+    check_stored_dtypes(source, read_json(source, "config.json", revision), revision)
     with checkpoint_errors(f"{source!r} cannot be loaded"):
         module = read_module(cls, source, revision, **arguments)
     if device is not None:
