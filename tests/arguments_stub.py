@@ -1,7 +1,5 @@
 """Write paradec/arguments.pyi, the fields of a request for type checkers: `python tests/arguments_stub.py`."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -18,8 +18,6 @@ By default traces with every pair of settings are replayed (`replay.often`), and
 final tokens and the number of forwards are compared there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

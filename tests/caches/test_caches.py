@@ -1,7 +1,5 @@
 """Caches: what they evaluate, which are exact, which combinations are refused, what they cost."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -559,14 +557,8 @@ def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
     asked = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
     asked |= {"cache": cache, "suffix": window, "temperature": 0.1}
     rows = [
-        ([1, 2, 3], 5),
-        ([4], 20),
-        ([5] * 9, 1),
-        (HOLES_CORNERS[0], 0),
-        ([6, 7], 13),
-        (HOLES_CORNERS[1], 4),
-        ([8], 30),
-    ]
+        ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (HOLES_CORNERS[0], 0), ([6, 7], 13), (HOLES_CORNERS[1], 4), ([8], 30),
+    ]  # fmt: skip
     prompts = [{"prompt": ids, "max_new_tokens": new} for ids, new in rows]
     seen = set()
     for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **asked):

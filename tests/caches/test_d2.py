@@ -7,8 +7,6 @@ for call; and with these two oversights put in, the masks of the open block and 
 chooses are all in the recorded sets.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Kept and shared prefixes, and the tree that holds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -143,12 +141,8 @@ def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, predic
         pytest.skip("refused")
     model = tiny(3, "block_causal", prediction, ends=ENDS)
     changes: dict[str, Any] = {
-        "sampler": sampler,
-        "eos_early_stop": True,
-        "temperature": 1.0,
-        "max_new_tokens": 17,
-        "seed": 7,
-    }
+        "sampler": sampler, "eos_early_stop": True, "temperature": 1.0, "max_new_tokens": 17, "seed": 7,
+    }  # fmt: skip
     if sampler == "prophet_rows":
         changes |= {"sampler": "threshold", "stop": paradec.Prophet()}
     elif "temperature" in samplers.get(sampler).unsupported:

@@ -1,8 +1,6 @@
 """Suffix windows: a plain loop says the same, nothing is left out of a window that covers the answer, rows are
 independent, and what cannot have one is refused by name."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`paradec chat`: turns, commands, what is kept of them, and Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line, on the packaged model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

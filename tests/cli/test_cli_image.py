@@ -1,7 +1,5 @@
 """`paradec image` over every family of image models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`paradec trace`, and `--trace` by suffix, of the other commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

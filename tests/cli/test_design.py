@@ -1,7 +1,5 @@
 """`paradec design`: FASTA, scores, chosen residues, folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

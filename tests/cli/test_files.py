@@ -1,7 +1,5 @@
 """`paradec generate --in FILE --out FILE`: a line for every prompt, whatever becomes of the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -70,15 +68,9 @@ def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> No
 
 def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path) -> None:
     entries = [
-        {"prompt": GOOD[0], "id": "a"},
-        {"prompt": "Hello"},
-        {"prompt": 3, "id": 7},
-        {"prompt": ""},
-        [1, 2],
-        "Copy: fig fox cow",
-        {"messages": [{"role": "user"}]},
-        {"prompt": "Copy: " + "fig " * 600},
-    ]
+        {"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": 3, "id": 7}, {"prompt": ""}, [1, 2],
+        "Copy: fig fox cow", {"messages": [{"role": "user"}]}, {"prompt": "Copy: " + "fig " * 600},
+    ]  # fmt: skip
     source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
     with source.open("a") as file:
         file.write("\n{no json\n")

@@ -1,7 +1,5 @@
 """What the command lists: samplers, caches, comparisons, and what the packaged model can do."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Files of lines and of JSON, and every reader of them: where lines end, what is no JSON, and how files are written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

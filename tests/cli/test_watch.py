@@ -1,7 +1,5 @@
 """What is drawn while one waits: tokens being filled in, and what is loaded."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

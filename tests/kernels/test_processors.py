@@ -1,7 +1,5 @@
 """Kernels where torch and oneDNN may use fewer of the processor's instructions than it has."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

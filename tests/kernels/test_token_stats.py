@@ -1,7 +1,5 @@
 """Token statistics: every path against formulas written out here, and against the others."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

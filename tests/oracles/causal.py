@@ -1,7 +1,5 @@
 """Causal language models: decoding by plain loops over the module, and SJD-PAC's step in plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Orders and distributions of decoding under a constraint, by enumeration."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

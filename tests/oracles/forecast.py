@@ -1,7 +1,5 @@
 """Diffusers' denoising loop, every step evaluated, and TaylorSeer's over the output."""
 
-from __future__ import annotations
-
 import copy
 from math import factorial
 from typing import Any

@@ -1,7 +1,5 @@
 """Samplers of pictures, one picture and one token or position at a time."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

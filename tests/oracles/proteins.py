@@ -1,7 +1,5 @@
 """Proteins, one residue a call in a row's order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

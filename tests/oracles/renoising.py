@@ -1,8 +1,6 @@
 """A row on canvases of noise, decoded by a plain loop over transformers' own module: no store, no batch, all logits fed
 back. Draws are those of `paradec.core.rng` under the streams that the sampler documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

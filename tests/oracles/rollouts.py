@@ -1,7 +1,5 @@
 """Log-probabilities of rollouts, each row and state by itself through the module."""
 
-from __future__ import annotations
-
 import math
 
 import torch

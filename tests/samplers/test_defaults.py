@@ -4,8 +4,6 @@ A default that changes changes what everybody's run does, so it must be changed 
 numbers are those of the papers or, where these leave them open, of their public code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -55,18 +53,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         threshold=0.5, editing_threshold=0.0, max_post_steps=16, delete_token_id=None, split_token_id=None
     ),
     "s2d2": {
-        "route": "score",
-        "min_span": 1,
-        "tau": 0.0,
-        "on": 1.0,
-        "off": -5.0,
-        "cost": 1.0,
-        "dynamic": False,
-        "estimator": "entropy",
-        "threshold": 0.85,
-        "block_steps": None,
-        "confident_too": False,
-        "causal": True,
+        "route": "score", "min_span": 1, "tau": 0.0, "on": 1.0, "off": -5.0, "cost": 1.0, "dynamic": False,
+        "estimator": "entropy", "threshold": 0.85, "block_steps": None, "confident_too": False, "causal": True,
     },
     "freedave": {"base": "low_confidence", "draft_steps": 4, "draft_mode": "batch", "agreement": "exact"},
     "lopa": {"base": "threshold", "branches": 4, "alpha": 0.0, "tail": 1.0, "confidence": "minus_entropy"},
@@ -107,27 +95,14 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "var": SCALES,
     "code": SCALES | {"drafter": None, "split": None},
     "cspd": {
-        "draft": None,
-        "num_draft": 8,
-        "ratio": 0.15,
-        "inner_temperature": 42.0,
-        "mended": True,
-        "max_rounds": 100,
-        "head_steps": 100,
-        "temperature": 1.0,
-        "guidance_schedule": "linear",
+        "draft": None, "num_draft": 8, "ratio": 0.15, "inner_temperature": 42.0, "mended": True, "max_rounds": 100,
+        "head_steps": 100, "temperature": 1.0, "guidance_schedule": "linear",
     },
     "mar": {
-        "local_steps": 0,
-        "full_groups": None,
-        "head_steps": 100,
-        "fast_ratio": 0.4,
-        "temperature": 1.0,
-        "guidance_schedule": "linear",
-        "chunk_order": "raster",
-        "keep_buffer": False,
+        "local_steps": 0, "full_groups": None, "head_steps": 100, "fast_ratio": 0.4, "temperature": 1.0,
+        "guidance_schedule": "linear", "chunk_order": "raster", "keep_buffer": False,
     },
-}
+}  # fmt: skip
 
 LITE = {"order": 2, "where": "output", "first_enhance": 3}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -137,11 +112,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "jacobi": {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}},
     "s2d2": {
-        "sdar": {},
-        "sdar_16": {"cost": 0.0},
-        "fast_dllm_v2": {"route": "hysteresis", "dynamic": True, "causal": False},
-        "llada2_quality": {"tau": -5.0, "cost": 4.0, "causal": False},
-        "llada2_speed": {"cost": 4.0, "causal": False},
+        "sdar": {}, "sdar_16": {"cost": 0.0}, "fast_dllm_v2": {"route": "hysteresis", "dynamic": True, "causal": False},
+        "llada2_quality": {"tau": -5.0, "cost": 4.0, "causal": False}, "llada2_speed": {"cost": 4.0, "causal": False},
     },
     "editing": {
         "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
@@ -162,64 +134,46 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "maskgit": {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}},
     "recap": {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}},
     "taylorseer": {
-        "paper": {"interval": 6, "first_enhance": 3},
-        "flux": {"interval": 6, "first_enhance": 3},
-        "dit": {"interval": 4, "first_enhance": 2, "order": 4},
-        "hunyuan_video": {"interval": 5},
-        "wan": {"interval": 5},
-        "hidream": {"interval": 4, "order": 2},
-        "lite_fast": LITE | {"interval": 5},
-        "lite_medium": LITE | {"interval": 4},
-        "lite_detailed": LITE | {"interval": 3},
+        "paper": {"interval": 6, "first_enhance": 3}, "flux": {"interval": 6, "first_enhance": 3},
+        "dit": {"interval": 4, "first_enhance": 2, "order": 4}, "hunyuan_video": {"interval": 5},
+        "wan": {"interval": 5}, "hidream": {"interval": 4, "order": 2}, "lite_fast": LITE | {"interval": 5},
+        "lite_medium": LITE | {"interval": 4}, "lite_detailed": LITE | {"interval": 3},
     },
     "cspd": {"demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}},
     "mar": {"recap": {"local_steps": 1}},
     "groups": {"lpd": {"order": "lpd"}},
     "var": {"smooth": {"smooth": True}},
     "distilled": {
-        "llamagen_b": {"t_list": (0, 80), "split": 80},
-        "llamagen_l": {"t_list": (0, 80), "split": 130},
+        "llamagen_b": {"t_list": (0, 80), "split": 80}, "llamagen_l": {"t_list": (0, 80), "split": 130},
         "llamagen_l_22": {"t_list": (0, 80), "split": 180, "teacher_start": 60},
         "llamagen_l_42": {"t_list": (0, 80), "split": 180, "teacher_start": 40},
         "llamagen_l_81": {"t_list": (0, 80), "split": 220, "teacher_start": 0},
-        "var_d16": {"t_list": (0, 5), "split": 5},
-        "var_d20": {"t_list": (0, 4), "split": 4},
-        "var_d24": {"t_list": (0, 4), "split": 4},
-        "var_d16_3": {"t_list": (0, 5), "split": 5, "teacher_start": 4},
+        "var_d16": {"t_list": (0, 5), "split": 5}, "var_d20": {"t_list": (0, 4), "split": 4},
+        "var_d24": {"t_list": (0, 4), "split": 4}, "var_d16_3": {"t_list": (0, 5), "split": 5, "teacher_start": 4},
         "var_d16_4": {"t_list": (0, 5), "split": 8, "teacher_start": 3},
         "var_d16_6": {"t_list": (0, 5), "split": 9, "teacher_start": 0},
     },
-}
+}  # fmt: skip
 
 CACHES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "prefix": STORE,
-    "dual": STORE,
+    "none": {}, "prefix": STORE, "dual": STORE,
     "vicinity": STORE | {"prefix_look": 16, "after_look": 16, "warmup_steps": 4, "cache_update_freq": None},
     "delayed": STORE | {"cache_delay_iter": 1, "refresh_interval": 10000, "waiting": None},
     "d2": STORE | {"current_k": 32, "sigma": 10.0, "inflate_w": 4},
     "dkv_decode": STORE | {"refresh_interval": None, "shift_type": "un_right"},
-    "dkv_greedy": STORE | {"refresh_interval": 2, "window": 4},
-    "dkv_prefill": STORE,
-    "dkv_pd": STORE | {"refresh_interval": None, "shift_type": "un_right"},
-    "block": STORE,
-    "hierarchical": STORE,
+    "dkv_greedy": STORE | {"refresh_interval": 2, "window": 4}, "dkv_prefill": STORE,
+    "dkv_pd": STORE | {"refresh_interval": None, "shift_type": "un_right"}, "block": STORE, "hierarchical": STORE,
     "recap": STORE | {"recompute_prompt": True},
-}
+}  # fmt: skip
 
 VALUES: dict[str, dict[str, Any]] = {
     "AdaptiveBlocks": ADAPTIVE | {"length": 32, "min_length": 1, "model_block": None, "model_align": "absolute"},
     "SparseD": {
-        "select": 0.3,
-        "skip": 0.2,
-        "block_size": 128,
-        "dense_steps": None,
-        "refresh_pattern_every": None,
-        "selection": "isolated",
-        "backend": "auto",
+        "select": 0.3, "skip": 0.2, "block_size": 128, "dense_steps": None, "refresh_pattern_every": None,
+        "selection": "isolated", "backend": "auto",
     },
     "Prophet": {"gaps": (7.5, 5.0, 2.5), "stages": (0.33, 0.67), "answer": None},
-}
+}  # fmt: skip
 
 
 def defaults(kind: type) -> dict[str, Any]:

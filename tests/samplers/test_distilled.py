@@ -1,7 +1,5 @@
 """Distilled students of LlamaGen and VAR: replays of the public code, plain loops, and what must hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures in any order, exactly: the tokens, or the distribution, of one position a call of an LPD."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Callable

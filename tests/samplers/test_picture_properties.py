@@ -1,7 +1,5 @@
 """What holds for every sampler of pictures that is not a language model's."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a sampler, a cache or a policy does not serve is refused in one line that names the argument and its value."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache
@@ -306,8 +304,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (design(sampler="jacobi", order=orders.create("given", cells=[1, 0])), "11 cells"),
         (design(sampler="margin", order="chain"), "order='chain'", "'margin'"),
         (design(sampler=create("speculative", drafter="prompt_lookup")()), "speculative"),
-        (design(sampler="zipar"), "'zipar'"),
-        (design(sampler=create("jacobi", group=4)()), "group=4"),
+        (design(sampler="zipar"), "'zipar'"), (design(sampler=create("jacobi", group=4)()), "group=4"),
         (design(sampler=create("jacobi", pool=4)()), "pool=4", "store"),
         (design(sampler=create("sjd", init="repeat_horizontal")()), "init='repeat_horizontal'"),
         (design(sampler="sjd", guidance_scale=2.0), "guidance_scale=2.0"),
@@ -352,12 +349,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         *(
             (picture(student, create("distilled", teacher=teacher)), *words)
             for student, teacher, *words in (
-                ("student", tiny_llamagen(grid=5), "grid=5", "4"),
-                ("student", tiny_llamagen("t2i"), "condition='t2i'"),
-                ("student", tiny_student(), "LlamaGen"),
-                ("var student", tiny_llamagen(), "VAR"),
-                ("var student", tiny_var(classes=7), "classes=7", "5"),
-                ("var student", tiny_var(vq_seed=3), "codes"),
+                ("student", tiny_llamagen(grid=5), "grid=5", "4"), ("student", tiny_llamagen("t2i"), "condition='t2i'"),
+                ("student", tiny_student(), "LlamaGen"), ("var student", tiny_llamagen(), "VAR"),
+                ("var student", tiny_var(classes=7), "classes=7", "5"), ("var student", tiny_var(vq_seed=3), "codes"),
             )
         ),
         (picture("student", create("distilled", teacher=tiny_llamagen()), steps=1), "steps=1"),
@@ -392,7 +386,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             "negative_prompt",
         ),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Wrong settings of samplers, caches, orders and policies: the error names the setting and its value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Filters of the sampling distribution against their plain definition, and the searches that they rest on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

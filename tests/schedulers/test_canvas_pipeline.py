@@ -1,8 +1,6 @@
 """DiffusionGemmaPipeline with diffusers' and paradec's EntropyBoundScheduler, transformers' generate and
 paradec.generate: the same numbers, but where a canvas runs out of steps."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Presets after diffusers' LLaDA2Pipeline: the tokens of `generate(preset=)`, and what no pipeline can follow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong arguments and files of the tools: one line that names the argument or the line, and what is allowed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -33,8 +31,7 @@ FIRST = '{"prompt": "a", "answer": "b"}\n'
 DEEP = "[" * 100_000
 FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
     read_questions: [
-        (FIRST + "[1]", "line 2", "object"),
-        (FIRST + '{"prompt": "a"}', "line 2", "answer", "regex"),
+        (FIRST + "[1]", "line 2", "object"), (FIRST + '{"prompt": "a"}', "line 2", "answer", "regex"),
         (FIRST + '{"prompt": "a", "answer": "b", "regex": "c"}', "line 2", "answer", "regex"),
         (FIRST + '{"prompt": " ", "answer": "b"}', "line 2", "prompt="),
         (FIRST + '{"answer": "b"}', "line 2", "prompt="),
@@ -44,19 +41,15 @@ FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
         (FIRST + '{"prompt": "a", "answer": "b", "constraint": {"regexp": "b"}}', "line 2", "'regex'"),
     ],
     read_for_tuning: [
-        ('{"text": "x"}', "line 1", "'text'"),
-        ('{"answer": "x"}', "line 1", "prompt", "input_ids"),
-        ('{"prompt": " "}', "line 1", "prompt=' '"),
-        ('{"prompt": "x", "regex": "("}', "line 1", "regular expression"),
+        ('{"text": "x"}', "line 1", "'text'"), ('{"answer": "x"}', "line 1", "prompt", "input_ids"),
+        ('{"prompt": " "}', "line 1", "prompt=' '"), ('{"prompt": "x", "regex": "("}', "line 1", "regular expression"),
         ('{"input_ids": []}', "line 1", "input_ids=[]"),
-        ('{"input_ids": [1], "answer_ids": [2], "answer": "x"}', "line 1", "answer"),
-        ("", "no prompts"),
+        ('{"input_ids": [1], "answer_ids": [2], "answer": "x"}', "line 1", "answer"), ("", "no prompts"),
     ],
     read_for_learn2pd: [(FIRST + '{"answer": 3}', "line 2", "prompt=None")],
     **{
         partial(read): [
-            (FIRST + DEEP, "line 2", "100 deep"),
-            (FIRST + "{", "line 2", "JSON"),
+            (FIRST + DEEP, "line 2", "100 deep"), (FIRST + "{", "line 2", "JSON"),
             (FIRST + '{"prompt": ' + "1" * 5000 + "}", "line 2", "JSON"),
             (FIRST + '{"prompt": "\\ud800", "answer": ""}', "line 2", "prompt='\\ud800'", "UTF-8"),
         ]
@@ -66,21 +59,15 @@ FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
     Records.load: [("", "wrong.jsonl")],
     load_filter: [("", "wrong.jsonl"), ("{}", "wrong.jsonl")],
     Recipe.load: [
-        ("tasks: []", "tasks=[]"),
-        ("shots: 5", "tasks"),
-        ("tasks: [a]\nshot: 5", "'shot'", "'shots'"),
+        ("tasks: []", "tasks=[]"), ("shots: 5", "tasks"), ("tasks: [a]\nshot: 5", "'shot'", "'shots'"),
         ("tasks: [a]\nrequest: {thresold: 1}", "thresold"),
         ("tasks: [a]\nrequest: {temperature: -1}", "temperature=-1"),
         ("tasks: [a]\nrequest: {sampler: {sampler: threshold, threshold: 7}}", "threshold=7"),
-        ("tasks: [a]\nbatch: 0", "batch=0"),
-        ("tasks: [a]\nchat: maybe", "chat='maybe'"),
-        ("tasks: [a]\ndtype: int8", "dtype"),
-        ("tasks: [a]\npublished: {value: 3}", "published="),
-        ("tasks: [a]\npreset: none.json", "none.json"),
-        ("- 3", "fields"),
-        ("tasks: [", "YAML"),
+        ("tasks: [a]\nbatch: 0", "batch=0"), ("tasks: [a]\nchat: maybe", "chat='maybe'"),
+        ("tasks: [a]\ndtype: int8", "dtype"), ("tasks: [a]\npublished: {value: 3}", "published="),
+        ("tasks: [a]\npreset: none.json", "none.json"), ("- 3", "fields"), ("tasks: [", "YAML"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -134,58 +121,33 @@ def tune(of: Callable[[], Any] = model, prompts: Any = ((1, 2), (3,)), **argumen
 CALLS: list[tuple[Any, ...]] = [
     *((partial(wilson, *counts),) for counts in ((3, 2), (-1, 2), (0, 0), (1, 2, 1), (1, 2, 0))),
     *((partial(aup, points),) for points in ([], [(0, 50)], [(1, 101)], [(1, -1)], [(math.nan, 50)], [(1, math.inf)])),
-    (partial(bootstrap, []), "values"),
-    (partial(load_prompts, "sorting"), "'sorting'", "sort", "latin_square"),
-    (partial(get_task, "nope"), "task"),
-    (partial(load_prompts, limit=0), "limit=0"),
+    (partial(bootstrap, []), "values"), (partial(load_prompts, "sorting"), "'sorting'", "sort", "latin_square"),
+    (partial(get_task, "nope"), "task"), (partial(load_prompts, limit=0), "limit=0"),
     (lambda: TASKS["copy"].make(Random(0), size=9), "size=9", "(3, 4, 5, 6)"),
     (lambda: TASKS["sort"].check(TASKS["copy"].make(Random(0)), ""), "'copy'", "'sort'"),
-    (partial(parallel_questions, "rotations"), "task: 'rotations'"),
-    (partial(prompts_of, []), "empty"),
-    (partial(prompts_of, b"ab"), "prompts="),
-    (partial(prompts_of, 3), "prompts="),
-    (partial(prompts_of, [1.5]), "prompt 0"),
-    (partial(prompts_of, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
-    (judge(method="exact"), "method='exact'"),
-    (judge(method="loop"), "method"),
-    (judge(order="any"), "order"),
-    (judge(samples=0), "samples=0"),
-    (judge(samples=24, stratum=16), "samples=24", "stratum=16"),
-    (judge(guidance_scale=-1), "guidance_scale"),
-    (judge(batch_size=0), "batch_size=0"),
-    (judge(seed=-1), "seed=-1"),
+    (partial(parallel_questions, "rotations"), "task: 'rotations'"), (partial(prompts_of, []), "empty"),
+    (partial(prompts_of, b"ab"), "prompts="), (partial(prompts_of, 3), "prompts="),
+    (partial(prompts_of, [1.5]), "prompt 0"), (partial(prompts_of, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
+    (judge(method="exact"), "method='exact'"), (judge(method="loop"), "method"), (judge(order="any"), "order"),
+    (judge(samples=0), "samples=0"), (judge(samples=24, stratum=16), "samples=24", "stratum=16"),
+    (judge(guidance_scale=-1), "guidance_scale"), (judge(batch_size=0), "batch_size=0"), (judge(seed=-1), "seed=-1"),
     (judge(([], [5]), lambda: tiny(1, prediction="shifted")), "context 0"),
-    (judge(([], [5]), lambda: wrap_kind("Llama causal")), "context 0"),
-    (judge(([5], [])), "continuation 0"),
-    (judge(([5], [MASK])), "mask id"),
-    (judge(([5], [99])), "vocabulary"),
-    (judge(([1] * 600, [5])), "longer"),
+    (judge(([], [5]), lambda: wrap_kind("Llama causal")), "context 0"), (judge(([5], [])), "continuation 0"),
+    (judge(([5], [MASK])), "mask id"), (judge(([5], [99])), "vocabulary"), (judge(([1] * 600, [5])), "longer"),
     (judge(([5], [6]), lambda: wrap_kind("Llama causal"), method="chain"), "method='chain'"),
-    (judge(of=decoder), "log_likelihoods"),
-    (answering(batch_size="auto"), "batch_size='auto'"),
-    (answering(likelihood="exact"), "method='exact'"),
-    (answering(mc_num=24), "samples=24"),
-    (answering(dtype="float32"), "dtype='float32'"),
-    (answering(seed=-1), "seed=-1"),
-    (answering(num_return_sequences=2), "num_return_sequences=2"),
-    (answering(tresh=1), "tresh"),
-    (answering(choices="best"), "choices: 'best'"),
-    (lambda: Answering(wrap_kind("Bert")), "tokenizer"),
-    (lambda: Answering("digits-ar"), "language model"),
-    (tune(objective="speed"), "objective: 'speed'"),
-    (tune(eta=1), "eta=1"),
-    (tune(tolerance=101), "tolerance=101"),
-    (tune(samplers=["thresold"]), "'thresold'", "'threshold'"),
-    (tune(samplers=["sjd"]), "'sjd'", "'draft_verify'"),
-    (tune(caches=["duel"]), "'duel'", "'dual'"),
-    (tune(blocks=[0]), "blocks=0"),
-    (tune(sampler="threshold"), "sampler"),
-    (tune(study="/nowhere/x.db"), "study='/nowhere/x.db'"),
-    (tune(study=__file__), "SQLite"),
-    (tune(lambda: tiny(1, "causal")), "autoregressive"),
-    (tune(lambda: "model"), "tune"),
+    (judge(of=decoder), "log_likelihoods"), (answering(batch_size="auto"), "batch_size='auto'"),
+    (answering(likelihood="exact"), "method='exact'"), (answering(mc_num=24), "samples=24"),
+    (answering(dtype="float32"), "dtype='float32'"), (answering(seed=-1), "seed=-1"),
+    (answering(num_return_sequences=2), "num_return_sequences=2"), (answering(tresh=1), "tresh"),
+    (answering(choices="best"), "choices: 'best'"), (lambda: Answering(wrap_kind("Bert")), "tokenizer"),
+    (lambda: Answering("digits-ar"), "language model"), (tune(objective="speed"), "objective: 'speed'"),
+    (tune(eta=1), "eta=1"), (tune(tolerance=101), "tolerance=101"),
+    (tune(samplers=["thresold"]), "'thresold'", "'threshold'"), (tune(samplers=["sjd"]), "'sjd'", "'draft_verify'"),
+    (tune(caches=["duel"]), "'duel'", "'dual'"), (tune(blocks=[0]), "blocks=0"), (tune(sampler="threshold"), "sampler"),
+    (tune(study="/nowhere/x.db"), "study='/nowhere/x.db'"), (tune(study=__file__), "SQLite"),
+    (tune(lambda: tiny(1, "causal")), "autoregressive"), (tune(lambda: "model"), "tune"),
     (tune(prompts=("a text", "another")), "tokenizer"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "words"), [pytest.param(call, words, id=str(words[:1])) for call, *words in CALLS])

@@ -1,7 +1,5 @@
 """Models of any order in the samplers of causal models: the tokens, or the distribution, of one position a step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

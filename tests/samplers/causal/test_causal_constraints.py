@@ -1,7 +1,5 @@
 """Constraints on causal models: recorded runs, the distribution of masked token-by-token decoding, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

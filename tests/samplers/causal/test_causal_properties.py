@@ -1,7 +1,5 @@
 """What holds for every way of drafting and verifying on causal language models."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -40,32 +38,26 @@ def drafting(**settings: Any) -> Callable[[], CausalSampler]:
 
 
 METHODS: dict[str, Callable[[], CausalSampler]] = {
-    "sjd": named("sjd", window=5),
-    "sjd, wide": named("sjd", window=16),
-    "sjd, token by token": named("sjd", window=1),
+    "sjd": named("sjd", window=5), "sjd, wide": named("sjd", window=16), "sjd, token by token": named("sjd", window=1),
     "sjd, repeat": named("sjd", window=5, init="repeat_horizontal"),
     "sjd, sample": named("sjd", window=5, init="sample_horizontal"),
     "sjd, keep": named("sjd", window=4, refresh="keep"),
     "sjd, one-hot": named("sjd", window=4, guess_distribution="one_hot"),
-    "sjd_pac": named("sjd_pac", window=4, siblings=3, branching=2),
-    "scd": named("scd", window=5),
+    "sjd_pac": named("sjd_pac", window=4, siblings=3, branching=2), "scd": named("scd", window=5),
     "scd, maximal": named("scd", window=5, refresh="maximal"),
     "scd, siblings": named("scd", window=6, refresh="maximal", siblings=3, branching=2),
     "scd, siblings of noise": named("scd", window=6, refresh="gumbel", siblings=3, branching=2),
-    "jacobi": named("jacobi", window=5),
-    "jacobi, pool": named("jacobi", window=6, pool=3),
+    "jacobi": named("jacobi", window=5), "jacobi, pool": named("jacobi", window=6, pool=3),
     "jacobi, blocks": named("jacobi", group=5),
-    "jacobi, blocks as published": named("jacobi", group=5, early_exit="published"),
-    "speculative": drafting(),
-    "speculative, wide": drafting(window=9),
-    "speculative, tree": drafting(tree=(2, 2, 1)),
+    "jacobi, blocks as published": named("jacobi", group=5, early_exit="published"), "speculative": drafting(),
+    "speculative, wide": drafting(window=9), "speculative, tree": drafting(tree=(2, 2, 1)),
     "speculative, naive tree": drafting(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
     "speculative, greedy tree": drafting(tree=(3, 2), rule="greedy"),
     "speculative, k_seq tree": drafting(tree=(3, 2), rule="k_seq"),
     "speculative, stopped": drafting(window=6, stop=Unsure(0.2)),
     "speculative, lookup": lambda: Speculative(drafter=PromptLookup(5, 2)),
     "speculative, recycling": lambda: Speculative(drafter="token_recycling", rule="naive"),
-}
+}  # fmt: skip
 OWN = {
     "self_speculative, causal": ("causal", "shifted"),
     "self_speculative": ("block_causal", "same"),

@@ -1,7 +1,5 @@
 """`generate(rollout=True)` and `paradec.replay` of causal models: every token with its step and log-probability."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -51,20 +49,9 @@ def method(name: str, drafter: Model) -> Any:
 
 
 METHODS = [
-    "sjd",
-    "scd",
-    "jacobi",
-    "one by one",
-    "pool",
-    "blocks",
-    "coupled",
-    "chain",
-    "tree",
-    "grown",
-    "lookup",
-    "recycling",
+    "sjd", "scd", "jacobi", "one by one", "pool", "blocks", "coupled", "chain", "tree", "grown", "lookup",
     "self_speculative",
-]
+]  # fmt: skip
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "trace": True},
     {"temperature": 0.7, "top_p": 0.9, "guidance_scale": 1.5, "suppress_tokens": [3, 5]},

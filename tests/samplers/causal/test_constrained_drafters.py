@@ -1,7 +1,5 @@
 """Constraints on causal models with a drafter that reads hidden states: EAGLE-3, DFlash 2, DSpark."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ways of drafting: look-ups, pools, recycled tokens and rules that end a chain; what all of them keep over a store."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Verification of drafts: the public codes' cases, exactness by chi-square, rules for trees, inits over image grids."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import dataclass
@@ -135,23 +133,13 @@ ROWS = 4000
 MODEL = TableModel.random(5, seed=0)
 DRAFTER = TableModel.random(5, seed=1, near=MODEL)
 EXACT = [
-    ("sjd, window 4", "temperature 1"),
-    ("sjd, window 2", "all"),
-    ("sjd, one-hot q", "top-p 0.8"),
-    ("sjd, keep", "temperature 0.7"),
-    ("sjd, sample", "top-k 3"),
-    ("scd, gumbel", "temperature 1"),
-    ("scd, gumbel", "all"),
-    ("scd, maximal", "temperature 1"),
-    ("scd, maximal", "guidance 2"),
-    ("jacobi", "temperature 0.7"),
-    ("speculative, window 4", "all"),
-    ("speculative, recursive tree", "temperature 1"),
-    ("speculative, without_replacement tree", "guidance 2"),
-    ("speculative, k_seq tree", "top-k 3"),
-    ("speculative, naive tree", "temperature 0.7"),
-    ("speculative, greedy tree", "top-p 0.8"),
-]
+    ("sjd, window 4", "temperature 1"), ("sjd, window 2", "all"), ("sjd, one-hot q", "top-p 0.8"),
+    ("sjd, keep", "temperature 0.7"), ("sjd, sample", "top-k 3"), ("scd, gumbel", "temperature 1"),
+    ("scd, gumbel", "all"), ("scd, maximal", "temperature 1"), ("scd, maximal", "guidance 2"),
+    ("jacobi", "temperature 0.7"), ("speculative, window 4", "all"), ("speculative, recursive tree", "temperature 1"),
+    ("speculative, without_replacement tree", "guidance 2"), ("speculative, k_seq tree", "top-k 3"),
+    ("speculative, naive tree", "temperature 0.7"), ("speculative, greedy tree", "top-p 0.8"),
+]  # fmt: skip
 
 
 @pytest.mark.thinned

@@ -1,7 +1,5 @@
 """Jacobi decoding in blocks: the public code's cases, and equality with decoding token by token."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Self-speculation: recorded runs of Nemotron-Labs-Diffusion's loop and of the exact greedy form on SDAR
 (`tests/golden/autumn`), and what must hold of any model: the tokens and the distribution of token by token decoding."""
 
-from __future__ import annotations
-
 import functools
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SJD-PAC: its recorded verifications, a plain restatement whose distribution is enumerated, and whole decodes."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Jacobi family on causal language models: drafts, stores, models without either, ZipAR."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,9 @@ from paradec.models.images.grid import Grid
 from paradec.samplers.causal.loop import CausalSampler
 
 SAMPLERS: dict[str, dict[str, Any]] = {
-    "sjd": {"window": 5},
-    "sjd, token by token": {"window": 1},
-    "scd": {"window": 5},
-    "speculative": {},
-    "speculative, tree": {"tree": (2, 2, 1)},
-    "speculative, greedy tree": {"tree": (3, 2), "rule": "greedy"},
-}
+    "sjd": {"window": 5}, "sjd, token by token": {"window": 1}, "scd": {"window": 5}, "speculative": {},
+    "speculative, tree": {"tree": (2, 2, 1)}, "speculative, greedy tree": {"tree": (3, 2), "rule": "greedy"},
+}  # fmt: skip
 
 
 def made(name: str) -> CausalSampler:

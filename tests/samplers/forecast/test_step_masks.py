@@ -1,7 +1,5 @@
 """cache-dit's named step masks: beside masks that cache-dit 1.5.3 made, in runs, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

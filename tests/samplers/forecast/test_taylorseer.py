@@ -1,7 +1,5 @@
 """TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; the loop over outputs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
@@ -467,9 +466,6 @@ def test_what_needs_the_model_s_parts_is_refused_over_outputs(settings: dict[str
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(TypeError, match="Linear"):
-        TaylorSeer().start(torch.nn.Linear(1, 1), noise(2), scheduler=DDIMScheduler())
-    with pytest.raises(TypeError, match="DiTTransformer2DModel"):
-        DiffusionModel(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="eval"):
-        DiffusionModel(tiny_dit().train())
+    refuses(lambda: TaylorSeer().start(torch.nn.Linear(1, 1), noise(2), scheduler=DDIMScheduler()), "Linear", TypeError)
+    refuses(lambda: DiffusionModel(torch.nn.Linear(1, 1)), "DiTTransformer2DModel", TypeError)
+    refuses(lambda: DiffusionModel(tiny_dit().train()), "eval")

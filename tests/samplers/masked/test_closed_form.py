@@ -1,7 +1,5 @@
 """Samplers against arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -102,23 +100,16 @@ def assert_probability(hits: int, trials: int, p: float, comparisons: int = 1) -
 
 
 ONE_STEP: dict[str, dict] = {
-    "threshold": {"threshold": 0.0},
-    "factor": {"factor": N + 1.0},
-    "hierarchy": {"threshold": 0.0},
-    "entropy_bound": {"gamma": 1e9},
-    "entropy_threshold": {"threshold": 1e9},
-    "localleap": {"anchor_threshold": 0.0, "relaxed_threshold": 0.0},
-    "adablock": {"threshold": 0.0},
-    "learn2pd": {"filter_threshold": 0.0},
-    "lopa": {"base": {"sampler": "threshold", "threshold": 0.0}},
-    "wino": {"threshold": 0.0, "cap_low": N, "cap_share": 1.0},
-    "editing": {"threshold": 0.0, "editing_threshold": 1.0},
-    "saber": {"minimum": N},
-    "s2d2": {"route": "span", "min_span": N + 2, "block_steps": 1},
+    "threshold": {"threshold": 0.0}, "factor": {"factor": N + 1.0}, "hierarchy": {"threshold": 0.0},
+    "entropy_bound": {"gamma": 1e9}, "entropy_threshold": {"threshold": 1e9},
+    "localleap": {"anchor_threshold": 0.0, "relaxed_threshold": 0.0}, "adablock": {"threshold": 0.0},
+    "learn2pd": {"filter_threshold": 0.0}, "lopa": {"base": {"sampler": "threshold", "threshold": 0.0}},
+    "wino": {"threshold": 0.0, "cap_low": N, "cap_share": 1.0}, "editing": {"threshold": 0.0, "editing_threshold": 1.0},
+    "saber": {"minimum": N}, "s2d2": {"route": "span", "min_span": N + 2, "block_steps": 1},
     "credit": {"threshold": 0.0, "fusion": 0.0},
     "union": {"rules": ({"sampler": "threshold", "threshold": 0.0}, "localleap")},
     "intersection": {"rules": [{"sampler": "threshold", "threshold": 0.0}, {"sampler": "factor", "factor": N + 1.0}]},
-}
+}  # fmt: skip
 """Settings at which a block is one step, for the samplers that `steps=1` does not tell so."""
 TILTS = {"credit", "union"}
 """Those whose defaults draw from other logits than the model's: right answers, in other proportions."""

@@ -1,7 +1,5 @@
 """Requests with a constraint: recorded runs, exact distributions by enumeration, and every sampler's answers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -491,17 +489,13 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
             {
                 "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
                 "cache": st.sampled_from(["none", "prefix", "dual", "dkv_decode"]),
-                "block_length": st.sampled_from([3, 5, 32]),
-                "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
-                "top_p": st.sampled_from([None, 0.5]),
-                "top_k": st.sampled_from([None, 2]),
-                "guidance_scale": st.sampled_from([1.0, 1.5]),
-                "eos_early_stop": st.booleans(),
-                "stop": st.sampled_from([None, paradec.Prophet()]),
-                "seed": st.integers(0, 99),
+                "block_length": st.sampled_from([3, 5, 32]), "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+                "top_p": st.sampled_from([None, 0.5]), "top_k": st.sampled_from([None, 2]),
+                "guidance_scale": st.sampled_from([1.0, 1.5]), "eos_early_stop": st.booleans(),
+                "stop": st.sampled_from([None, paradec.Prophet()]), "seed": st.integers(0, 99),
             }
         )
-    )
+    )  # fmt: skip
     prompts = [[1, 2, 3], [4]]
     try:
         out = paradec.generate(bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked)

@@ -1,7 +1,5 @@
 """The masked family beside the textbook: what follows from declarations, and logits of undecided positions alone."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Invariants that every masked sampler with every cache must keep, in float64."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

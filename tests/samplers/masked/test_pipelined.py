@@ -1,7 +1,5 @@
 """Several open blocks: against plain loops and `FixedBlocks`, and where they meet the rest of a request."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

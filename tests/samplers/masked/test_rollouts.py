@@ -1,7 +1,5 @@
 """`generate(rollout=True)`: every decision with its step and log-probability, over the canvas; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

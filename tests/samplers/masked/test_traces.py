@@ -16,8 +16,6 @@ By default traces with every setting are replayed (`replay.often`), and all with
 and the number of forwards are compared there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterable

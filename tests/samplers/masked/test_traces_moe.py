@@ -12,8 +12,6 @@ Each call evaluates and writes what the reference's does; `rng="reference"` keep
 - SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill; ours does not.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

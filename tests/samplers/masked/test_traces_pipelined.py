@@ -14,8 +14,6 @@ distribution, as these codes do. What differs, and is put back here:
   evaluates branches and takes none (`ForcedBase`). With nothing to look ahead with, the row is evaluated twice.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace

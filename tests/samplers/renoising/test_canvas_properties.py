@@ -1,7 +1,5 @@
 """What holds for every rule on canvases, with constraints and without."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -392,23 +390,17 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
         {},
         optional={
             "max_new_tokens": st.sampled_from([1, 3, 17, 33, None, 0, -1, "4"]),
-            "steps": st.sampled_from([1, 2, 6, 7, 0, 1.5]),
-            "seed": st.sampled_from([0, [1, 2], [1], -1, None]),
-            "top_p": st.sampled_from([0.5, 1.0, 0.0, 2]),
-            "top_k": st.sampled_from([1, 3, 1000, 0]),
+            "steps": st.sampled_from([1, 2, 6, 7, 0, 1.5]), "seed": st.sampled_from([0, [1, 2], [1], -1, None]),
+            "top_p": st.sampled_from([0.5, 1.0, 0.0, 2]), "top_k": st.sampled_from([1, 3, 1000, 0]),
             "rng": st.sampled_from(["counter", "reference", "other"]),
-            "suppress_tokens": st.sampled_from([(), [3], range(14, 60), [-1]]),
-            "logits_eos_inf": st.booleans(),
-            "holes_eos_inf": st.booleans(),
-            "eos_early_stop": st.booleans(),
-            "num_return_sequences": st.sampled_from([1, 2, 0]),
-            "keep_prefix": st.booleans(),
-            "trace": st.booleans(),
+            "suppress_tokens": st.sampled_from([(), [3], range(14, 60), [-1]]), "logits_eos_inf": st.booleans(),
+            "holes_eos_inf": st.booleans(), "eos_early_stop": st.booleans(),
+            "num_return_sequences": st.sampled_from([1, 2, 0]), "keep_prefix": st.booleans(), "trace": st.booleans(),
             "temperature": st.sampled_from([0.0, 0.1]),
             "sampler": st.sampled_from(["diffusion_gemma", "threshold", "random", "credit", "sjd", "canvas"]),
         },
     )
-)
+)  # fmt: skip
 def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
     own = model(torch.float32)
     given_rows = ROWS[:2]

@@ -1,7 +1,5 @@
 """DiffusionGemma's sampler against transformers' own `generate`, and against a plain loop."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

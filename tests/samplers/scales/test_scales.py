@@ -1,7 +1,5 @@
 """VAR and CoDe: replays of the public codes, and decoding by hand."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from dataclasses import dataclass, field

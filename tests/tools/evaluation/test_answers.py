@@ -1,7 +1,5 @@
 """What a harness asks of a model: answers, prompts, log-likelihoods. None of it needs lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The comparison of samplers: its numbers, its file, its interrupts, and the command."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what the harness adds to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -138,17 +136,11 @@ def choices(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
-        "task": "choices",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    }
+        "task": "choices", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}, "output_type": "multiple_choice",
+        "test_split": "test", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "label",
+        "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
     (folder / "choices.yaml").write_text(yaml.safe_dump(task))
     return folder
 

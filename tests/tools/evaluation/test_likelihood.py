@@ -1,7 +1,5 @@
 """Log-likelihoods beside plain loops: over all maskings, all orders, and one position after the other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

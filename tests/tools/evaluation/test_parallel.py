@@ -1,7 +1,5 @@
 """The bench of parallel decoding: its prompts, equal numbers of settings, the command."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

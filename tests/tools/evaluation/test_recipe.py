@@ -1,7 +1,5 @@
 """Recipes, their dry runs, and what a task's arguments become; none of it needs lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

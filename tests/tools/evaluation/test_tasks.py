@@ -1,7 +1,5 @@
 """The list tasks: generators, checkers, the split, and the prompts in the package."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import permutations
 from random import Random

@@ -1,7 +1,5 @@
 """Pages, animations and plots of traces: harmless, bounded, and what they say is what was recorded."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser
@@ -10,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import refuses
 from images import tiny_masked_image
 from PIL import Image
 from small_models import tiny
@@ -111,12 +110,9 @@ def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
     for first, second in ((one, short), (short, one)):
         first.to_gif(tmp_path / "both.gif", beside=second)
         assert Image.open(tmp_path / "both.gif").n_frames == 8 + 1
-    with pytest.raises(ValueError, match="names has 1 entries for 2 traces"):
-        one.to_html(beside=two, names=["a"])
-    with pytest.raises(ValueError, match="5 traces: from 1 to 4"):
-        one.to_html(beside=[two] * 4)
-    with pytest.raises(TypeError, match="must be a paradec.core.trace.Trace"):
-        one.to_html(beside=["run.json"])
+    refuses(lambda: one.to_html(beside=two, names=["a"]), "names has 1 entries for 2 traces")
+    refuses(lambda: one.to_html(beside=[two] * 4), "5 traces: from 1 to 4")
+    refuses(lambda: one.to_html(beside=["run.json"]), "must be a paradec.core.trace.Trace", TypeError)
 
 
 def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What a prompt or a notebook shows of outputs, models, sessions and reports."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """What a trace records of a run beside what was written, for every family; its files; and that it changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -249,13 +247,8 @@ def recorded() -> list[dict[str, Any]]:
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
     found = [
-        text,
-        open_,
-        drafts,
-        picture,
-        scripts_trace(),
-        Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
-    ]
+        text, open_, drafts, picture, scripts_trace(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
+    ]  # fmt: skip
     data = [json.loads(trace.to_json()) for trace in found]
     there = {name for run in data for each in (run, *run["steps"]) for name in each}
     assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}

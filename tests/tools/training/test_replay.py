@@ -1,7 +1,5 @@
 """`paradec.replay`: recorded rollouts and cases, a plain loop, one forward beside rows, gradients, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The search for steps, over losses that are tables."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """`paradec.tune` as a whole: what is measured, the halves, the preset, resumption, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -47,14 +45,9 @@ def finished(file: Path) -> list[Any]:
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
 """Of one to three tokens."""
 SMALL: dict[str, Any] = {
-    "samplers": ["threshold", "factor", "low_confidence"],
-    "blocks": [None],
-    "max_new_tokens": 6,
-    "trials": 5,
-    "batch": 4,
-    "seed": 1,
-    "loss": 100,
-}
+    "samplers": ["threshold", "factor", "low_confidence"], "blocks": [None], "max_new_tokens": 6, "trials": 5,
+    "batch": 4, "seed": 1, "loss": 100,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """`paradec tune`: what it prints and writes, and what it says of options that are wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of tuning: prompts and halves, scores, rungs and who goes on, the space, fronts and intervals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """FreeDave: the base's tokens in fewer forwards, for any base, cache and layout of the drafts."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -119,14 +117,10 @@ def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: s
 
 
 CASES = [
-    ("bidirectional", "same", "none"),
-    ("bidirectional", "same", "prefix"),
-    ("bidirectional", "same", "dual"),
-    ("bidirectional", "shifted", "dual"),
-    ("block_causal", "same", "none"),
-    ("block_causal", "same", "block"),
+    ("bidirectional", "same", "none"), ("bidirectional", "same", "prefix"), ("bidirectional", "same", "dual"),
+    ("bidirectional", "shifted", "dual"), ("block_causal", "same", "none"), ("block_causal", "same", "block"),
     ("block_causal", "shifted", "block"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.thinned

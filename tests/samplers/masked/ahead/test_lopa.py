@@ -1,7 +1,5 @@
 """LoPA's branches: nothing without them, the best one with them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -12,8 +12,6 @@ the block. What differs:
 (`replay.often`), and all with `-m full`, in float32 too: final tokens are compared there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

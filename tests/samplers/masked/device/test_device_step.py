@@ -1,7 +1,5 @@
 """The device-side step against the plain loop, uncaptured; that it could be captured; and when it is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

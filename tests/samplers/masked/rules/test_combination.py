@@ -1,13 +1,11 @@
 """Combinations of samplers: as values, as text, and against what their parts decide."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from decoding import view_of
+from decoding import refuses, view_of
 from oracles.masked import combined
 from small_models import tiny
 from torch import Tensor
@@ -39,14 +37,9 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
 @pytest.mark.parametrize("joined", [Union, Intersection])
 def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
     rules = (
-        "threshold",
-        "entropy_threshold",
-        "margin",
-        "klass(history=1, kl_threshold=0.5)",
-        "persistence",
-        "localleap",
+        "threshold", "entropy_threshold", "margin", "klass(history=1, kl_threshold=0.5)", "persistence", "localleap",
         "learn2pd(filter_threshold=0.5)",
-    )
+    )  # fmt: skip
     rules = tuple(samplers.create(rule) for rule in rules)
     pairs = [(a, b) for i, a in enumerate(rules[:-1]) for b in rules[i + 1 : -1]] + [rules[-2:], rules[:-3:-1]]
     for pair in pairs:
@@ -270,12 +263,9 @@ def test_what_cannot_be_joined_is_refused_by_name(text: str, message: str) -> No
 
 
 def test_values_are_checked(llada64: Model) -> None:
-    with pytest.raises(ValueError, match=r"rules=\(\) must be a sequence of samplers"):
-        Union(rules=())
-    with pytest.raises(ValueError, match="rules='threshold' must be a sequence of samplers"):
-        Union(rules="threshold")
-    with pytest.raises(ValueError, match="threshold=...: say whose, in parentheses"):
-        samplers.create("threshold+klass", threshold=0.5)
+    refuses(lambda: Union(rules=()), r"rules=\(\) must be a sequence of samplers")
+    refuses(lambda: Union(rules="threshold"), "rules='threshold' must be a sequence of samplers")
+    refuses(lambda: samplers.create("threshold+klass", threshold=0.5), "threshold=...: say whose, in parentheses")
     with pytest.raises(ValueError, match="unknown blocks: 'adaptiv'.*did you mean 'adaptive'"):
         decode(llada64, "threshold", blocks="adaptiv", block_length=None)
     with pytest.raises(ValueError, match="block_length=4 has no meaning with blocks='whole'"):

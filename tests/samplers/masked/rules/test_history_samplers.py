@@ -1,8 +1,6 @@
 """Samplers that remember: credit, ccd, ccd_agree, klass, persistence and threshold's carry against plain loops written
 from the papers' formulas, the settings at which they are other samplers, and what becomes of their memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -112,8 +110,7 @@ def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
 
 
 CASES: list[tuple[type[Loop], dict, int | None]] = [
-    (CreditLoop, {"threshold": 0.8}, None),
-    (CreditLoop, {"threshold": 0.8, "storage": "dense"}, None),
+    (CreditLoop, {"threshold": 0.8}, None), (CreditLoop, {"threshold": 0.8, "storage": "dense"}, None),
     (CreditLoop, {"threshold": 0.95, "decay": 0.9, "exponent": 0.5, "fusion": 2.0, "storage": "dense"}, None),
     (CreditLoop, {"threshold": 0.95, "decay": 0.9, "exponent": 0.5, "fusion": 2.0, "slots": 1}, None),
     (CreditLoop, {"threshold": 0.9, "decay": 1.0, "fusion": 2.0, "slots": 2}, None),
@@ -123,17 +120,14 @@ CASES: list[tuple[type[Loop], dict, int | None]] = [
     (PersistenceLoop, {"threshold": 0.7}, None),
     (PersistenceLoop, {"threshold": 0.6, "persist": 3, "end_threshold": 0.95}, None),
     (PersistenceLoop, {"threshold": 0.7, "persist": 1, "end_threshold": 0.5}, 4),
-    (CCDLoop, {"entropy_threshold": None}, None),
-    (CCDLoop, {"entropy_threshold": 0.8}, None),
+    (CCDLoop, {"entropy_threshold": None}, None), (CCDLoop, {"entropy_threshold": 0.8}, None),
     (CCDLoop, {"entropy_threshold": 0.6, "history": 2, "buffer": 2}, None),
-    (CCDLoop, {"entropy_threshold": 0.9, "history": 4, "buffer": 9}, 6),
-    (CCDAgreeLoop, {"warmup": 1}, None),
+    (CCDLoop, {"entropy_threshold": 0.9, "history": 4, "buffer": 9}, 6), (CCDAgreeLoop, {"warmup": 1}, None),
     (CCDAgreeLoop, {"warmup": 0, "expand_ratio": 2.0, "tail": 0.5}, None),
-    (CCDAgreeLoop, {"warmup": 1, "adaptive": False}, 6),
-    (CCDAgreeLoop, {"warmup": 2, "expand_ratio": 9.0}, None),
+    (CCDAgreeLoop, {"warmup": 1, "adaptive": False}, 6), (CCDAgreeLoop, {"warmup": 2, "expand_ratio": 9.0}, None),
     (CarryLoop, {"threshold": 0.8, "quota_per_step": "carry"}, 4),
     (SlowCarryLoop, {"threshold": 0.7, "quota_per_step": "carry"}, 6),
-]
+]  # fmt: skip
 
 
 @pytest.mark.thinned

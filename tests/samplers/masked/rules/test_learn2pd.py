@@ -1,7 +1,5 @@
 """Learn2PD: the filter's arithmetic, what it is refused for, dropped canvases, and the training of a filter."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

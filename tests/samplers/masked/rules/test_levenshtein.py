@@ -1,8 +1,6 @@
 """LLaDA2.2's rule: SGLang's class step by step (`tests/golden/autumn/indel`), whole answers of a checkpoint
 (`tests/golden/autumn/llada22`), and what holds for all that it moves."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MaskGIT and Halton-MaskGIT: schedules, noise, draws and orders."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

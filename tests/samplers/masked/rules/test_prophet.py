@@ -1,7 +1,5 @@
 """Early answers: Prophet's bar against the model's own logits, what it reads, and when it may not judge."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,13 +64,8 @@ REFUSED = [name for name, needs in NEEDS.items() if needs.multi_step or needs.ma
 )
 def test_a_bar_out_of_reach_changes_nothing(llada64: Model, sampler: str, cache: str) -> None:
     request = {
-        "sampler": sampler,
-        "cache": cache,
-        "max_new_tokens": 8,
-        "seed": 1,
-        "temperature": 0.5,
-        "eos_early_stop": True,
-    }
+        "sampler": sampler, "cache": cache, "max_new_tokens": 8, "seed": 1, "temperature": 0.5, "eos_early_stop": True,
+    }  # fmt: skip
     plain, ruled = (decode(llada64, PROMPTS, stop=stop, **request) for stop in (None, NEVER))
     assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
     assert plain.forwarded_tokens == ruled.forwarded_tokens

@@ -4,8 +4,6 @@ The reference draws positions' noise with numpy and tokens with torch, so the re
 place of drawing. Two of the reference's schedules differ on purpose (`test_corrected_schedules`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Samplers that take back or change what they decided."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules against loops in plain Python, and at their thresholds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 recorded uniform numbers, in float32 as recorded. The mask's own probability counts there, and top-p is taken among the
 top-k tokens; ours does neither, and the replay does both."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,19 +56,11 @@ class Replayed(S2D2):
 def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
     """Ours for the reference's arguments, whose defaults are these."""
     given = {
-        "do_verify_policy": "mask_span_length",
-        "min_ssd_span_length": 1,
-        "do_verify_score_threshold": 0.0,
-        "hysteresis_threshold_on": 0.0,
-        "hysteresis_threshold_off": -5.0,
-        "score_penalty_coef": 2.0,
-        "do_verify_score_type": "difference_dynamic",
-        "token_acceptance_estimator": "hard_margin_threshold",
-        "confidence_threshold": 0.85,
-        "always_check_high_confidence": False,
-        "cache_ver": False,
-        **trace["settings"],
-    }
+        "do_verify_policy": "mask_span_length", "min_ssd_span_length": 1, "do_verify_score_threshold": 0.0,
+        "hysteresis_threshold_on": 0.0, "hysteresis_threshold_off": -5.0, "score_penalty_coef": 2.0,
+        "do_verify_score_type": "difference_dynamic", "token_acceptance_estimator": "hard_margin_threshold",
+        "confidence_threshold": 0.85, "always_check_high_confidence": False, "cache_ver": False, **trace["settings"],
+    }  # fmt: skip
     return {
         "route": ROUTES[given["do_verify_policy"]],
         "min_span": given["min_ssd_span_length"],
