@@ -80,14 +80,10 @@ class Rule(Checked):
     """Base of all values of `Forecast(when=...)`. A setting out of its range is a ValueError."""
 
     name: ClassVar[str] = ""
-    measures: ClassVar[bool] = False
-    """Whether `StepRule.observe_change` is implemented."""
-    from_input: ClassVar[bool] = False
-    """Whether the difference of the transformer's output and input is forecast."""
-    filters: ClassVar[bool] = False
-    """Whether `RunProgress.latent` must have rows and columns."""
-    evaluates_last: ClassVar[bool] = False
-    """Whether `num_inference_steps` is needed where the run does not tell its steps."""
+    measures: ClassVar[bool] = False  # whether `StepRule.observe_change` is implemented
+    from_input: ClassVar[bool] = False  # whether the difference of the transformer's output and input is forecast
+    filters: ClassVar[bool] = False  # whether `RunProgress.latent` must have rows and columns
+    evaluates_last: ClassVar[bool] = False  # whether the number of steps must be known
 
     @property
     def how(self) -> str:
@@ -154,8 +150,7 @@ class Probe(Rule):
     """
 
     where = "stack"
-    replaces_probe: ClassVar[bool] = False
-    """Whether a forecast also replaces the probe's blocks."""
+    replaces_probe: ClassVar[bool] = False  # whether a forecast also replaces the probe's blocks
 
     @property
     def how(self) -> str:

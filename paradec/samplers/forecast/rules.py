@@ -56,7 +56,7 @@ class FirstBlock(Probe):
 class DBCache(Probe):
     """cache-dit's DBCache: FBCache with more evaluated blocks and with bounds on skipping.
 
-    All blocks are one stack, as in cache-dit for FLUX; there, in some models each list of blocks decides for itself.
+    All blocks are one stack; in cache-dit, each list of blocks of some models decides for itself.
 
     Args:
         Fn_compute_blocks, Bn_compute_blocks: first and last blocks, evaluated at every step.
@@ -186,7 +186,7 @@ class MagRatios(SavedAsJson):
             return self.values
         if steps == 1:
             return self.values[-1:]
-        # in float32, as there: it decides what is half-way
+        # in float32, as in diffusers: it decides ties
         nearest = np.arange(steps, dtype=np.float32) * np.float32((len(self.values) - 1) / (steps - 1))
         return tuple(self.values[int(step)] for step in nearest.round())
 

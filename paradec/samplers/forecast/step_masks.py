@@ -16,14 +16,13 @@ from paradec.samplers.forecast.refresh import RunProgress, StepRule, choice
 
 Runs = tuple[tuple[int, ...], tuple[int, ...]]  # lengths of the runs of evaluated steps, and of skipped ones between
 
-MASKS: dict[str, Runs] = {
+MASKS: dict[str, Runs] = {  # at 28 steps, for 16 steps and more
     "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
     "medium": ((6, 2, 2, 2, 2, 1), (1, 3, 3, 3, 3)),
     "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
     "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
 }
-"""At 28 steps, for 16 steps and more."""
-SHORT: dict[int, dict[str, Runs]] = {
+SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; 10 to 14 are cut from 15
     15: {
         "slow": ((4, 2, 2, 2, 1), (1, 1, 1, 1)),
         "medium": ((4, 2, 1, 1, 1), (1, 1, 2, 2)),
@@ -45,7 +44,6 @@ SHORT: dict[int, dict[str, Runs]] = {
     6: dict.fromkeys(MASKS, ((3, 1), (2,))),
     4: dict.fromkeys(MASKS, ((2, 1), (1,))),
 }
-"""By the number of steps; 10 to 14 are cut from 15."""
 
 
 @dataclass(frozen=True)

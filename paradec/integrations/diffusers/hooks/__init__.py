@@ -1,7 +1,6 @@
-"""What attaches to other people's pipelines and comes off again.
+"""Sessions on diffusers' pipelines. `session` is the entry point (`paradec.accelerate`).
 
-`session` is the entry point (`paradec.accelerate`). Forecasts: `transformer` (one per component), `blocks` (where its
-modules are), `hook` (a function around a module, in diffusers' registry), `taps` and `stack` (what stands there),
-`memory` (what fits), `report`, `clock` (runs and steps), and `bac` and `magcache` (calibration). Other pipelines:
-`recap` (AmusedPipeline), `block_cache` (LLaDA2Pipeline), `prior` (GlmImagePipeline).
+Forecasts: `transformer` (one per component), `blocks` (its modules), `hook`, `taps` and `stack`, `memory`, `report`,
+`clock` (runs and steps), `bac` and `magcache` (calibration). Other pipelines: `recap` (AmusedPipeline), `block_cache`
+(LLaDA2Pipeline), `prior` (GlmImagePipeline).
 """

@@ -23,7 +23,7 @@ class Place:
     """A hooked module."""
 
     name: str  # within the transformer; "" is the transformer
-    kind: Kind  # forecast is its output, its residual, the residual of all blocks ("stack") or what it feeds ("skip")
+    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": the modules that it feeds are
     block: str
     sink: str | None = None  # the forecast module that a skipped one feeds, if known
     narrow: bool = False  # whether the placeholder of a skipped one may have width 0

@@ -61,12 +61,12 @@ class StackCall:
     probe: Tensor | None = None
     full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
     step: float = 0.0
-    start: dict[str, Tensor] = field(default_factory=dict)  # what the open segment's residual is added to
+    start: dict[str, Tensor] = field(default_factory=dict)  # input of the open segment
     begin: int = -1  # positions of the open segment's first and latest blocks; -1 without one
     end: int = -1
     place: Place | None = None  # the latest evaluated block, and its output
     returned: dict[str, Tensor] = field(default_factory=dict)
-    residual: Tensor | None = None  # what the latest evaluated segment added to the denoised stream
+    residual: Tensor | None = None  # of the denoised stream, in the latest evaluated segment
 
 
 class Stack:

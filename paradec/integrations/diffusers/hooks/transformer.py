@@ -393,7 +393,7 @@ class Transformer:
 
 
 def read_guidance(pipe: Any) -> float | None:
-    """The guidance scale that a pipeline (or its guider) keeps for its run, or None."""
+    """Read the guidance scale of a pipeline or its guider."""
     for owner, name in ((pipe, "_guidance_scale"), (getattr(pipe, "guider", None), "guidance_scale")):
         value = getattr(owner, name, None)
         if isinstance(value, (int, float)):
@@ -402,7 +402,7 @@ def read_guidance(pipe: Any) -> float | None:
 
 
 def _signature(leaf: Any) -> Any:
-    """The part of an argument that must stay for a history to go on: shapes, dtypes and switches."""
+    """Return the part of an argument whose change starts new histories: shapes, dtypes and switches."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
