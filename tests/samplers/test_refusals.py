@@ -194,7 +194,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (request("masked", blocks="whole", block_length=4), "block_length=4", "blocks='whole'"),
     ],
     "masked": [
-        (start("masked", "freedave", rng="reference"), "rng='reference'", "'freedave'", "rng='counter'"),
+        (start("masked", "freedave", rng="reference"), "rng='reference'", "'freedave'"),
         (start("masked", "freedave", blocks=AdaptiveBlocks(delimiters=(3,))), "'freedave'", "AdaptiveBlocks"),
         (start("opaque", create("freedave", draft_mode="tree")), "draft_mode='tree'", "draft_mode='batch'"),
         (lambda: samplers.FreeDave(Rewriter()), "base='rewriter'"),
