@@ -102,8 +102,7 @@ def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make a request's trace, or None. canvas: [B, L] int64 at the start. ends: [B] int64. details: fields of
-    `Trace`."""
+    """Make a request's trace, or None. canvas: [B, L] int64 at the start. ends: [B]. details: fields of `Trace`."""
     if not request.trace:
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]

@@ -110,8 +110,7 @@ class AdaptiveBlocks(BlockPolicy):
         return (self.window * (length - prompt_length)).astype(np.int64)
 
     def for_model(self, model: Any) -> AdaptiveBlocks | FixedBlocks:
-        """The policy with token ids in place of texts; fixed blocks where no text is a token. Raises ValueError for an
-        unknown id."""
+        """The policy with token ids; fixed blocks where no text is a token. Raises ValueError for an unknown id."""
         facts = model.facts
         texts = tuple(d for d in self.delimiters if isinstance(d, str))
         ids = {d for d in self.delimiters if isinstance(d, int)}

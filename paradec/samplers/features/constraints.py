@@ -173,8 +173,7 @@ class MaskedConstraint(SpanConstraint):
     def _draw_text(
         self, sampler: Any, state: Any, raw: Tensor, part: Part, part_index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidates [m] of a part's undecided positions from raw logits [m, V], and the quantities [m] that are
-        read."""
+        """Candidates [m] of a part's undecided positions from raw logits [m, V], and their quantities [m]."""
         needs, temperature = sampler.needs, state.request.temperature
         model = self._marginals(state, part, raw)
         if model is None:
@@ -300,7 +299,7 @@ class CanvasConstraint(SpanConstraint):
 
     @classmethod
     def from_request(cls, model: Any, state: Any, canvas: np.ndarray) -> CanvasConstraint:
-        """Make the constraint of a request. canvas: [B, L] int64 with `HOLE` at positions to fill. Raises as
+        """Make a request's constraint. canvas: [B, L] int64, `HOLE` at positions to fill. Raises as
         `MaskedConstraint`."""
         raise_unsupported(model, state, {})
         return cls(find_spans(model, state, canvas, HOLE, state.width))

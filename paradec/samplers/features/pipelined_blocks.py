@@ -145,8 +145,7 @@ def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """[R, W] int64: the numbers of blocks that must make progress; -1 elsewhere. current: [R, W] int64: the window's
-    tokens."""
+    """[R, W] int64: the numbers of blocks that must make progress, else -1. current: [R, W]: the window's tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":

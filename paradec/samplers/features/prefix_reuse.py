@@ -32,7 +32,7 @@ class PrefixReuse(Feature):
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
-        """Copy or evaluate the prefix into the store. An evaluation counts as a forward, with the first row's
+        """Copy or evaluate the prefix into the store; an evaluation counts as a forward of the first row's
         positions."""
         reuse = self.reuse
         if reuse is None:

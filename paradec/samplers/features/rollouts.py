@@ -38,8 +38,7 @@ class RecordedRollout(Feature):
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
-        """Make the empty record of a request. Raises ValueError where log-probabilities would not be those of a stored
-        state."""
+        """Make a request's empty record. Raises ValueError where log-probabilities would be of a state not stored."""
         masked = sampler.family == "masked"
         reasons = _masked_reasons(sampler, model, state) if masked else _causal_reasons(sampler, model, state)
         if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:

@@ -51,8 +51,8 @@ class Part(NamedTuple):
 def find_parts(
     spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
 ) -> list[Part]:
-    """The undecided parts of a row's spans from `begin` to `stop`. tokens, undecided: [L]; all before `begin` is
-    decided."""
+    """The undecided parts of a row's spans from `begin`, before which all is decided, to `stop`. tokens, undecided:
+    [L]."""
     parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)
@@ -121,7 +121,7 @@ def _make_span(
     first: int,
     may_end: bool,
 ) -> Span:
-    """Make the span of a constraint from position `first` on. fixed: tokens or None. Raises ValueError where no text
+    """Make a constraint's span from position `first` on. fixed: tokens or None. Raises ValueError where no text
     fits."""
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
     reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)

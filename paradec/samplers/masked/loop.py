@@ -191,8 +191,8 @@ class MaskedSampler(Sampler):
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """One query per part of the cache's plan, for its rows' windows, or for undecided positions if others are not
-        read."""
+        """One query per part of the cache's plan, for its rows' windows, or for undecided positions where these
+        suffice."""
         needs_positions = state.cache.facts.evaluates in ("picks", "targets")
         parts = state.cache.plan(state, self.positions_for_cache(state) if needs_positions else None)
         queries = [build_query(state, part) for part in parts]
@@ -223,8 +223,10 @@ class MaskedSampler(Sampler):
             if holes is not None:
                 holes.exclude_ends(state, logits, query.window.index)
             processed, updates = self._run_logits_stage(state, logits, query, available, current)
-            reader = type(self) if constraint is None else constraint
-            tokens, quantities = reader.read_candidates(self, state, processed, query, generator)
+            if constraint is None:
+                tokens, quantities = self.read_candidates(state, processed, query, generator)
+            else:
+                tokens, quantities = constraint.read_candidates(self, state, processed, query, generator)
             if query.window.columns is not None:
                 tokens, quantities = scatter_to_window(tokens, quantities, query, current)
             parts.append((tokens, quantities, updates))
@@ -320,9 +322,8 @@ class MaskedSampler(Sampler):
             return reference.position_noise(state, self.needs.reference_draws, generator)
         window = state.window
         steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
-        return rng.uniform(state.keys[window.row_index[:, 0]], steps, window.positions, 1, rng.POSITION_STREAM).squeeze(
-            -1
-        )
+        keys = state.keys[window.row_index[:, 0]]
+        return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         notes = super().observe(state, proposal)

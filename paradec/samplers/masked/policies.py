@@ -64,8 +64,7 @@ def policy_by_name(
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B] int64: how many blocks rows have from `starts` to `lengths` [B]. Raises ValueError for blocks that depend on
-    logits."""
+    """[B] int64: blocks of rows from `starts` to `lengths` [B]. Raises ValueError where they depend on logits."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
         raise ValueError(f"steps={steps} cannot be spread over {shown(policy)} before decoding: leave steps out")

@@ -41,8 +41,7 @@ def draw_categorical(
     generator: torch.Generator,
     final: Tensor | None = None,
 ) -> Tensor:
-    """Dream's draw: torch.multinomial over masked positions (in `final` [R, W]) in row-major order, in the logits'
-    dtype."""
+    """Dream's draw: torch.multinomial over masked positions (of `final` [R, W]), row-major, in the logits' dtype."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
     if final is not None:

@@ -164,7 +164,7 @@ def check_pair(sampler: Any, model: Any) -> None:
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
-    """Choose the request's policy, else the sampler's, else the model's. holes: whether prompts have masks. Raises
+    """Choose the request's, else the sampler's, else the model's policy. holes: whether prompts have masks. Raises
     ValueError."""
     facts, policy = model.facts, blocks
     if isinstance(policy, str):

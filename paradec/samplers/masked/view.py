@@ -36,15 +36,13 @@ class Needs:
     reference_draws: str = "canvas"
     """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
     decided_logits: bool = False
-    """Whether the method reads logits of decided positions, too. Implied by `process_logits`, `extra_quantities`,
-    `revise`."""
+    """Whether it reads logits of decided positions, too. Implied by `process_logits`, `extra_quantities`, `revise`."""
     topologies: tuple[str, ...] = ()
     """Topologies of the models that the method is for; () is all."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
-    """Whether `steps` sets only a lower bound on commits; then the method works with pipelined blocks, without
-    `steps`."""
+    """Whether `steps` is only a lower bound on commits; then pipelined blocks work, without `steps`."""
     mask_probes: bool = False
     """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
@@ -131,8 +129,7 @@ class View:
     editable: Tensor
     """[R, W] bool: decided in this block by a method that `revises`, and evaluated this step."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
-    """The count [R] highest of scores [R, W] -> bool; ties go to the lower position (`rng="reference"`: as
-    torch.topk)."""
+    """The count [R] highest of scores [R, W] -> bool; ties go to the lower position (`rng="reference"`: torch.topk)."""
     draw: Callable[[], Tensor]
     """Uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]

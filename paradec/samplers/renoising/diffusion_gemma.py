@@ -1,5 +1,4 @@
-"""DiffusionGemma: transformers' `DiffusionGemmaGenerationMixin.generate` with the EB-Sampler's rule (arXiv
-2505.24857)."""
+"""DiffusionGemma: transformers' `DiffusionGemmaGenerationMixin.generate`, the EB-Sampler's rule (arXiv 2505.24857)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold"
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check a request, and make its state: each prompt, then canvases, or over its holes. Raises ValueError or
+    """Check a request, and make its state: each prompt, then canvases, or over its holes. Raises ValueError,
     TypeError."""
     sampler.check_model(model)
     for name, why in REFUSED.items():

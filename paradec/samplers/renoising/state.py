@@ -98,8 +98,7 @@ class DenoisingState(State):
         """[B] int64: leading positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
-        """[B] int64 each: encodings and denoising steps of a row, without those that a settled or ended row rode along
-        in."""
+        """[B] int64 each: encodings and denoising steps of a row, without those in which it only rode along."""
         column = np.arange(self.canvas.shape[1])
         covered = np.zeros(self.canvas.shape, bool)
         for row, starts in enumerate(self.starts):
@@ -312,6 +311,6 @@ class Settled:
         check_number("confidence_threshold", self.entropy, low=0, open_low=True)
 
     def satisfied(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-        """[R] bool: the rows whose canvas closes. unchanged: [R] int64, steps with unchanged best tokens. entropy: [R]
+        """[R] bool: the rows whose canvas closes. unchanged: [R], steps with unchanged best tokens. entropy: [R]
         means."""
         return (unchanged >= self.stability) & (entropy < self.entropy)

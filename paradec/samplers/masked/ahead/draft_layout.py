@@ -74,8 +74,7 @@ def build_queries(state: MaskedState, drafts: list[DraftState], copies: np.ndarr
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """All logits [N, W, V], each draft's indices in them [K, R] int64 (missing ones: of the row's last), drafts per row
-    [R]."""
+    """All logits [N, W, V], each draft's indices in them [K, R] int64 (missing: the row's last), drafts per row [R]."""
     running = len(state.window.rows)
     pieces, indices, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
     total = 0

@@ -256,7 +256,7 @@ class FreeDave(DraftingSampler):
     def _write_steps(
         self, state: MaskedState, windows: np.ndarray, num_committed: np.ndarray, num_steps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Write windows [K, R, W] of `num_steps` [R] steps, until a stop rule ends a row; return the steps written, and
+        """Write windows [K, R, W] of `num_steps` [R] steps until a stop rule ends a row; return the steps written, and
         ends."""
         window, rows, index = state.window, state.window.rows, np.arange(len(num_steps))
         ends = np.full(len(num_steps), NEVER)

@@ -48,9 +48,8 @@ class DeviceRows:
 
     @torch.inference_mode()
     def step(self) -> np.ndarray:
-        """Take one step of the running rows. Returns [B] bool, on the host: those that are running still. Raises
-        NotFinite for rows with NaN or infinite logits, after the step of the others; RuntimeError as
-        `MaskedSampler.commit`."""
+        """Take one step of the running rows. Returns [B] bool, on the host: those still running. Raises NotFinite for
+        rows with NaN or infinite logits, after the step of the others, and RuntimeError as `MaskedSampler.commit`."""
         engine = self.engine
         num_full, num_window, widest, _ = engine.flags.tolist()
         if num_full + num_window:

@@ -107,8 +107,7 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
 
 
 def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
-    """Take an engine of a layout from the model, or make one; a concurrent request takes another. Also its
-    `fingerprint`."""
+    """Take an engine of a layout from the model, or make one (also for a concurrent request); and its `fingerprint`."""
     module = fingerprint(model)
     for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
         del model.engines[key]

@@ -67,8 +67,7 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: positions that this step must add, so that the remaining steps suffice; with moves, the last step
-    fills all."""
+    """[R] int64: positions that this step must add so that the other steps suffice; with moves, the last fills all."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
