@@ -255,12 +255,13 @@ def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix
     after they were full, else the leading positions that were evaluated as the tokens they hold.
 
     Args:
-        state: a masked state with `settled` counted, at its last commit. before: what it took over itself.
+        state: a masked state with `num_reusable` counted, at its last commit. before: what it took over itself.
     """
     facts, store = state.facts, state.store
     counts = np.minimum(store.intact(state.canvas), state.end)
     if facts.topology == "block_causal":
-        counts = np.minimum(counts, state.features["prefix_reuse"].settled) // facts.block_length * facts.block_length
+        num_reusable = state.features["prefix_reuse"].num_reusable
+        counts = np.minimum(counts, num_reusable) // facts.block_length * facts.block_length
     exact = prefix_verdict(state.cache, facts).status == EXACT
     canvas = state.canvas.cpu()
     tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]

@@ -21,7 +21,7 @@ from paradec.samplers.distributions import divided
 from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.rules.combination import Combination
-from paradec.samplers.renoising.state import annealed
+from paradec.samplers.renoising.state import anneal_temperature
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
@@ -402,7 +402,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         `generator`, in the order and the shapes of diffusers' scheduler and of transformers' generate."""
         vocab = model_output.shape[-1]
         left = (self.num_inference_steps - timestep) / self.num_inference_steps
-        pred_logits = divided(model_output, annealed(left, self.config.t_min, self.config.t_max))
+        pred_logits = divided(model_output, anneal_temperature(left, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
         self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below

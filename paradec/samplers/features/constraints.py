@@ -307,7 +307,7 @@ class CanvasConstraint(SpanConstraint):
     def __post_init__(self) -> None:
         self._parts: list[tuple[int, Part, list[int], Marginals]] = []
 
-    def conditioned(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def condition(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [R, C, V] whose tempered distributions are conditioned on the texts; the likeliest texts [R, C]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
@@ -331,7 +331,7 @@ class CanvasConstraint(SpanConstraint):
                 self._parts.append((index, part, columns, marginals))
         return logits, best_tokens
 
-    def drawn(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
+    def draw(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
         """Draws [R, C] of the last step's distributions: texts where they are constrained, `tokens` elsewhere."""
         samples = tokens.clone()
         for index, part, columns, marginals in self._parts:

@@ -19,16 +19,16 @@ class PrefixReuse(Feature):
     """The prefix that a request takes over, and how much the next one can take over; one of the two may be None."""
 
     reuse: Reuse | None
-    settled: np.ndarray | None
+    num_reusable: np.ndarray | None
     """[B] int64: on block-causal models, all before it was evaluated after its blocks were full."""
 
     why_rows_stay = "a prefix that is taken over or kept is laid out for all rows"
     host_only = "a prefix that is taken over or kept is laid out on the host"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        if self.settled is not None:
+        if self.num_reusable is not None:
             rows = proposal.rows
-            self.settled[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
+            self.num_reusable[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
@@ -49,6 +49,6 @@ class PrefixReuse(Feature):
             state.trace.steps.append(TraceStep([], (reuse.start * first).tolist(), "prefix", [1] * state.batch))
 
     def kept_prefix(self, state: Any, model: Any) -> KeptPrefix | None:
-        if self.settled is None:
+        if self.num_reusable is None:
             return None
         return keep_prefix(state, model, None if self.reuse is None else self.reuse.kept)

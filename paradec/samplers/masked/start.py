@@ -208,8 +208,8 @@ def _make_features(
         suffix: Any = Suffix.of(request.suffix)
         features["suffix_window"] = SuffixWindow(suffix, np.zeros(shape, bool))
     if reuse is not None or request.keep_prefix:
-        settled = np.zeros(state.batch, np.int64) if request.keep_prefix else None
-        features["prefix_reuse"] = PrefixReuse(reuse, settled)
+        num_reusable = np.zeros(state.batch, np.int64) if request.keep_prefix else None
+        features["prefix_reuse"] = PrefixReuse(reuse, num_reusable)
     if state.generator is not None:
         features["reference"] = ReferenceNumbers()
     if request.logprobs is not None or request.rollout:

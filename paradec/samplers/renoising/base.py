@@ -151,7 +151,7 @@ class CanvasSampler(Sampler):
         statistics, step_logprobs = [], []
         shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
         if state.constraint is not None:
-            logits, texts = state.constraint.conditioned(state, rows, positions, logits)
+            logits, texts = state.constraint.condition(state, rows, positions, logits)
         for piece_index, piece in enumerate(self._tempered_pieces(state, rows, logits, count)):
             piece_tokens = None if texts is None else texts.flatten()[piece_index * count : (piece_index + 1) * count]
             statistics.append(token_statistics(piece, names, piece_tokens))
@@ -228,8 +228,8 @@ class CanvasSampler(Sampler):
         is_first = state.canvas_step[rows] == 0
         unchanged = np.where((is_unchanged > 0) & ~is_first, state.memory["unchanged"].cpu().numpy()[rows] + 1, 0)
         is_stable = np.zeros(len(rows), bool)
-        if state.settled is not None:
-            is_stable = state.settled.satisfied(unchanged, entropy)
+        if state.stability_rule is not None:
+            is_stable = state.stability_rule.is_stable(unchanged, entropy)
         waits = state.converged[rows]  # lock step: it settled earlier
         is_last_step = state.canvas_step[rows] + 1 >= state.steps
         closes = is_stable | waits
@@ -299,7 +299,7 @@ class CanvasSampler(Sampler):
             logits = self._tempered_logits(state, proposal.logits[index], temperature[index])
             p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # as transformers has them
             sampled[index] = draw(p, uniform[index])
-        return sampled if state.constraint is None else state.constraint.drawn(state, proposal.positions, sampled)
+        return sampled if state.constraint is None else state.constraint.draw(state, proposal.positions, sampled)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
         """Embeddings [N, C, D] for the next step of the rows whose canvas `stays` open [R] bool."""

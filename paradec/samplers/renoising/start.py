@@ -21,7 +21,7 @@ from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.renoising import rules
-from paradec.samplers.renoising.state import DenoisingState, Settled
+from paradec.samplers.renoising.state import DenoisingState, StabilityRule
 from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
@@ -89,9 +89,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     is_given = canvas != HOLE
     settings = {name: defaults[name] if (value := getattr(sampler, name)) is None else value for name in MODEL_SETTINGS}
     check_at_most("t_min", settings["t_min"], "t_max", settings["t_max"])
-    settled, steps = None, int(settings["max_denoising_steps"])
+    stability_rule, steps = None, int(settings["max_denoising_steps"])
     if sampler.early_stop:
-        settled = Settled(settings["stability_threshold"], settings["confidence_threshold"])
+        stability_rule = StabilityRule(settings["stability_threshold"], settings["confidence_threshold"])
     if request.steps is not None:
         counts = np.array([len(row) for row in starts])
         check_steps(request.steps, counts, "canvases")
@@ -107,7 +107,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         rule=rule,
         steps=steps,
         temperatures=(float(settings["t_min"]), float(settings["t_max"])),
-        settled=settled,
+        stability_rule=stability_rule,
         encode_wait=sampler.encode_wait,
         canvas=torch.as_tensor(np.where(is_given, canvas, facts.fill_token_id), device=device),
         given=torch.as_tensor(is_given, device=device),

@@ -37,7 +37,7 @@ class DenoisingState(State):
     steps: int
     temperatures: tuple[float, float]
     """t_min and t_max."""
-    settled: Settled | None
+    stability_rule: StabilityRule | None
     encode_wait: int
     canvas: Tensor
     """[B, L] int64 ids: final tokens, and in open canvases the draft, which closing now would write."""
@@ -189,7 +189,7 @@ class DenoisingState(State):
         fraction_left = torch.as_tensor(
             self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device
         )
-        return annealed(fraction_left / self.steps, *self.temperatures)
+        return anneal_temperature(fraction_left / self.steps, *self.temperatures)
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """The `KeptPrefix` for the next request, if requested; call it before the store is freed."""
@@ -282,7 +282,7 @@ class DenoisingState(State):
 Share = TypeVar("Share", float, Tensor)
 
 
-def annealed(fraction_left: Share, t_min: float, t_max: float) -> Share:
+def anneal_temperature(fraction_left: Share, t_min: float, t_max: float) -> Share:
     """The temperature where `fraction_left` of the steps is to be done, this one included: t_max at the first step."""
     return t_min + (t_max - t_min) * fraction_left
 
@@ -298,7 +298,7 @@ def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int
 
 
 @dataclass(frozen=True)
-class Settled:
+class StabilityRule:
     """A canvas closes once its best tokens have been unchanged for `stability` earlier steps (0: any), and the mean
     `entropy` of its distributions of draws, in nats, is below a bound (transformers'
     `StableAndConfidentStoppingCriteria`)."""
@@ -310,7 +310,7 @@ class Settled:
         check_int("stability_threshold", self.stability, low=0)
         check_number("confidence_threshold", self.entropy, low=0, open_low=True)
 
-    def satisfied(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+    def is_stable(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
         """[R] bool: the rows whose canvas closes. unchanged: [R], steps with unchanged best tokens. entropy: [R]
         means."""
         return (unchanged >= self.stability) & (entropy < self.entropy)

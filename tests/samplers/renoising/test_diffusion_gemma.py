@@ -203,12 +203,12 @@ def test_what_is_unset_follows_the_model() -> None:
             setattr(module.generation_config, name, value)
     state = samplers.create("diffusion_gemma").start(model, [9, 10], seed=0)
     assert (state.steps, state.temperatures, state.rule.gamma) == (3, (0.4, 0.6), 0.1)
-    assert (state.settled.stability, state.settled.entropy) == (0, 0.005)
+    assert (state.stability_rule.stability, state.stability_rule.entropy) == (0, 0.005)
     own = samplers.create("diffusion_gemma", entropy_bound=0.2, max_denoising_steps=7, t_min=0.1, stability_threshold=2)
     state = own.start(model, [9, 10], seed=0)
     assert (state.steps, state.temperatures, state.rule.gamma) == (7, (0.1, 0.6), 0.2)
-    assert state.settled.stability == 2
-    assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).settled is None
+    assert state.stability_rule.stability == 2
+    assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).stability_rule is None
     state = own.start(model, [9, 10], seed=0, max_new_tokens=2 * CANVAS, steps=10)
     assert state.steps == 5
     state = own.start(model, [[9, 10], [9, -1, *range(10, 30)]], seed=0, max_new_tokens=CANVAS, steps=5)
