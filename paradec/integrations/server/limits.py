@@ -89,13 +89,7 @@ class Call:
     """One POST request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
 
     def __init__(self, limits: Limits):
-        self.limits, self.num_reserved, self._tickets = limits, 0, list[Ticket]()
-        with limits.lock:
-            limits.calls.add(self)
-
-    @property
-    def has_ended(self) -> bool:
-        return self not in self.limits.calls
+        self.limits, self.has_ended, self.num_reserved, self._tickets = limits, False, 0, list[Ticket]()
 
     def reserve(self, tokens: int) -> None:
         """Reserve tokens until the end, from any thread. Raises ApiError: 400 if they never fit, 429 if not now."""
@@ -103,7 +97,7 @@ class Call:
         if tokens > limit:
             raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {limit}")
         with limits.lock:
-            if (used := sum(call.num_reserved for call in limits.calls)) + tokens > limit:
+            if (used := sum(call.num_reserved for call in tuple(limits.calls))) + tokens > limit:
                 message = f"{used} tokens are being answered or wait, and {tokens} more are beyond {limit}; try again"
                 raise ApiError(message, 429, retry_after=limits.engine.retry_after())
             self.num_reserved += tokens
@@ -116,8 +110,7 @@ class Call:
 
     def end(self) -> None:
         """Cancel unfinished prompts and give the tokens back."""
-        with self.limits.lock:
-            self.limits.calls.discard(self)
+        self.has_ended, self.num_reserved = True, 0
         for ticket in self._tickets:
             self.limits.engine.batch.cancel(ticket)
 
@@ -179,7 +172,7 @@ class Limits:
         if not is_post:
             await self.app(scope, receive, send)
             return
-        call = Call(self)
+        self.calls.add(call := Call(self))
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -201,6 +194,7 @@ class Limits:
                     watcher.cancel()
         finally:
             call.end()
+            self.calls.discard(call)
 
     def _check(self, scope: Any, is_post: bool) -> None:
         """Raise ApiError for a wrong key or too many requests, BatchClosed after decoding has stopped."""
