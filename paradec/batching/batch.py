@@ -298,9 +298,8 @@ class Batch:
         """Raise ValueError where the batch cannot be refilled with such a request."""
         why, device = why_unsupported(self.model, request, sampler), self.model.device
         if why is None and request.compile and self.capture and device.type != "cuda":
-            why = (
-                f"compile=True in a batch that is refilled captures CUDA graphs; the model is on {device}: leave it out"
-            )
+            why = "compile=True in a batch that is refilled captures CUDA graphs, "
+            why += f"and the model is on {device}: leave compile out"
         if why is not None:
             raise ValueError(why)
 
