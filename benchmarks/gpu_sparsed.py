@@ -134,7 +134,7 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 
     start = length // 3
     positions = np.arange(start, min(start + 32, length))[None].repeat(rows, 0)
-    tiles = QueryTiles.of(positions, None, size, device)
+    tiles = QueryTiles.from_positions(positions, None, size, device)
     window = query[:, :, start : start + 32]
     found = sparse_attention(window, key, value, index, tiles=tiles, lengths=lengths, backend=backend)
     expected, _ = reference_attention(window, key, value, allowed[:, :, start : start + 32], lengths)
@@ -207,7 +207,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
     # the step that finds the lists takes the place of a dense one
     extra = timed(with_sums) + timed(means) + timed(partial(lists, 0.3)) - dense
     start = (length - scale.new) // size * size
-    tiles = QueryTiles.of(np.arange(start, start + scale.window)[None], None, size, device)
+    tiles = QueryTiles.from_positions(np.arange(start, start + scale.window)[None], None, size, device)
     few = query[:, :, start : start + scale.window]
     window = timed(lambda _: F.scaled_dot_product_attention(few, key, value))
     rows = []

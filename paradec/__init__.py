@@ -1,11 +1,11 @@
-"""paradec: fast sampling from models that need not decode one token at a time.
+"""Fast sampling from models that need not decode one token at a time.
 
 >>> import paradec
 >>> model = paradec.load()                                       # the small model inside the package
 >>> paradec.generate(model, "Sort: pear fig apple").text        # doctest: +SKIP
 'apple fig pear'
 
-Importing it imports neither torch nor transformers: what is below is imported when it is first used.
+Imports neither torch nor transformers: everything below is imported at its first use.
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ def __dir__() -> list[str]:
 
 
 def __reduce_ex__(protocol: int) -> Any:
-    """What `pickle` asks this module for: functions of a script are pickled with what they refer to."""
+    """For `pickle`: functions of a script are pickled with their globals."""
     return importlib.import_module, (__name__,)

@@ -7,7 +7,7 @@ import torch
 
 from paradec.attention.sparsed import SparseD
 from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix
+from paradec.caches.kept_prefix import KeptPrefix
 from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint
 from paradec.core.blocks import BlockPolicy

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paradec.arguments import Arguments as Arguments
     from paradec.attention.sparsed import SparseD
     from paradec.caches.base import Cache
-    from paradec.caches.kept import KeptPrefix
+    from paradec.caches.kept_prefix import KeptPrefix
     from paradec.caches.suffix import Suffix
     from paradec.constraints.values import Constraint
     from paradec.core.blocks import BlockPolicy
@@ -50,10 +50,10 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
     """Declare a field of `Request`.
 
     Args:
-        check: called with the name and a value other than the default: raises ValueError or TypeError, and may return a
-            value to store. None: the sampler checks.
-        option, help: type and help of the option on the command line, if there is one.
-        metadata: `short`, `metavar` and `option_default` of that option; `is_live`: neither saved nor kept in a state.
+        check: called with the name and any value other than the default; raises ValueError or TypeError, and may return
+            the value to store. None: the sampler checks.
+        option, help: type and help text of the command-line option, if any.
+        metadata: the option's `short`, `metavar` and `option_default`; `is_live`: neither saved nor kept in a state.
     """
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
@@ -83,60 +83,57 @@ _up_to_million = partial(check_int, low=1, high=1_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Arguments of one request. Checked when made, as far as no model is needed.
+    """Arguments of one request, checked as far as no model is needed.
 
     Args:
-        sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
-            `paradec.samplers.create`), or a sampler made with settings.
-        cache: a name (`paradec.caches.names()`), with settings in parentheses if need be
-            ("dkv_decode(refresh_interval=4)"), or a cache; None recomputes everything at every step.
-        prefix: the `prefix` of an earlier output, made with `keep_prefix`: what a row has in common with it is not
-            evaluated again. Exact for block-causal models, approximate for others; `out.cost.reused_tokens` counts.
+        sampler: a name (`paradec.samplers.names()`), joined names ("credit+localleap"), or a sampler with settings.
+        cache: a name (`paradec.caches.names()`), with settings in parentheses ("dkv_decode(refresh_interval=4)"), or a
+            cache; None recomputes everything at every step.
+        prefix: `Output.prefix` of a request with `keep_prefix`: common leading tokens are not evaluated again. Exact
+            for block-causal models, approximate for others; see `out.cost.reused_tokens`.
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
-        share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
-        attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
-            themselves only (docs/caches.md); None is as the model was loaded. `Output.attention` has its cost.
-        suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64: the nearest 64), or a text
-            ("gaussian:256"); None is all. For bidirectional models and answers of several blocks (docs/caches.md).
-        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",
-            "pipelined"; the length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for
-            Dream, the model's own blocks for block-causal models.
-        steps: forwards planned per row by samplers with a schedule, spread over its blocks; None is one a token.
-        max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128 (0 with masks).
+        share_prefix: evaluate and store the rows' common prefix once; exact as for `prefix`.
+        attention: "dense", "sparsed", or `paradec.SparseD(...)`, for long sequences (docs/caches.md); None is as the
+            model was loaded. `Output.attention` has its cost.
+        suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64), or a text ("gaussian:256");
+            None is all. For bidirectional models and answers of several blocks (docs/caches.md).
+        blocks, block_length: a block policy, its name ("fixed", "whole", "adaptive", "pipelined"), and the length of
+            blocks; by default 32 for LLaDA, the whole canvas for Dream, the model's blocks for block-causal models.
+        steps: forwards per row of samplers with a schedule, spread over its blocks; None is one per token.
+        max_new_tokens: answer length; by default from generation_config.json, else 128 (0 with masks).
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
-            is s - 1). Tokens that a branch excludes have the formula's limit (`paradec.samplers.distributions.guided`).
-        seed: an int, or one per prompt or row: a row's numbers depend on it, the prompt and the positions alone.
+            is s - 1). See `paradec.samplers.distributions.guided` for excluded tokens.
+        seed: an int, or one per prompt or row. A row's numbers depend on it, the prompt and the positions alone.
         generator: a torch.Generator instead of a seed.
-        rng: "counter" (reproducible per row), or "reference" to draw from the generator as the public code does.
+        rng: "counter" (reproducible per row), or "reference" to draw as the public code does.
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
-        holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
+        holes_eos_inf: never propose an end token in a hole, a mask before given tokens.
         confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
-        suppress_tokens: ids never proposed, besides the mask id; None is those that the tokenizer has no text for.
-        stop_strings: a text or several; a row ends with the token that completes one of them in its answer, once
-            everything before is decided. Needs a tokenizer.
-        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.blocks`.
-        constraint: what answers must be: `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar`; for holes a list, None
-            where one is free (docs/structured.md).
-        order: which position comes when, for models of any order and samplers without a drafter: "random" (from the
-            row's key; so is None), "chain" (from left to right), the places (from 0) one after the other, a list of
-            these for each row, or a value of `paradec.core.orders`. All places or all undecided ones, each once.
-        num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
-        chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
-        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.api.streaming`.
+        suppress_tokens: ids never proposed, besides the mask id; None is the ids without text.
+        stop_strings: one or several texts that end a row once an answer contains one and everything before is decided.
+            Needs a tokenizer.
+        stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
+        constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers; for holes a list, None where
+            free (docs/structured.md).
+        order: for any-order models and samplers without a drafter: "random" (from the row's key; the default), "chain"
+            (left to right), a list of positions (all or all undecided ones, from 0), one list per row, or an order of
+            `paradec.core.orders`.
+        num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
+        chat: whether text becomes a user turn of the chat template; None: if the tokenizer has one.
+        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that); see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
-        compile: replay whole steps as CUDA graphs (`paradec.samplers.masked.device.step`), which the model keeps until
-            `clear_graphs(model)`: the same tokens. What cannot be is decoded as usual, with a warning. Only on CUDA.
-        logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
-            step that wrote it had them (`paradec.core.logprobs`): `Output.logprobs`, and the trace.
+        compile: replay whole steps as CUDA graphs, with the same tokens (`paradec.samplers.masked.device.step`); the
+            model keeps them until `clear_graphs(model)`. Warns where it cannot. Only on CUDA.
+        logprobs: keep log-probabilities of final tokens and of so many likeliest alternatives (0 for none) in
+            `Output.logprobs` and the trace (`paradec.core.logprobs`).
         rollout: keep every decision with its step and log-probability: `Output.rollout` (docs/rollouts.md).
-        progress: show tqdm's bar on standard error: tokens that are final, and forwards.
+        progress: show tqdm's bar of final tokens and forwards on standard error.
 
-    Raises:
-        ValueError, TypeError: an argument out of its range; the message names it.
+    Raises ValueError or TypeError for an argument out of its range; the message names it.
     """
 
     sampler: str | Sampler = argument(
@@ -161,7 +158,7 @@ class Request:
     )
     suffix: Suffix | int | str | None = argument(
         None,
-        lambda _, value: import_lazily("paradec.caches.suffix:Suffix").of(value),
+        lambda _, value: import_lazily("paradec.caches.suffix:Suffix").from_value(value),
         str | None,
         "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
@@ -216,13 +213,13 @@ class Request:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
-        """Build a request: arguments win over the preset, which wins over `defaults`. Raises TypeError for a name that
-        is no argument; else as the class and `load`."""
+        """Build a request: arguments win over the preset, which wins over `defaults`. Raises TypeError for an unknown
+        name; else as the class and `load`."""
         return cls(**{**defaults, **cls.merge_arguments(arguments, preset)})
 
     @classmethod
     def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
-        """Merge unchecked arguments over a preset. Returns values by field. Raises: as `from_arguments`."""
+        """Merge unchecked arguments over a preset: values by field. Raises as `from_arguments`."""
         check_names(arguments)
         if preset is None:
             return dict(arguments)
@@ -231,12 +228,12 @@ class Request:
         return {**(cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)), **arguments}
 
     def changes(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Fields that differ from their defaults."""
         triples = ((name, getattr(self, name), default) for name, default in DEFAULTS.items())
         return {name: value for name, value, default in triples if type(value) is not type(default) or value != default}
 
     def sampling(self) -> dict[str, Any]:
-        """The fields that a step reads."""
+        """Fields that a step reads."""
         names = (
             *("steps", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop", "logits_eos_inf"),
             *("holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
@@ -244,7 +241,7 @@ class Request:
         return {name: getattr(self, name) for name in names}
 
     def without_objects(self) -> Request:
-        """Copy the request without objects of this process, for a state to keep."""
+        """Copy the request without objects of this process."""
         stripped = copy.copy(self)  # checked already
         vars(stripped).update(dict.fromkeys(LIVE))
         return stripped
@@ -255,8 +252,8 @@ class Request:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments from plain data of `to_dict`. Raises ValueError for no mapping or a name that is no field; else as
-        the class."""
+        """Read arguments from data of `to_dict`. Raises ValueError for other data or unknown names; else as the
+        class."""
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
         arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
@@ -267,18 +264,15 @@ class Request:
         return {name: getattr(request, name) for name in arguments}
 
     def save(self, path: str | Path) -> None:
-        """Write `to_dict` as JSON, for `load` and `preset=`; where a seed draws tokens, also the version of the draws,
-        "draws". Raises ValueError as `to_dict`; nothing is written then."""
+        """Write `to_dict` as JSON, for `load` and `preset=`, with the version of the draws if a seed draws tokens.
+        Raises ValueError as `to_dict`, before writing."""
         is_drawn = self.seed is not None and self.temperature > 0
         write_json(path, self.to_dict() | ({"draws": DRAWS} if is_drawn else {}))
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
-        """Read a file of `save`. Warns (UserWarning) of a seed that another version of the draws saved.
-
-        Raises:
-            FileNotFoundError: no such file. ValueError: a file of another kind.
-        """
+        """Read a file of `save`. Warns (UserWarning) of a seed saved with another version of the draws. Raises
+        FileNotFoundError, or ValueError for another file."""
         return cls(**cls._read(path))
 
     @classmethod
@@ -300,7 +294,7 @@ class Request:
 
 
 Preset = Request | str | Path | Mapping[str, Any]
-"""Base of a request: another one, or a file of `Request.save`, or the mapping in it."""
+"""Base of a request: another one, a file of `Request.save`, or its data."""
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Request)}
 DEFAULTS: Mapping[str, Any] = {name: entry.default for name, entry in FIELDS.items()}
 LIVE = tuple(name for name, entry in FIELDS.items() if "is_live" in entry.metadata)
@@ -311,11 +305,8 @@ if not TYPE_CHECKING:
 
 
 def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[str, Any]) -> Request:
-    """Return the request of a sampler's `start`: `request`, or one of arguments over the family's defaults.
-
-    Raises:
-        TypeError: both, or an unknown name. ValueError: an argument out of its range, or in `Sampler.unsupported`.
-    """
+    """The request of a sampler's `start`: `request`, or one of arguments over the family's defaults. Raises TypeError
+    for both or an unknown name, ValueError for an argument out of its range or in `Sampler.unsupported`."""
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)
     elif not isinstance(request, Request):
@@ -329,9 +320,9 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
 
 
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
-    """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
+    """Whether a seed may change the result: tokens, the order of positions, drafts or the suffix are drawn."""
     is_builtin = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
-    suffix_masks = import_lazily("paradec.caches.suffix:Suffix").of(suffix)
+    suffix_masks = import_lazily("paradec.caches.suffix:Suffix").from_value(suffix)
     return (
         temperature != 0
         or method.draws
@@ -341,7 +332,7 @@ def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
-    """Warn once of the fields `names` that have no effect with the sampler, at the caller's caller."""
+    """Warn once, at the caller's caller, of fields in `names` without effect on the sampler."""
     if request.steps is not None and not sampler.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):
@@ -359,7 +350,7 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
 
 
 def check_names(names: Collection[str], allowed: Collection[str] = FIELDS) -> None:
-    """Raise TypeError for a name that is no argument, with the closest one."""
+    """Raise TypeError for an unknown argument, with the closest name."""
     for name in names:
         if name not in allowed:
             raise unknown_argument_error(name, allowed)

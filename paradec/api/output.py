@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
-from paradec.caches.kept import KeptPrefix
+from paradec.caches.kept_prefix import KeptPrefix
 from paradec.core.checks import format_count, throughput_unit
 from paradec.core.logprobs import LogProbs
 from paradec.core.prompts import align_right

@@ -1,4 +1,4 @@
-"""Attention that leaves something out: `create(name, **settings)` makes a method for `generate(attention=...)`."""
+"""Sparse attention: `create(name, **settings)` makes a method for `generate(attention=...)`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""Attention over a prefix that all rows share, and over each row's own keys.
-
-Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes", arXiv 2402.05099, section 3.
-"""
+"""Attention over a prefix that all rows share, and over each row's own keys. Juravsky et al., "Hydragen:
+High-Throughput LLM Inference with Shared Prefixes", arXiv 2402.05099, section 3."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MOST_SCORES = 2**24
-"""Scores over a shared prefix that are held at a time."""
+MAX_SCORES = 2**24
+"""Scores over a shared prefix held at a time."""
 
 
 def attend_shared(
@@ -20,34 +18,30 @@ def attend_shared(
     prefix: tuple[Tensor, Tensor],
     scaling: float | None = None,
 ) -> Tensor:
-    """Softmax attention in which every column sees the whole prefix, and of its row's keys what the mask says.
-
-    The queries of all rows meet the prefix's keys in one product per head; the results of the two parts are merged by
-    their log-sum-exps.
+    """Softmax attention over a shared prefix, and over each row's keys under the mask. The prefix takes one product per
+    head for all rows; both parts are merged by log-sum-exp.
 
     Args:
-        query: [R, heads, Q, head_dim].
-        key, value: [R, kv_heads, K, head_dim], the rows' own.
+        query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
         mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
         prefix: keys and values [P, kv_heads, head_dim] for all rows.
         scaling: None is head_dim ** -0.5.
 
-    Returns:
-        [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider.
+    Returns [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider.
     """
     (rows, heads, columns, width), groups = query.shape, key.shape[1]
     scaling = width**-0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)
 
     # [R, kv_heads, heads per group * Q, head_dim]: a group's heads beside each other
-    row_output, row_lse = _part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
+    row_output, row_lse = _attend_part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
     row_output, row_lse = row_output.reshape(query.shape), row_lse.reshape(rows, heads, columns)
 
     # [kv_heads, heads per group * R * Q, head_dim]: all rows' columns beside each other
     all_queries = query.transpose(0, 1).reshape(groups, -1, width)
     shared_keys, shared_values = (tensors.to(value.dtype).transpose(0, 1) for tensors in prefix)
-    size = max(1, MOST_SCORES // (groups * shared_keys.shape[1]))
-    chunks = [_part(chunk, shared_keys, shared_values, scaling) for chunk in all_queries.split(size, dim=1)]
+    size = max(1, MAX_SCORES // (groups * shared_keys.shape[1]))
+    chunks = [_attend_part(chunk, shared_keys, shared_values, scaling) for chunk in all_queries.split(size, dim=1)]
     shared_output, shared_lse = (torch.cat(tensors, 1) for tensors in zip(*chunks, strict=True))
     shared_output = shared_output.reshape(heads, rows, columns, width).transpose(0, 1)
     shared_lse = shared_lse.reshape(heads, rows, columns).transpose(0, 1)
@@ -58,11 +52,11 @@ def attend_shared(
     return output.to(value.dtype).transpose(1, 2).contiguous()
 
 
-def _part(
+def _attend_part(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [..., N, head_dim] of queries [..., N, head_dim] over keys [..., K, head_dim], in float32 or wider, and
-    its log-sum-exps [..., N]. mask: [R, 1, Q or 1, K], where the N are heads of Q columns."""
+    """Attention [..., N, head_dim] over keys [..., K, head_dim] in float32 or wider, and its log-sum-exps [..., N].
+    mask: [R, 1, Q or 1, K], where N are the heads of Q columns."""
     scores = query @ key.transpose(-1, -2) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:

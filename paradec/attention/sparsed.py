@@ -1,10 +1,7 @@
-"""SparseD: full attention in the first steps, then only over the blocks of keys that each head attended to most.
-
-Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
-blocks from step to step, heads differ, and the first steps suffer most from missing keys: so every layer makes the
-lists of each head once, in the last dense step. `paradec.kernels.block_sparse` has the kernels; this file decides which
-rows do what at which step.
-"""
+"""SparseD: full attention in the first steps, then only over the key blocks that each head attended to most. Wang et
+al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Heads attend to the same blocks from
+step to step, so every layer lists each head's blocks once, in the last dense step. Kernels:
+`paradec.kernels.block_sparse`."""
 
 from __future__ import annotations
 
@@ -20,37 +17,33 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 
 DENSE, ESTIMATE, SPARSE = range(3)
-"""What a call does for a row: attend to everything; that, and find its lists; attend to what they hold."""
+"""What a call does for a row: dense attention, the same while finding lists, sparse attention."""
 BACKENDS = ("auto", "torch", "triton", "flex")
 SELECTIONS = ("isolated", "reference")
 
 
 @dataclass(frozen=True)
 class SparseD:
-    """Settings of SparseD; the defaults are the paper's for long prompts, preset "short" has those for short ones.
+    """Settings of SparseD. The defaults are the paper's for long prompts, preset "short" has those for short ones.
 
-    The paper's code counts T steps of a fixed schedule and is dense for int(T * skip) + 2 of them, the last of which
-    makes the lists. Here T is `steps`, or the number of masks, for samplers with a schedule; with others rows are dense
-    until int(masks * skip) + 1 tokens are decided: for one token a step, the same. Rows count each for themselves.
-
-    Over a cache, lists are made when a step evaluates the whole row; steps that evaluate a part use the lists of its
-    blocks. A row that its sampler cuts off makes new lists.
+    The paper's code is dense for int(T * skip) + 2 of T scheduled steps, and makes the lists in the last. Here T is
+    `steps`, or the number of masks, for samplers with a schedule; other rows are dense until int(masks * skip) + 1
+    tokens are decided, which is the same at one token per step. Over a cache, lists are made when a step evaluates the
+    whole row. A row that its sampler cuts makes new lists.
 
     Args:
-        select: the share of key blocks that every block of queries keeps, of the prompt's and of the answer's alike, in
-            (0, 1]; max(1, int(n * select) + 1) of n, so that 1 keeps all.
-        skip: the share of the steps that are dense.
+        select: share of key blocks kept per query block, of the prompt and of the answer, in (0, 1]: max(1, int(n *
+            select) + 1) of n.
+        skip: share of dense steps.
         block_size: positions per block, from 1 to 4096.
-        dense_steps: how many steps are dense, whatever `skip` says.
-        refresh_pattern_every: make new lists, in a dense step, once so many steps have passed; None never does.
-        selection: "isolated" ranks the prompt's key blocks and the answer's apart (the paper); "reference" ranks the
+        dense_steps: number of dense steps, in the place of `skip`.
+        refresh_pattern_every: make new lists in a dense step every so many steps; None never does.
+        selection: "isolated" ranks key blocks of prompt and answer separately (the paper); "reference" ranks the
             prompt's among all, so that fewer may be kept (the public code).
-        backend: "triton" or "torch" for the kernels; "auto" takes Triton on NVIDIA GPUs. "flex" attends with PyTorch's
-            flex_attention (lists as "auto"): on GPUs it is compiled for every shape, and takes blocks of multiples of
-            128; on a CPU it makes all scores, for comparison alone.
+        backend: "triton" or "torch" kernels; "auto" takes Triton on NVIDIA GPUs. "flex" attends with PyTorch's
+            flex_attention, compiled per shape, with blocks of multiples of 128; on a CPU for comparison only.
 
-    Raises:
-        ValueError: a setting out of its range.
+    Raises ValueError for a setting out of its range.
     """
 
     select: float = 0.3
@@ -78,11 +71,10 @@ class SparseD:
         check_choice("backend", self.backend, BACKENDS)
 
     def to_dict(self) -> dict[str, Any]:
-        """The method as plain data."""
         return {"attention": self.name} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def refusal(self, sampler: Any, model: Any) -> str | None:
-        """Why this cannot be combined with a sampler and a model, or None."""
+    def why_unsupported(self, sampler: Any, model: Any) -> str | None:
+        """Why it does not work with a sampler and a model, or None."""
         facts = model.facts
         if getattr(model, "kind", None) != "decoder":
             return f"its lists are for transformers decoders, and {facts.name} is not one"
@@ -95,24 +87,24 @@ class SparseD:
         return None
 
     def begin(self, state: Any, scheduled: bool) -> SparseDState:
-        """What a request keeps; `scheduled`: whether its sampler plans how many steps there are."""
+        """Make a request's state. scheduled: whether its sampler plans the number of steps."""
         return SparseDState(self, state, scheduled)
 
 
 class SparseDState:
-    """Lists of every row, branch of guidance and layer, and what each row's calls did. `B` rows."""
+    """Block lists of every row, guidance branch and layer, and call counts. `B` rows."""
 
     def __init__(self, settings: SparseD, state: Any, scheduled: bool):
         self.settings = settings
         self.found_at = np.full(state.batch, -1)
-        """[B] int64: the row's step that found its lists; -1 where there are none."""
+        """[B] int64: the row's step that found its lists, or -1."""
         self.length = state.length.copy()
-        """[B] int64: positions when the lists were found."""
+        """[B] int64: positions at that step."""
         self.prompt_length = state.prompt_length.copy()
         self.calls = np.zeros((3, state.batch), np.int64)
-        """[3, B] int64: calls that a row took part in, by what they did."""
+        """[3, B] int64: calls of each row, by mode."""
         self.layers: dict[int, Any] = {}
-        """Per layer: the `BlockIndex` of branches * B rows."""
+        """`BlockIndex` of branches * B rows per layer."""
         self.peak_bytes = 0
         self._density: np.ndarray | None = None
         masks = state.total
@@ -128,8 +120,7 @@ class SparseDState:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def modes(self, state: Any, rows: np.ndarray, is_full: bool) -> np.ndarray:
-        """[N] int64: DENSE, ESTIMATE or SPARSE for `rows` [N] in a call that evaluates all of them or (`whole` False) a
-        part."""
+        """[N] int64: DENSE, ESTIMATE or SPARSE for `rows` [N] in a call; is_full: whether it evaluates whole rows."""
         step, interval = state.row_step[rows], self.settings.refresh_pattern_every
         has_lists = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
         is_due = ~has_lists & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
@@ -140,15 +131,15 @@ class SparseDState:
         return np.where(is_due, ESTIMATE, np.where(has_lists, SPARSE, DENSE))
 
     def plan(self, state: Any, part: Any) -> SparsePlan | None:
-        """What the attention of one part of the cache's plan does; None attends to everything."""
+        """Plan the attention of a part; None attends to everything."""
         rows = state.window.rows[part.index]
         modes = self.modes(state, rows, part.kind == "full")
         if not modes.any():
             return None
         return SparsePlan(self, state, part, rows, modes)
 
-    def committed(self, state: Any, queries: list[Any]) -> None:
-        """Called by a commit after steps are counted: `queries` were answered, and what they did holds."""
+    def on_commit(self, state: Any, queries: list[Any]) -> None:
+        """Called by a commit after steps are counted, with the answered `queries`."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
@@ -158,10 +149,10 @@ class SparseDState:
 
     # ---- lists -----------------------------------------------------------------------------------------------------
 
-    def keep(self, layer: int, rows: np.ndarray, block_index: Any, branches: int) -> None:
-        """Keep the lists `block_index` of `rows` [R], which count the branches of guidance."""
+    def store_lists(self, layer: int, rows: np.ndarray, block_index: Any, branches: int) -> None:
+        """Store the lists `block_index` of `rows` [R] of all branches."""
         if layer not in self.layers:
-            self.layers[layer] = self._empty(block_index, branches)
+            self.layers[layer] = self._empty_lists(block_index, branches)
             self.peak_bytes = sum(index.nbytes for index in self.layers.values())
         stored, row_index = self.layers[layer], torch.as_tensor(rows, device=block_index.count.device)
         count, blocks = stored.count[row_index].zero_(), stored.blocks[row_index].zero_()
@@ -169,8 +160,8 @@ class SparseDState:
         blocks[:, :, : block_index.blocks.shape[2], : block_index.blocks.shape[3]] = block_index.blocks
         stored.count[row_index], stored.blocks[row_index] = count, blocks
 
-    def _empty(self, index: Any, branches: int) -> Any:
-        """Lists for every row, as wide as any row's can become."""
+    def _empty_lists(self, index: Any, branches: int) -> Any:
+        """Empty lists for all rows, of their greatest width."""
         from paradec.kernels.block_sparse.lists import BlockIndex, budget, generation_block
 
         size, select = self.settings.block_size, self.settings.select
@@ -183,20 +174,19 @@ class SparseDState:
             return BlockIndex(index.count.new_zeros(shape), index.blocks.new_zeros((*shape, max_blocks)), size)
 
     def release(self) -> None:
-        """Give the lists' memory back; what they held is remembered for `report`."""
+        """Free the lists; `report` still knows their size."""
         if self.layers:
-            self._density = self._share()
+            self._density = self._listed_share()
         self.layers = {}
 
-    def _share(self) -> np.ndarray:
-        """[B] float64: the share of all pairs of blocks that the lists hold, mean over layers, heads and branches."""
+    def _listed_share(self) -> np.ndarray:
+        """[B] float64: share of block pairs in the lists, mean over layers, heads and branches."""
         num_listed = torch.stack([index.count.double().sum(2).mean(1).cpu() for index in self.layers.values()]).mean(0)
         blocks = -(-self.length // self.settings.block_size)
         return num_listed.view(-1, len(self.length)).mean(0).numpy() / blocks**2
 
     def report(self) -> AttentionCost:
-        """What was computed."""
-        density = self._share() if self.layers else self._density
+        density = self._listed_share() if self.layers else self._density
         has_lists = self.found_at >= 0
         return AttentionCost(
             attention=self.settings.name,
@@ -212,24 +202,24 @@ class SparseDState:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What the calls of a request attended to. Lists have one entry per row."""
+    """Attention calls of a request; lists have one entry per row."""
 
     attention: str
     dense_calls: list[int]
-    """Calls in which the row attended to everything."""
+    """Calls with dense attention."""
     pattern_calls: list[int]
-    """Of the same kind, and its lists were found."""
+    """Dense calls that found lists."""
     sparse_calls: list[int]
-    """Calls in which it attended to what its lists hold."""
+    """Calls with sparse attention."""
     density: list[float | None]
-    """The share of all pairs of blocks that its lists hold, mean over layers and heads; None where it has none."""
+    """Share of block pairs in the lists, mean over layers and heads; None without lists."""
     pattern_bytes: int
     """Bytes of all lists."""
 
 
 class SparsePlan:
-    """The attention of one model call, given to it as `WindowQuery.attention`; the same for every layer. `N` rows, `R`
-    rows of the call (branches * N)."""
+    """Attention of one model call (`WindowQuery.attention`), the same for every layer. `N` rows, `R` rows of the
+    call."""
 
     def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
         self.owner, self.branches = owner, state.branches
@@ -248,9 +238,9 @@ class SparsePlan:
             positions, valid = np.tile(part.positions, (state.branches, 1))[self.sparse], None
             if part.valid is not None:
                 valid = np.tile(part.valid, (state.branches, 1))[self.sparse]
-            self.tiles = QueryTiles.of(positions, valid, owner.settings.block_size, state.canvas.device)
+            self.tiles = QueryTiles.from_positions(positions, valid, owner.settings.block_size, state.canvas.device)
         self.attended = False
-        """Whether a model call has followed this plan."""
+        """Whether a model call has followed the plan."""
 
     def attend(
         self,
@@ -262,13 +252,12 @@ class SparsePlan:
         mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """The attention of one layer: [R, Q, H, D].
+        """Attention of one layer: [R, Q, H, D].
 
         Args:
-            dense: (query, key, value, mask) -> [R, Q, H, D], full attention.
-            query: [R, H, Q, D]. key, value: [R, G, K, D], of the positions from 0 on.
-            mask: [R, 1, 1, K] bool, True where a key is real; None where all are.
-            scale: of the scores; None is D ** -0.5.
+            dense: full attention, (query, key, value, mask) -> [R, Q, H, D].
+            query: [R, H, Q, D]. key, value: [R, G, K, D], from position 0.
+            mask: [R, 1, 1, K] bool, True at real keys; None without padding. scale: None is D ** -0.5.
         """
         self.attended = True
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -276,15 +265,15 @@ class SparsePlan:
         if len(self.dense):
             outputs.append(dense(*_rows(self.dense, query, key, value, mask)))
         if len(self.due):
-            outputs.append(self._find(dense, layer, _rows(self.due, query, key, value, mask), scale))
+            outputs.append(self._find_lists(dense, layer, _rows(self.due, query, key, value, mask), scale))
         if len(self.sparse):
-            outputs.append(self._sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
+            outputs.append(self._attend_sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
         if len(outputs) == 1:
             return outputs[0]
         order = np.argsort(np.concatenate((self.dense, self.due, self.sparse)))
         return torch.cat(outputs).index_select(0, torch.as_tensor(order, device=query.device))
 
-    def _sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    def _attend_sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         from paradec.kernels.block_sparse.api import sparse_attention
 
         return sparse_attention(
@@ -299,8 +288,8 @@ class SparsePlan:
             backend=self.owner.settings.backend,
         ).transpose(1, 2)
 
-    def _find(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
-        """Full attention of the rows that are due, and their lists. inputs: query, key, value and mask of these."""
+    def _find_lists(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
+        """Full attention of the rows that are due, and their lists. inputs: their query, key, value and mask."""
         from paradec.kernels import block_sparse as kernels
 
         query, key, value, _ = inputs
@@ -323,12 +312,12 @@ class SparsePlan:
         index = kernels.select_blocks(
             means, settings.select, settings.block_size, lengths=lengths, first=first, joint=joint
         )
-        self.owner.keep(layer, self.rows[self.due], index, self.branches)
+        self.owner.store_lists(layer, self.rows[self.due], index, self.branches)
         return output
 
 
 def _rows(indices: np.ndarray, *tensors: Tensor | None) -> list[Any]:
-    """Rows `indices` of each tensor [R, ...], without a copy if these are all."""
+    """Select rows of each tensor [R, ...]; all rows without a copy."""
     selected: list[Any] = []
     for tensor in tensors:
         if tensor is None or len(tensor) == len(indices) or len(tensor) == 1:

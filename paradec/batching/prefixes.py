@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paradec.batching.slots import Group, Ticket
 from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix, evaluate
+from paradec.caches.kept_prefix import KeptPrefix, evaluate
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.protocol import CallCost
@@ -144,7 +144,7 @@ class Prefixes:
         if not slots or why_unshared(self.model, state) is not None:
             return
         # keys that saw a mask or a rejected draft lie right of a slot that was written as one
-        intact = np.minimum(state.store.intact(state.canvas), state.end)
+        intact = np.minimum(state.store.count_intact(state.canvas), state.end)
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or self._began.get(ticket.number) != self._weights:

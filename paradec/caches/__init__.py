@@ -1,4 +1,4 @@
-"""Caches: each is a plan of what is recomputed at a step. `create(name, **settings)` makes one."""
+"""Caches: plans of the positions that each step recomputes. `create(name, **settings)` makes one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ register = registry.register
 
 
 def create(name: str, **settings: Any) -> Any:
-    """Make a cache by name.
-
-    Raises:
-        ValueError: unknown name or setting, or a setting out of its range.
-    """
+    """Make a cache by name. Raises ValueError for an unknown name or setting, or one out of its range."""
     return registry.create(name, **settings)
 
 
 def __getattr__(name: str) -> Any:
-    """A class of the registry by its own name: `paradec.caches.DualCache()`."""
     return registry.attribute(name, __name__)
 
 

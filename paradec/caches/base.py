@@ -15,24 +15,24 @@ class Part:
     """Rows and positions of one call. Shapes: `N` rows, `Q` positions of the widest row."""
 
     index: np.ndarray
-    """[N] int64: which of the running rows."""
+    """[N] int64: indices of running rows."""
     positions: np.ndarray
     """[N, Q] int64, ascending; padding repeats the last one."""
     valid: np.ndarray | None
-    """[N, Q] bool; None when nothing is padding."""
+    """[N, Q] bool; None without padding."""
     kind: str
-    """"full" (column = position), "rest" (all but a kept prefix, and what a suffix leaves out) or "window" (a part)."""
+    """ "full" (column = position), "rest" (without a kept prefix and omitted masks) or "window" (a part)."""
 
     @property
     def sizes(self) -> np.ndarray:
-        """[N] int64: positions of each row, padding excluded."""
+        """[N] int64: positions of each row, without padding."""
         if self.valid is None:
             return np.full(len(self.positions), self.positions.shape[1])
         return self.valid.sum(1)
 
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, width: int) -> Part:
-        """The positions from `start` to `stop` (exclusive) of each row. All arrays: [N] int64."""
+        """Positions [start, stop) of each row; all arrays [N] int64."""
         size = stop - start
         positions = start[:, None] + np.arange(width)
         if size.min() == width:
@@ -41,7 +41,7 @@ class Part:
 
     @classmethod
     def subset(cls, index: np.ndarray, chosen: np.ndarray, width: int) -> Part:
-        """The positions where `chosen` [N, L] bool is True; at least one per row."""
+        """Positions where `chosen` [N, L] bool is True, at least one per row."""
         size = chosen.sum(1)
         if len(index) == 1 and size[0] == width:
             return cls(index, np.flatnonzero(chosen[0])[None], None, "window")
@@ -55,25 +55,25 @@ class Part:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """Properties of a cache, from which `paradec.caches.table` derives the valid combinations."""
+    """Properties from which `paradec.caches.table` derives the valid combinations."""
 
     uses_store: bool = True
-    """Whether keys and values are kept."""
+    """Whether keys and values are stored."""
     topologies: tuple[str, ...] = ("bidirectional", "block_causal")
     predictions: tuple[str, ...] = ("same", "shifted")
-    """The models that it is for (see `paradec.core.facts`)."""
+    """Supported models (`paradec.core.facts`)."""
     exact_on: tuple[str, ...] = ()
-    """Topologies on which every step's logits equal those without a cache, whatever the settings."""
+    """Topologies on which every step's logits equal those without a cache, for all settings."""
     evaluates: str = "block"
-    """Positions that a step always evaluates: the "block", the "undecided" ones of it, "some" of these (at least one),
-    the sampler's preview ("picks"), or the same as a set chosen before ("targets")."""
-    steady: bool = True
-    """Whether a step depends on the canvas and the block alone, not on earlier steps."""
-    final_alone: bool = False
-    """Whether steps read keys and values of finished blocks alone."""
-    suffixes: bool = False
-    """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, and its state
-    about positions after a block ends with the block."""
+    """Positions that each step evaluates: the "block", its "undecided" ones, "some" of these, the sampler's preview
+    ("picks"), or a set chosen before ("targets")."""
+    stateless: bool = True
+    """Whether a step depends only on the canvas and the block."""
+    reads_final_only: bool = False
+    """Whether steps read keys and values of finished blocks only."""
+    supports_suffix: bool = False
+    """Whether it works with `paradec.Suffix`: parts come from `full_parts`, `range_parts` and `subset_parts`, and state
+    about positions after a block ends with it."""
     needs_confidence: bool = False
     """Whether commits call `observe_confidence`."""
 
@@ -83,8 +83,8 @@ class Cache(Component):
     """A cache method: an immutable, validated value, like a sampler.
 
     Class attributes:
-        exact_when: when its logits equal those without a cache on models beyond `facts.exact_on`, in words.
-        costly_rows: whether partial steps gather single positions, which one short row does not repay.
+        exact_when: when logits equal those without a cache beyond `facts.exact_on`, in words.
+        costly_rows: whether partial steps gather single positions, too slow for one short row.
         device_step: whether the device step can call `range` with tensors, or needs none. Not inherited.
     """
 
@@ -108,28 +108,28 @@ class Cache(Component):
         return super().__new__(cls)
 
     def exact_for(self, topology: str) -> bool:
-        """Whether the cache changes no logits of a model of this topology."""
+        """Whether the cache leaves the logits of models of this topology unchanged."""
         return topology in self.facts.exact_on
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        """Parts to evaluate now, which cover every running row once. picks: [R, K] int64, the sampler's preview."""
+        """Plan the parts to evaluate, with every running row once. picks: [R, K] int64, the sampler's preview."""
         raise NotImplementedError
 
     def begin(self, state: Any) -> Any:
-        """Make `state.cache_state`, which `plan` reads and `committed` changes. Batches that are refilled need an array
-        or tensor of B rows, or a dataclass with row metadata (`paradec.core.rows`)."""
+        """Make `state.cache_state`, which `plan` reads and `on_commit` changes. Batches need an array of B rows, or a
+        dataclass with row metadata (`paradec.core.rows`)."""
         return None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Called before `committed` if `needs_confidence`: confidence [R, W] float64 of the window's candidates, valid
-        where `available` [R, W] bool."""
+        """Called before `on_commit` if `needs_confidence`, with the candidates' confidence [R, W] float64 where
+        `available`."""
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
+    def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
 
-def level_rows(state: Any, chosen: np.ndarray) -> list[Part] | None:
-    """The `chosen` running rows in one "full" part; None where lengths differ, or not all of a row is evaluated."""
+def level_parts(state: Any, chosen: np.ndarray) -> list[Part] | None:
+    """Put `chosen` running rows into one "full" part; None if lengths differ or a row is evaluated in part."""
     if not state.level or state.reuses or state.present is not None:
         return None
     return [Part(chosen, state.columns[: len(chosen)], None, "full")]

@@ -1,9 +1,6 @@
-"""The key/value store of models with canvases: the encoder writes what is final, the decoder of canvases reads it.
-
-Layers may differ in their heads, and sliding ones are read no further back than their window, as transformers' own
-cache has it: long contexts cost them nothing, and sums run over the same keys. All layers hold all positions, so that a
-later request can take over any prefix. Importing this module imports transformers.
-"""
+"""Key/value store of models with canvases: the encoder writes final tokens, the canvas decoder reads them. Layers may
+differ in their heads. Sliding layers read only their window, as transformers' cache does. All layers store all
+positions, so that a later request can take over any prefix. Imports transformers."""
 
 from __future__ import annotations
 
@@ -17,14 +14,11 @@ from paradec.caches.store import KeyValueStore
 
 
 class CanvasStore(KeyValueStore):
-    """Keys and values of `rows` rows of up to `length` final positions.
-
-    Two kinds of call: "encode" writes at its slots, and sees these as well; "canvas" writes nothing, and its layers
-    read through `layers` what was written.
+    """Keys and values of `rows` rows of up to `length` final positions. "encode" calls write and see their slots;
+    "canvas" calls only read, through `layers`.
 
     Args:
-        rows, length, device: as in `KeyValueStore`.
-        windows: per layer how many positions a sliding layer sees, its own included; None sees all.
+        windows: per layer the positions that a sliding layer sees, its own included; None sees all.
     """
 
     is_compileable = False  # transformers' caches of fixed length are laid out in another way
@@ -34,32 +28,32 @@ class CanvasStore(KeyValueStore):
         self.windows = tuple(windows)
         self.layers = [_Layer(self, index) for index in range(len(windows))]
 
-    def first(self, window: int | None) -> int:
-        """The first position that the bound query reads in layers with this window."""
-        return 0 if window is None else max(0, self._bound().begin - (window - 1))
+    def first_visible(self, window: int | None) -> int:
+        """First position that the bound query reads in layers with this window."""
+        return 0 if window is None else max(0, self._bound_call().begin - (window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write [R, kv_heads, Q, head_dim] at the bound slots; return what the layer reads, as `read` does."""
+        """Write [R, kv_heads, Q, head_dim] at the bound slots; return what the layer reads."""
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
-        flat = self._bound().flat
+        flat = self._bound_call().flat
         assert flat is not None  # an encoding call names its slots
         for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
             by_position = fresh.transpose(1, 2).to(store.dtype)
             store.flatten(0, 1).index_copy_(0, flat.to(store.device), by_position.flatten(0, 1))
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
-    def read(self, layer: int, kept: dict[int, Tensor]) -> Tensor:
-        """[R, kv_heads, K, head_dim]: what bound rows hold from `first` to the visible length, of keys or values."""
-        call, store = self._bound(), kept[layer]
-        part = slice(self.first(self.windows[layer]), call.visible_length)
+    def read(self, layer: int, layers: dict[int, Tensor]) -> Tensor:
+        """[R, kv_heads, K, head_dim]: the bound rows' keys or values in the layer's window."""
+        call, store = self._bound_call(), layers[layer]
+        part = slice(self.first_visible(self.windows[layer]), call.visible_length)
         if call.selection is not None:
             return store[call.selection, part].transpose(1, 2)
         return store[:, part].index_select(0, call.rows.to(store.device)).transpose(1, 2)
 
 
 class _Layer:
-    """One layer as the decoder of canvases reads it."""
+    """One layer for the canvas decoder."""
 
     is_compileable = False
 
@@ -76,6 +70,6 @@ class _Layer:
 
 
 def canvas_store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes that a `CanvasStore` will take for a text configuration of DiffusionGemma, before it is made."""
+    """Bytes of a `CanvasStore` for a text configuration of DiffusionGemma."""
     widths = (layer.num_key_value_heads * layer.head_dim for layer in config.per_layer_config)
     return 2 * rows * (length + 1) * sum(widths) * dtype.itemsize

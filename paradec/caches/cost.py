@@ -9,36 +9,36 @@ import numpy as np
 
 from paradec.caches.base import Cache
 
-WORTHWHILE = 0.9
-"""Share of the positions above which a cache is not worth its bookkeeping."""
-FEW = 4
-"""Forwards of a row below which a share says little."""
-SHORT = 64
-"""Positions below which one row on a CPU gains nothing from gathering single positions (benchmarks/caches.py)."""
+MAX_SHARE = 0.9
+"""Share of evaluated positions above which a cache is not worthwhile."""
+MIN_CALLS = 4
+"""Forwards of a row below which the share means little."""
+MIN_POSITIONS = 64
+"""Positions below which gathering single positions does not pay for one row on a CPU (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Forwards of a request. Lists have one entry per row."""
+    """Forwards of a request; lists have one entry per row."""
 
     cache: str
     full_forwards: list[int]
-    """Calls that evaluated the row from end to end."""
+    """Calls that evaluated the whole row."""
     partial_forwards: list[int]
     """Calls that evaluated a part of it."""
     forwarded_tokens: list[int]
-    """Positions evaluated in all branches, padding excluded. A prefix that all rows share is evaluated once, in a
-    separate forward, and counted with the first row."""
+    """Positions evaluated in all branches, without padding. A shared prefix is evaluated once, in a separate forward,
+    and counted for the first row."""
     store_bytes: int
-    """Peak bytes of keys and values, a shared prefix once."""
+    """Peak bytes of keys and values."""
     reused_tokens: list[int]
-    """Positions of each row with keys and values from a prefix, which no step evaluated."""
+    """Positions of each row taken over from a prefix."""
     share: float = 1.0
-    """Positions evaluated, relative to as many whole forwards."""
+    """Positions evaluated, relative to equally many whole forwards."""
 
     @classmethod
     def from_state(cls, state: Any, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
-        """Read what a state, or some of its rows, cost. counts: `State.counts`, of all rows."""
+        """Read the cost of a state's rows. counts: `State.counts` of all rows."""
         nfe, row_forwards, forwarded, full = counts[:, rows]
         return cls(
             cache=state.cache.name,
@@ -51,11 +51,11 @@ class CacheCost:
         )
 
     def advice(self) -> str | None:
-        """Why the cache was not worth it and what to use instead, or None."""
+        """Why the cache was not worthwhile and what to use instead, or None."""
         if self.cache == "causal":  # the store of drafts is no choice
             return None
         calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
-        if not self.store_bytes or any(self.reused_tokens) or calls < FEW or self.share < WORTHWHILE:
+        if not self.store_bytes or any(self.reused_tokens) or calls < MIN_CALLS or self.share < MAX_SHARE:
             return None
         return (
             f"cache={self.cache!r} still evaluates {self.share:.0%} of the positions here: use cache='none', or a "
@@ -63,13 +63,10 @@ class CacheCost:
         )
 
 
-def advice(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
-    """Why a cache is not worth it for rows of at most `positions`, and what to use instead, or None.
-
-    On a GPU one row's calls are bound by launches and weights, not by positions; users of the public code report it
-    slower there than no cache.
-    """
-    if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= SHORT):
+def why_not_worthwhile(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
+    """Why a cache is not worthwhile for rows of at most `positions`, and what to use instead, or None. On a GPU,
+    launches and weights bound the calls of one row."""
+    if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
         return None
     return (
         f"cache={cache.name!r} gathers single positions, which one row of {positions} positions on {device} hardly "

@@ -1,8 +1,5 @@
-"""d2Cache: each step renews the masks that are likely to be decided next, and the tokens that were decided last.
-
-Jiang et al., "d2Cache: Accelerating Diffusion-Based LLMs via Dual Adaptive Caching", arXiv 2509.23094, and its public
-code.
-"""
+"""d2Cache: each step renews the masks that are likely to be decided next, and the last decided tokens. Jiang et al.,
+"d2Cache: Accelerating Diffusion-Based LLMs via Dual Adaptive Caching", arXiv 2509.23094, and its code."""
 
 from __future__ import annotations
 
@@ -17,33 +14,29 @@ from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core.checks import check_int, check_number
 from paradec.core.rows import row_layout
 
-UNREAD = 1.0
-"""Used as the confidence of masks that no step has read: density alone ranks them."""
+UNREAD_CONFIDENCE = 1.0
+"""Confidence of masks that no step has read, so that density alone ranks them."""
 
 
 @dataclass(frozen=True)
 class D2Cache(SubsetCache):
-    """Evaluate `current_k` masks, the positions that the last step decided, and small gaps between them; keep the rest.
-    Only a row's first step evaluates the whole row.
+    """Evaluate `current_k` masks, the last decided positions, and small gaps between them. Only a row's first step
+    evaluates the whole row.
 
-    The masks are those with the highest confidence times certainty density: the share of near positions that are
-    decided (a Gaussian kernel; everything left of a row counts as decided, and everything right of it if its last
-    position is). Candidates are the masks from the open block to the end of the block with the `current_k`-th mask;
-    those of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the
-    position left of each of these masks evaluated in its place, since its logits are there.
+    Masks are ranked by confidence times certainty density, the decided share of nearby positions (a Gaussian kernel;
+    everything left of a row counts as decided, everything right of it if its last position is). Candidates reach from
+    the open block to the end of the block with the `current_k`-th mask; the open block's come first. Only evaluated
+    masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
-    Three things differ from the public code, two of them errors of that code. It never renews the confidences of its
-    first step; here they are those of the last step that read the mask, and if none has, density alone decides (masks
-    after the open block have no logits here). Its loop cuts the block in place to what is undecided, so that the cache
-    takes the block to be shorter and ignores masks at the end of a half-filled block, however dense; here blocks keep
-    their length. And its third part is left out: positions that a rollout of attention finds important. On two small
-    models masks and new tokens sufficed, and the rollout needs an attention that returns its weights.
+    Differences from the public code: confidences are those of the last step that read the mask, where the code keeps
+    its first ones; blocks keep their length, where the code shortens them to what is undecided and misses masks at
+    their end; positions that attention rollout finds important are left out, since the rest sufficed on two small
+    models.
 
     Args:
-        current_k: masks that a step evaluates, at least 1.
+        current_k: masks per step, at least 1.
         sigma: of the density's kernel, in positions, at most 100.
-        inflate_w: positions between two evaluated ones that are at most this far apart are evaluated too; 0 leaves
-            gaps.
+        inflate_w: fill gaps of at most this many positions between evaluated ones.
     """
 
     current_k: int = 32
@@ -55,7 +48,7 @@ class D2Cache(SubsetCache):
     arxiv = "2509.23094"
     summary = "evaluates the masks that may be decided next, and what was decided last"
     facts = CacheFacts(
-        topologies=("bidirectional",), evaluates="some", steady=False, suffixes=True, needs_confidence=True
+        topologies=("bidirectional",), evaluates="some", stateless=False, supports_suffix=True, needs_confidence=True
     )
     exact_when = "the model has one layer, predicts in place, and current_k covers the masks"
 
@@ -69,10 +62,10 @@ class D2Cache(SubsetCache):
         return ReadLog(state)
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        state.cache_state.read(state, confidence, available)
+        state.cache_state.record_confidence(state, confidence, available)
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
-        super().committed(state, tokens)
+    def on_commit(self, state: Any, tokens: np.ndarray) -> None:
+        super().on_commit(state, tokens)
         if state.present is not None:
             state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
 
@@ -81,86 +74,84 @@ class D2Cache(SubsetCache):
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift = state.cache_state, state.facts.shift
-        masks = self.masks(state, rows)
+        masks = self.choose_masks(state, rows)
         if shift:  # the first position of all has its own logits
             masks[:, 0] |= masks[:, 1]
             masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
-        new = log.changed_at[rows] == state.row_step[rows, None] - 1
+        is_new = log.changed_at[rows] == state.row_step[rows, None] - 1
         # what is after a row is no edge of a gap
-        needed = masks | (new & (np.arange(new.shape[1]) < state.length[rows, None]))
+        needed = masks | (is_new & (np.arange(is_new.shape[1]) < state.length[rows, None]))
         if state.present is not None:  # what exists since this block has opened has no keys yet
             needed |= state.present[rows] & ~log.stored[rows]
-        return between(needed, self.inflate_w)
+        return fill_gaps(needed, self.inflate_w)
 
-    def masks(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: the masks that this step may decide or renews."""
+    def choose_masks(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        """[N, L] bool: the masks that this step renews and may decide."""
         log, column = state.cache_state, np.arange(state.canvas.shape[1])
         start, end = state.block_start[rows, None], state.block_end[rows, None]
-        inside = column < state.length[rows, None]
-        undecided = log.undecided(rows) & inside
+        is_inside = column < state.length[rows, None]
+        undecided = log.undecided(rows) & is_inside
         if state.present is not None:
             undecided &= state.present[rows]
-        ahead = undecided & (column >= start)
-        enough = ahead.cumsum(1) >= self.current_k
-        last = np.where(enough.any(1), enough.argmax(1), state.length[rows] - 1)[:, None]
-        ahead &= column < self.stop(state, rows, last)
+        is_candidate = undecided & (column >= start)
+        is_enough = is_candidate.cumsum(1) >= self.current_k
+        last = np.where(is_enough.any(1), is_enough.argmax(1), state.length[rows] - 1)[:, None]
+        is_candidate &= column < self.block_ends(state, rows, last)
         decided = ~undecided
-        decided = np.where(inside, decided, decided[np.arange(len(rows)), state.length[rows] - 1, None])
-        scores = self.confidence(state, rows) * density(decided, self.sigma)
+        decided = np.where(is_inside, decided, decided[np.arange(len(rows)), state.length[rows] - 1, None])
+        scores = self.confidence(state, rows) * decided_density(decided, self.sigma)
         scores += 2.0 * (column < end)  # above all others
-        scores = np.where(ahead, scores, -np.inf)
+        scores = np.where(is_candidate, scores, -np.inf)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.current_k]
-        chosen = np.zeros_like(ahead)
+        chosen = np.zeros_like(is_candidate)
         np.put_along_axis(chosen, best, True, axis=1)
-        return chosen & ahead
+        return chosen & is_candidate
 
-    def stop(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[N, 1] int64: where the block ends that has the position `last` [N, 1], all blocks being as long as the open
-        one."""
+    def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """[N, 1] int64: end of the block with position `last` [N, 1], if all blocks have the open one's length."""
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         return start + ((last - start) // (end - start) + 1) * (end - start)
 
     def confidence(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] float64: what masks are ranked by, beside the density."""
+        """[N, L] float64: confidence of masks."""
         return state.cache_state.confidence[rows]
 
 
-def density(decided: np.ndarray, sigma: float) -> np.ndarray:
-    """[N, L] float64 in [0, 1]: how much of what is near each position has been decided. decided: [N, L] bool."""
+def decided_density(decided: np.ndarray, sigma: float) -> np.ndarray:
+    """[N, L] float64 in [0, 1]: decided share near each position. decided: [N, L] bool."""
     radius = math.ceil(6 * sigma)
     kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
     left, right = np.ones((len(decided), radius)), np.repeat(decided[:, -1:], radius, 1)
-    wide = np.concatenate((left, decided, right), 1)
-    near = np.lib.stride_tricks.sliding_window_view(wide, 2 * radius + 1, axis=1)
-    return near @ (kernel / kernel.sum())
+    padded = np.concatenate((left, decided, right), 1)
+    weighted = np.lib.stride_tricks.sliding_window_view(padded, 2 * radius + 1, axis=1)
+    return weighted @ (kernel / kernel.sum())
 
 
-def between(chosen: np.ndarray, most: int) -> np.ndarray:
-    """`chosen` [N, L] bool, with what is between two chosen positions that are at most `most` apart."""
-    if most < 2:
+def fill_gaps(chosen: np.ndarray, max_gap: int) -> np.ndarray:
+    """Extend `chosen` [N, L] bool by gaps of at most `max_gap` positions between chosen ones."""
+    if max_gap < 2:
         return chosen
     size = chosen.shape[1]
     column = np.arange(size)
-    before = np.maximum.accumulate(np.where(chosen, column, -size - most), axis=1)
-    after = np.minimum.accumulate(np.where(chosen, column, 2 * size + most)[:, ::-1], axis=1)[:, ::-1]
-    return chosen | (after - before <= most)
+    previous = np.maximum.accumulate(np.where(chosen, column, -size - max_gap), axis=1)
+    following = np.minimum.accumulate(np.where(chosen, column, 2 * size + max_gap)[:, ::-1], axis=1)[:, ::-1]
+    return chosen | (following - previous <= max_gap)
 
 
 @dataclass(init=False, eq=False)
 class ReadLog(ChangeLog):
-    """Besides, how confident the model was of each mask when it was last read, and what has keys and values."""
+    """Also the confidence of each mask when it was last read, and the positions with keys and values."""
 
-    confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNREAD))
-    """[B, L] float64."""
+    confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNREAD_CONFIDENCE))
     stored: np.ndarray = field(metadata=row_layout(columns=1))
-    """[B, L] bool: what existed at the last step."""
+    """[B, L] bool: positions that existed at the last step."""
 
     def __init__(self, state: Any):
         super().__init__(state)
-        self.confidence = np.full(self.canvas.shape, UNREAD)
+        self.confidence = np.full(self.canvas.shape, UNREAD_CONFIDENCE)
         self.stored = np.zeros(self.canvas.shape, bool)
 
-    def read(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        """The window's candidates had `confidence` [R, W], where they were `available` [R, W]."""
-        at = state.window.rows[:, None], state.window.host_positions
-        self.confidence[at] = np.where(available, confidence, self.confidence[at])
+    def record_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
+        """Record the `confidence` [R, W] of the window's candidates where `available` [R, W]."""
+        index = state.window.rows[:, None], state.window.host_positions
+        self.confidence[index] = np.where(available, confidence, self.confidence[index])

@@ -1,7 +1,5 @@
-"""Delayed block cache: a full block is kept once it has waited for some steps, in which whole rows are evaluated.
-
-"d3LLM", arXiv 2601.07568, and its generation code.
-"""
+"""Delayed block cache: a full block is kept after some more steps, which evaluate whole rows. "d3LLM", arXiv
+2601.07568, and its generation code."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paradec.caches.base import CacheFacts
-from paradec.caches.parts import outward
+from paradec.caches.parts import widen_to_blocks
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_choice, check_int
 
@@ -19,26 +17,22 @@ from paradec.core.checks import check_choice, check_int
 @dataclass(frozen=True)
 class DelayedCache(RangeCache):
     """Evaluate a row from the end of the kept blocks to its own end. A full block with nothing undecided left of it
-    waits `cache_delay_iter` steps, and whole rows are evaluated while it waits; the step after that evaluates it for
-    the last time. The prompt waits as well: it is evaluated in the first `cache_delay_iter` steps.
+    waits `cache_delay_iter` steps, in which whole rows are evaluated; the next step evaluates it a last time. The
+    prompt waits too, from the first step.
 
-    Made for several open blocks (`paradec.PipelinedBlocks`), because the tokens of a block that has just been
-    filled still change its neighbours' keys and values. Works with all block policies.
+    Made for several open blocks (`paradec.PipelinedBlocks`), since new tokens change their neighbours' keys and values;
+    works with all block policies. Approximate for bidirectional models: kept keys and values ignore later tokens.
+    Differences from the public codes: that for Dream stores waiting blocks in whole steps, counts them as not stored
+    and attends to them twice; here a row has one stored length, as in the code for LLaDA. On shifted models the
+    position left of the first undecided block is evaluated too, where the code reads the wrong logits.
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
-        refresh_interval: also evaluate whole rows every so many steps of a row, unless a block is kept in that step;
-            10000, the code's default, means never.
-        waiting: which full blocks wait. "all": each block from when it is full, so that several are kept in one step,
-            as in the code for Dream. "first": the first block that is not kept, and the next one from the step that
-            keeps it, as in the code for LLaDA, which stops at the first block that waits. None is "first" for models
-            that predict in place and "all" for shifted ones.
-
-    Approximate for bidirectional models: kept keys and values do not depend on tokens that are decided later. The code
-    for Dream stores, in a whole step, blocks that still wait and counts them as not stored, so that later calls attend
-    to them twice; here a row has one stored length, as in the code for LLaDA. For models that predict shifted, the
-    position left of the first undecided block is evaluated too; the public code uses the logits of the wrong position
-    there.
+        refresh_interval: evaluate whole rows every so many steps of a row, unless a block is kept then; the code's
+            10000 means never.
+        waiting: "all": each block waits from when it is full (the code for Dream). "first": only the first block that
+            is not kept, the next from the step that keeps it (the code for LLaDA). None: "first" for models that
+            predict in place, "all" for shifted ones.
     """
 
     cache_delay_iter: int = 1
@@ -49,7 +43,7 @@ class DelayedCache(RangeCache):
     paper = "d3LLM"
     arxiv = "2601.07568"
     summary = "keeps full blocks after some whole steps; evaluates the rest of the row"
-    facts = CacheFacts(exact_on=("block_causal",), steady=False)
+    facts = CacheFacts(exact_on=("block_causal",), stateless=False)
     exact_when = "the model has one layer"
 
     def __post_init__(self) -> None:
@@ -60,34 +54,34 @@ class DelayedCache(RangeCache):
             check_choice("waiting", self.waiting, ("first", "all"))
 
     def begin(self, state: Any) -> np.ndarray:
-        """[B, 1 + delay] int64: how much is kept; then where what was waiting ended before the last step, the one
-        before that, ..."""
+        """[B, 1 + delay] int64: end of what is kept, then ends of what waited at the last steps, latest first."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
-        rows, kept = state.window.rows, state.cache_state
-        kept[rows, 0] = np.maximum(kept[rows, 0], np.where(self.refreshes(state, rows), 0, kept[rows, -1]))
-        waits = self._waits(state, rows)
-        kept[rows, 2:] = kept[rows, 1:-1]
-        kept[rows, 1] = waits
+    def on_commit(self, state: Any, tokens: np.ndarray) -> None:
+        rows, kept_ends = state.window.rows, state.cache_state
+        ends = np.where(self.refreshes(state, rows), 0, kept_ends[rows, -1])
+        kept_ends[rows, 0] = np.maximum(kept_ends[rows, 0], ends)
+        waiting_ends = self._waiting_ends(state, rows)
+        kept_ends[rows, 2:] = kept_ends[rows, 1:-1]
+        kept_ends[rows, 1] = waiting_ends
 
-    def _waits(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: where what waits since this step or an earlier one ends; nothing does where that is kept."""
-        full = state.block_start[rows]
+    def _waiting_ends(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: end of what waits now; the kept end if nothing does."""
+        is_full = state.block_start[rows]
         if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
-            return full
-        end, before = state.cache_state[rows, 0], state.cache_state[rows, 1]
-        block = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), full)
+            return is_full
+        end, earlier_ends = state.cache_state[rows, 0], state.cache_state[rows, 1]
+        block = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), is_full)
         # the prompt waits before all blocks
         block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
-        return np.where(before > end, before, block)
+        return np.where(earlier_ends > end, earlier_ends, block)
 
     def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        steps, kept = state.row_step[rows], state.cache_state[rows]
-        keeps = kept[:, -1] > kept[:, 0]  # a block has waited long enough
-        waits = state.block_start[rows] > kept[:, -1]
-        due = (steps + 1) % self.refresh_interval == 0
-        return (steps < self.cache_delay_iter) | ~keeps & (waits | due)
+        steps, kept_ends = state.row_step[rows], state.cache_state[rows]
+        keeps_block = kept_ends[:, -1] > kept_ends[:, 0]  # a block has waited long enough
+        waiting_ends = state.block_start[rows] > kept_ends[:, -1]
+        is_due = (steps + 1) % self.refresh_interval == 0
+        return (steps < self.cache_delay_iter) | ~keeps_block & (waiting_ends | is_due)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, rows, state.cache_state[rows, 0], state.length[rows])
+        return widen_to_blocks(state, rows, state.cache_state[rows, 0], state.length[rows])

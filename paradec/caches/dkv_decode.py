@@ -1,7 +1,5 @@
-"""dKV-Cache-Decode: a position's keys and values are kept from the step after the one that decided it.
-
-Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.2, and its repository.
-"""
+"""dKV-Cache-Decode: keys and values are kept from the step after the one that decided their position. Ma et al.,
+"dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.2, and its repository."""
 
 from __future__ import annotations
 
@@ -19,24 +17,21 @@ SHIFT_TYPES = ("un_right", "un", "right")
 
 @dataclass(frozen=True)
 class DkvDecode(SubsetCache):
-    """Evaluate all undecided positions, later blocks included, and those that the last step decided; keep the rest.
+    """Evaluate all undecided positions, in later blocks too, and the last decided ones; keep the others.
 
-    A token's keys and values change most in the step in which it turns from mask to token, so they are computed once
-    more, from the token, before they are kept: the one-step delay. Every `refresh_interval` steps the whole row is
-    evaluated. For models that predict in place, steps are counted in the block, whose first two steps are whole; for
-    models that predict shifted they are counted in the row. The public codes for LLaDA and for Dream do the same.
+    Keys and values change most when a mask becomes a token, so they are computed once more before they are kept: the
+    one-step delay. Every `refresh_interval` steps the whole row is evaluated. As in the public codes, models that
+    predict in place count steps in the block, whose first two steps are whole; shifted models count them in the row,
+    and keep a position
 
-    Where logits are one position to the left, a position may be needed until its right neighbour is decided, too:
-
-    - "un_right": keep a position when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
-    - "un": when its right neighbour is (76.34; the paper's runs have this, since its batches need equal counts);
-    - "right": when it is (32.68). Logits can be missing for undecided tokens then; a row that would have none is
-      evaluated whole.
+    - "un_right": when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
+    - "un": when its right neighbour is (76.34; the paper's runs, whose batches need equal counts);
+    - "right": when it is (32.68). Undecided tokens can lack logits then; a row without any is evaluated whole.
 
     Args:
-        refresh_interval: steps between whole evaluations; None is 8 for models that predict in place and 4 for shifted
-            ones. 1 evaluates everything at every step.
-        shift_type: for models that predict shifted.
+        refresh_interval: steps between whole evaluations; None is 8 for models that predict in place, 4 for shifted
+            ones.
+        shift_type: for shifted models.
     """
 
     refresh_interval: int | None = None
@@ -46,7 +41,7 @@ class DkvDecode(SubsetCache):
     paper = "dKV-Cache"
     arxiv = "2505.15781"
     summary = "keeps decided tokens, one step late; evaluates all that is undecided"
-    facts = CacheFacts(evaluates="undecided", steady=False)
+    facts = CacheFacts(evaluates="undecided", stateless=False)
     exact_when = "refresh_interval=1, or the model has one layer and shift_type is 'un_right'"
 
     def __post_init__(self) -> None:
@@ -62,39 +57,39 @@ class DkvDecode(SubsetCache):
 
     def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         if state.facts.shift:
-            due = state.row_step[rows] % self.interval(state) == 0
-            return due if self.shift_type != "right" else due | ~self._any_logits(state, rows)
+            is_due = state.row_step[rows] % self.interval(state) == 0
+            return is_due if self.shift_type != "right" else is_due | ~self._any_logits(state, rows)
         step = state.block_step[rows]
         return (step <= 1) | (step % self.interval(state) == 0)
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        return ~self.kept(state, rows)
+        return ~self.kept_positions(state, rows)
 
-    def kept(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: positions whose stored keys and values serve this step."""
-        own = self.settled(state, rows)
+    def kept_positions(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        """[N, L] bool: positions whose stored keys and values are used."""
+        is_stable = self.is_stable(state, rows)
         if not state.facts.shift:
-            return own
-        right = np.ones_like(own)
-        right[:, :-1] = own[:, 1:]
+            return is_stable
+        right = np.ones_like(is_stable)
+        right[:, :-1] = is_stable[:, 1:]
         each, last = np.arange(len(rows)), state.length[rows] - 1
         # nothing is read off a row's last position; the public code keeps it with its left neighbour, or always
-        right[each, last] = own[each, last - 1]
-        both = own & right
+        right[each, last] = is_stable[each, last - 1]
+        both = is_stable & right
         if self.shift_type == "un_right":
             return both
         right[each, last] = True
         # whatever the type, only the prompt is kept from a row's first step
-        return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else own)
+        return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else is_stable)
 
-    def settled(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: what has been evaluated since it was decided."""
-        return state.cache_state.settled(state, rows, delay=1)
+    def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        """[N, L] bool: positions evaluated since they were decided."""
+        return state.cache_state.is_stable(state, rows, delay=1)
 
     def _any_logits(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] bool: whether an undecided token of the open block would have its logits (which are to its left)."""
+        """[R] bool: whether any undecided token of the open block would have logits, which are to its left."""
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])
         asked = block & state.cache_state.undecided(rows)
-        evaluated = ~self.kept(state, rows)
+        evaluated = ~self.kept_positions(state, rows)
         return (asked[:, 1:] & evaluated[:, :-1]).any(1) | (asked[:, 0] & evaluated[:, 0])

@@ -1,7 +1,5 @@
-"""dKV-Cache-Greedy: only what is about to be decided, what has just been, and a few masks beside are evaluated.
-
-Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its repository.
-"""
+"""dKV-Cache-Greedy: only positions to decide, the last decided ones, and a few masks nearby are evaluated. Ma et al.,
+"dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its repository."""
 
 from __future__ import annotations
 
@@ -17,17 +15,16 @@ from paradec.core.checks import check_int
 
 @dataclass(frozen=True)
 class DkvGreedy(SubsetCache):
-    """Evaluate the positions that this step will decide, those that the last step decided, and a window of masks around
-    the former; a block's first step and every `refresh_interval`-th evaluate whole rows.
+    """Evaluate the positions that this step decides, the last decided ones, and a window of masks around the former. A
+    block's first step and every `refresh_interval`-th evaluate whole rows.
 
-    The sampler must know what it will decide before the forward (`random` does). The window is centred on the
-    positions that come next, as in the public code (the paper's text centres it on the last ones). It has the first
-    `window` masks that are not evaluated yet, walking outwards from each such position, left first.
+    The sampler must know its choice before the forward (`random` does). The window has the first `window` unevaluated
+    masks, walking outwards from each position, left first; it is centred on the next positions, as in the public code
+    (the paper's text: on the last ones).
 
     Args:
-        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 degrades
-            quality.
-        window: masks beside each position to decide (the paper goes up to 6).
+        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 costs quality.
+        window: masks near each position (the paper goes up to 6).
     """
 
     refresh_interval: int = 2
@@ -37,7 +34,7 @@ class DkvGreedy(SubsetCache):
     paper = "dKV-Cache"
     arxiv = "2505.15781"
     summary = "evaluates what is decided now, what was last, and a few masks beside"
-    facts = CacheFacts(predictions=("same",), evaluates="picks", steady=False)
+    facts = CacheFacts(predictions=("same",), evaluates="picks", stateless=False)
     exact_when = "refresh_interval=1, or the model has one layer"
 
     def __post_init__(self) -> None:
@@ -57,8 +54,8 @@ class DkvGreedy(SubsetCache):
         column = np.arange(state.canvas.shape[1])
         undecided = log.undecided(rows) & (column < state.length[rows, None])
         needed = ~undecided & (log.changed_at[rows] == state.row_step[rows, None] - 1)
-        row, at = (picks >= 0).nonzero()
-        needed[row, picks[row, at]] = True
+        row, pick_index = (picks >= 0).nonzero()
+        needed[row, picks[row, pick_index]] = True
         for pick in picks.T:  # as many as tokens per step, whatever the batch
             aside = undecided & ~needed & (pick >= 0)[:, None]
             # left neighbours have odd distances' ranks, right ones even: 1, 2, 3, ... from the nearest outwards

@@ -1,7 +1,4 @@
-"""dKV-Cache-PD: the prompt is evaluated once, decided tokens are kept one step late.
-
-Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its code for Dream.
-"""
+"""dKV-Cache-PD: the prompt is evaluated once, decided tokens are kept one step late (arXiv 2505.15781, section 3.3)."""
 
 from __future__ import annotations
 
@@ -15,9 +12,8 @@ from paradec.caches.dkv_decode import DkvDecode
 
 @dataclass(frozen=True)
 class DkvPD(DkvDecode):
-    """`dkv_prefill` for the prompt and `dkv_decode` for the answer: the prompt is evaluated in a row's first step
-    alone, and every `refresh_interval` steps of the row (None: 4) the answer is evaluated whole.
-    """
+    """`dkv_prefill` for the prompt and `dkv_decode` for the answer: only a row's first step evaluates the prompt; every
+    `refresh_interval` steps of the row (None: 4) the answer is evaluated whole."""
 
     name = "dkv_pd"
     summary = "keeps the prompt for good, and decided tokens one step late"
@@ -33,8 +29,8 @@ class DkvPD(DkvDecode):
         return state.row_step[rows] == 0
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        due = state.row_step[rows] % self.interval(state) == 0
+        is_due = state.row_step[rows] % self.interval(state) == 0
         if state.facts.shift and self.shift_type == "right":
-            due |= ~self._any_logits(state, rows)
-        answer = np.arange(state.canvas.shape[1]) >= state.prompt_length[rows, None] - state.facts.shift
-        return answer & (due[:, None] | ~self.kept(state, rows))
+            is_due |= ~self._any_logits(state, rows)
+        is_answer = np.arange(state.canvas.shape[1]) >= state.prompt_length[rows, None] - state.facts.shift
+        return is_answer & (is_due[:, None] | ~self.kept_positions(state, rows))

@@ -1,7 +1,4 @@
-"""dKV-Cache-Prefill: the prompt is evaluated once.
-
-Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its code for Dream.
-"""
+"""dKV-Cache-Prefill: the prompt is evaluated once (arXiv 2505.15781, section 3.3)."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ from typing import Any
 import numpy as np
 
 from paradec.caches.base import CacheFacts
-from paradec.caches.parts import outward
+from paradec.caches.parts import widen_to_blocks
 from paradec.caches.stored import RangeCache
 
 
 @dataclass(frozen=True)
 class DkvPrefill(RangeCache):
-    """A row's first step evaluates the whole row; the others evaluate all but the prompt, which is never renewed.
-
-    For models that predict shifted, the prompt's last position holds the answer's first logits and is evaluated too.
-    """
+    """A row's first step evaluates the whole row, later ones all but the prompt. Shifted models also evaluate the
+    prompt's last position, which holds the answer's first logits."""
 
     name = "dkv_prefill"
     paper = "dKV-Cache"
@@ -33,4 +28,4 @@ class DkvPrefill(RangeCache):
         return state.row_step[rows] == 0
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, rows, state.prompt_length[rows] - state.facts.shift, state.length[rows])
+        return widen_to_blocks(state, rows, state.prompt_length[rows] - state.facts.shift, state.length[rows])

@@ -1,4 +1,4 @@
-"""No cache: every running row is evaluated whole, at every step. Exact for every model and sampler."""
+"""No cache. Exact for every model and sampler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache, CacheFacts, Part, level_rows
-from paradec.caches.parts import whole_rows
+from paradec.caches.base import Cache, CacheFacts, Part, level_parts
+from paradec.caches.parts import full_parts
 
 ANY = ("bidirectional", "block_causal", "causal", "causal_context")
 
@@ -20,8 +20,8 @@ class NoCache(Cache):
     name = "none"
     summary = "no cache: whole rows at every step; exact"
     device_step = True
-    facts = CacheFacts(uses_store=False, topologies=ANY, exact_on=ANY, suffixes=True)
+    facts = CacheFacts(uses_store=False, topologies=ANY, exact_on=ANY, supports_suffix=True)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         rows = np.arange(len(state.rows))
-        return level_rows(state, rows) or whole_rows(state, rows)
+        return level_parts(state, rows) or full_parts(state, rows)

@@ -1,8 +1,6 @@
-"""Keys and values that requests leave for each other: a radix tree over blocks of tokens, with a limit of bytes.
-
-The tree is that of Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (RadixAttention),
-arXiv 2312.07104, with nodes of one block each, as in vLLM's prefix cache.
-"""
+"""Keys and values shared by requests: a radix tree over blocks of tokens, with a byte limit. Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs" (RadixAttention), arXiv 2312.07104, with one block per node,
+as in vLLM."""
 
 from __future__ import annotations
 
@@ -15,21 +13,19 @@ from torch import Tensor
 __all__ = ["Layers", "PrefixTree"]
 
 Layers = Mapping[int, tuple[Tensor, Tensor]]
-"""Per layer keys and values [N, kv_heads, head_dim] of N positions of one row."""
-AT_ONCE = 2**20
-"""Bytes of which layers are laid side by side before blocks are cut from them."""
+"""Keys and values [N, kv_heads, head_dim] per layer, of N positions of one row."""
+MAX_BYTES_AT_ONCE = 2**20
+"""Bytes copied at a time before blocks are cut."""
 
 
 @dataclass(eq=False)
 class _Node:
-    """One block of tokens after those of its ancestors."""
-
     parent: _Node | None
     key: Hashable
     rows: Tensor | None
-    """[block, W], in memory of its own: keys and values of all layers side by side; None for a root."""
-    used: int = 0
-    """When it was asked for or added, counted in calls of the tree."""
+    """[block, W]: keys and values of all layers side by side; None for a root."""
+    last_used: int = 0
+    """Value of the tree's clock at the last use."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
     @property
@@ -38,60 +34,53 @@ class _Node:
 
 
 class PrefixTree:
-    """Keys and values by the tokens that they are of, in whole blocks from position 0.
-
-    What is added is copied, and what is found is copied by whoever uses it: a block can go at any time. One thread at
-    a time.
+    """Keys and values by token prefix, in whole blocks. Inputs are copied; found blocks must be copied by the caller.
+    Not thread-safe.
 
     Args:
         block: tokens of a node.
-        budget: bytes of keys and values at most; the leaves that were used least recently go first.
+        budget: bytes of keys and values; the least recently used leaves are dropped.
     """
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
         self.nbytes = 0
-        """Bytes of the keys and values held."""
         self._roots: dict[Hashable, _Node] = {}
         self._leaves: dict[int, _Node] = {}  # by when they were used, oldest first
         self._clock = 0
         self._like: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's keys and values, of no position
 
     def __len__(self) -> int:
-        """Tokens that are held."""
-        waiting, count = list(self._roots.values()), 0
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
+        """Number of stored tokens."""
+        pending, count = list(self._roots.values()), 0
+        while pending:
+            node = pending.pop()
+            pending += node.children.values()
             count += 0 if node.parent is None else self.block
         return count
 
     def count(self, tokens: Sequence[int], scope: Hashable = None) -> int:
-        """How many leading tokens the tree has. scope: only what was added with an equal one is found."""
+        """Count the leading tokens in the tree. scope: only entries added with an equal scope are found."""
         return len(self._path(tokens, scope)) * self.block
 
     def find(self, tokens: Sequence[int], scope: Hashable = None) -> tuple[int, Layers]:
-        """How many leading tokens the tree has, and their keys and values, in memory of their own."""
+        """Count the leading tokens in the tree, and copy their keys and values."""
         path = self._path(tokens, scope)
         self._touch(path)
         if not path:
             return 0, {}
         widths = [like.shape[1:].numel() for pair in self._like.values() for like in pair]
         parts = iter(torch.cat([node.rows for node in path if node.rows is not None]).split(widths, 1))
-        layers = {
-            layer: (_as(next(parts), keys), _as(next(parts), values)) for layer, (keys, values) in self._like.items()
-        }
+
+        def read(like: Tensor) -> Tensor:
+            return next(parts).unflatten(1, like.shape[1:]).to(like.device)
+
+        layers = {layer: (read(keys), read(values)) for layer, (keys, values) in self._like.items()}
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
-        """Keep the whole blocks of `tokens` that the tree does not have.
-
-        Args:
-            layers: of the positions from `start` on, which is no larger than what the tree has.
-
-        Returns:
-            How many tokens were added. Nothing is added from a block on whose numbers are not all finite.
-        """
+        """Add the missing whole blocks of `tokens`, up to one with numbers that are not finite. Returns the number of
+        tokens added. layers: of the positions from `start` on, which is at most the stored length."""
         path = self._path(tokens, scope)
         self._touch(path)
         first, count = len(path), len(tokens) // self.block
@@ -104,59 +93,58 @@ class PrefixTree:
         parts = [part.to(parts[0].device) for part in parts]  # layers may lie on several
         size = self.block * sum(part.shape[1] * part.element_size() for part in parts)
         count = max(min(count, self.budget // size), first)
-        made = self._blocks(parts, count - first, self._make_room((count - first) * size))
-        for at, rows in enumerate(made, first):
+        blocks = self._copy_blocks(parts, count - first, self._make_room((count - first) * size))
+        for index, rows in enumerate(blocks, first):
             node = path[-1] if path else self._roots.setdefault(scope, _Node(None, None, None))
-            key = tuple(tokens[at * self.block : (at + 1) * self.block])
+            key = tuple(tokens[index * self.block : (index + 1) * self.block])
             child = node.children[key] = _Node(node, key, rows)
             self.nbytes += child.nbytes
             path.append(child)
         self._touch(path)
-        return len(made) * self.block
+        return len(blocks) * self.block
 
     def clear(self) -> None:
-        """Forget everything."""
         self._roots, self._leaves, self._like, self.nbytes = {}, {}, {}, 0
 
     def _path(self, tokens: Sequence[int], scope: Hashable) -> list[_Node]:
-        """The nodes of the leading blocks of `tokens`, as far as there are any."""
-        node, found = self._roots.get(scope), []
-        for at in range(0, len(tokens) - self.block + 1, self.block):
-            node = None if node is None else node.children.get(tuple(tokens[at : at + self.block]))
+        """Nodes of the leading blocks of `tokens`."""
+        node, path = self._roots.get(scope), []
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            node = None if node is None else node.children.get(tuple(tokens[start : start + self.block]))
             if node is None:
                 break
-            found.append(node)
-        return found
+            path.append(node)
+        return path
 
     def _touch(self, path: Sequence[_Node]) -> None:
-        """The nodes of a path were used now, the last one first to go."""
+        """Mark a path as used, so that its last node is dropped first."""
         for node in reversed(path):
-            self._leaves.pop(node.used, None)
+            self._leaves.pop(node.last_used, None)
             self._clock += 1
-            node.used = self._clock
+            node.last_used = self._clock
             if not node.children:
-                self._leaves[node.used] = node
+                self._leaves[node.last_used] = node
 
-    def _blocks(self, parts: Sequence[Tensor], count: int, memory: list[Tensor]) -> list[Tensor]:
-        """The leading `count` blocks of parts [N, W], side by side: up to the first with a number that is not finite.
-        They are written to `memory`, what a store frees and takes for each prompt, where it fits."""
-        wide, first = sum(part.shape[1] for part in parts), parts[0]
-        alike = (first.dtype, first.device, (self.block, wide))
-        memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == alike]
-        exact = torch.promote_types(first.dtype, torch.float32)
-        piece = max(1, AT_ONCE // (self.block * wide * first.element_size()))
-        made, sums = list[Tensor](), list[Tensor]()
+    def _copy_blocks(self, parts: Sequence[Tensor], count: int, memory: list[Tensor]) -> list[Tensor]:
+        """Copy the leading `count` blocks of parts [N, W], up to one that is not finite, into `memory` where it
+        fits."""
+        width, first = sum(part.shape[1] for part in parts), parts[0]
+        layout = (first.dtype, first.device, (self.block, width))
+        memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == layout]
+        sum_dtype = torch.promote_types(first.dtype, torch.float32)
+        num_blocks = max(1, MAX_BYTES_AT_ONCE // (self.block * width * first.element_size()))
+        copies, sums = list[Tensor](), list[Tensor]()
         with torch.inference_mode():
-            for at in range(0, count, piece):
-                here = slice(at * self.block, min(at + piece, count) * self.block)
-                blocks = torch.cat([part[here] for part in parts], 1).unflatten(0, (-1, self.block))
-                sums.append(blocks.flatten(1).sum(1, dtype=exact))
-                made += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
+            for start in range(0, count, num_blocks):
+                part_rows = slice(start * self.block, min(start + num_blocks, count) * self.block)
+                blocks = torch.cat([part[part_rows] for part in parts], 1).unflatten(0, (-1, self.block))
+                sums.append(blocks.flatten(1).sum(1, dtype=sum_dtype))
+                copies += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
             # one read of the device: a number, and so a sum, that is not finite
-            return made[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
+            return copies[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
 
     def _make_room(self, nbytes: int) -> list[Tensor]:
-        """Let leaves go until so many bytes more are within the budget: the memory that they had."""
+        """Drop leaves until `nbytes` more fit into the budget; returns their memory."""
         freed: list[Tensor] = []
         while self.nbytes > self.budget - nbytes:
             leaf = self._leaves.pop(min(self._leaves))
@@ -166,12 +154,7 @@ class PrefixTree:
             self.nbytes -= leaf.nbytes
             freed += [] if leaf.rows is None else [leaf.rows]
             if parent.parent is not None and not parent.children:
-                self._leaves[parent.used] = parent
+                self._leaves[parent.last_used] = parent
             if parent.parent is None and not parent.children:
                 self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
         return freed
-
-
-def _as(rows: Tensor, like: Tensor) -> Tensor:
-    """Keys or values [N, W] as a layer has them, where it lies."""
-    return rows.unflatten(1, like.shape[1:]).to(like.device)

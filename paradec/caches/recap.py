@@ -1,7 +1,5 @@
-"""ReCAP's cache: a full evaluation keeps every key and value, a local one evaluates the group's targets over them.
-
-ReCAP, arXiv 2505.19089, and its public code.
-"""
+"""ReCAP's cache: a full evaluation keeps all keys and values, local ones evaluate the group's targets. ReCAP, arXiv
+2505.19089, and its public code."""
 
 from __future__ import annotations
 
@@ -11,20 +9,16 @@ from typing import Any
 import numpy as np
 
 from paradec.caches.base import CacheFacts, Part
-from paradec.caches.parts import subsets, whole_rows
+from paradec.caches.parts import full_parts, subset_parts
 from paradec.caches.stored import StoredCache
 from paradec.core.checks import check_bool
 
 
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
-    """Evaluate whole rows where the sampler `recap` opens a group; in its local steps evaluate the group's targets,
-    decided or not, with the stored keys and values of all other positions.
-
-    Args:
-        recompute_prompt: whether local steps evaluate the prompt too (its class token is evaluated again in the public
-            code); False reads it from the store. Choose False for a long text prompt.
-    """
+    """Evaluate whole rows where the sampler `recap` opens a group, and in local steps the group's targets, decided or
+    not. recompute_prompt: whether local steps evaluate the prompt too (the public code evaluates its class token
+    again); use False for a long text prompt."""
 
     recompute_prompt: bool = True
 
@@ -32,7 +26,7 @@ class RecapCache(StoredCache):
     paper = "ReCAP"
     arxiv = "2505.19089"
     summary = "evaluates the positions that a group of steps will decide, over what its first step kept"
-    facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", steady=False)
+    facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", stateless=False)
     exact_when = "the model has one layer, or every step is a full one"
     costly_rows = True
 
@@ -43,14 +37,14 @@ class RecapCache(StoredCache):
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         assert picks is not None  # what `facts.evaluates` asks for
         full = (picks < 0).all(1)
-        whole, rest = np.flatnonzero(full), np.flatnonzero(~full)
-        parts = whole_rows(state, whole, 1 if len(rest) else 3, self.shape_multiple) if len(whole) else []
-        if not len(rest):
+        full_rows, local_rows = np.flatnonzero(full), np.flatnonzero(~full)
+        parts = full_parts(state, full_rows, 1 if len(local_rows) else 3, self.shape_multiple) if len(full_rows) else []
+        if not len(local_rows):
             return parts
-        rows, column = state.window.rows[rest], np.arange(state.canvas.shape[1])
-        needed = np.zeros((len(rest), len(column)), bool)
-        row, at = (picks[rest] >= 0).nonzero()
-        needed[row, picks[rest][row, at]] = True
+        rows, column = state.window.rows[local_rows], np.arange(state.canvas.shape[1])
+        needed = np.zeros((len(local_rows), len(column)), bool)
+        row, at = (picks[local_rows] >= 0).nonzero()
+        needed[row, picks[local_rows][row, at]] = True
         if self.recompute_prompt:
             needed |= column < state.prompt_length[rows, None]
-        return parts + subsets(state, rest, needed, 2 if len(whole) else 3, self.shape_multiple)
+        return parts + subset_parts(state, local_rows, needed, 2 if len(full_rows) else 3, self.shape_multiple)

@@ -1,9 +1,5 @@
-"""Which sampler works with which cache on which model, and whether the result is that of no cache.
-
-Nothing here lists pairs: a verdict follows from what samplers (`paradec.samplers.masked.view.Needs`), caches
-(`paradec.caches.base.CacheFacts`) and models (`paradec.core.facts.ModelFacts`) say of themselves, so it covers those
-that are registered later.
-"""
+"""Valid combinations of samplers, caches and models, and whether results equal those without a cache. Verdicts follow
+from `samplers.masked.view.Needs`, `CacheFacts` and `ModelFacts`, for plugins too."""
 
 from __future__ import annotations
 
@@ -27,31 +23,29 @@ MODELS = (
     ("block_causal", "shifted"),
     ("causal_context", "same"),
 )
-"""(topology, prediction) of the models that the masked family takes."""
+"""(topology, prediction) of the masked family's models."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a pair: `status` is one of EXACT, APPROXIMATE and REFUSED."""
+    """Result of a combination: `status` is EXACT, APPROXIMATE or REFUSED."""
 
     status: str
     why: str = ""
-    """Why it is refused, or when it is exact after all."""
+    """Why it is refused, or when it is exact."""
 
 
 def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
     """Whether a sampler works with a cache on a model, and how.
 
     Args:
-        sampler: a sampler or its class.
-        cache: a cache with its settings.
-        facts: of the model: `topology`, `prediction`, `name`.
-        stores: whether the model runs over a key/value store.
+        sampler, cache: a sampler or its class, a cache. facts: the model's `topology`, `prediction` and `name`.
+        stores: whether the model supports a key/value store.
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
-    if (refused := sampler.needs.why_unsupported(facts)) is not None:
-        return Verdict(REFUSED, refused)
+    if (refused_reason := sampler.needs.why_unsupported(facts)) is not None:
+        return Verdict(REFUSED, refused_reason)
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
@@ -77,13 +71,13 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
-    if sampler.needs.moves and not cache.facts.steady:
+    if sampler.needs.moves and not cache.facts.stateless:
         return Verdict(REFUSED, "the sampler moves text, and the cache goes by when each position changed; use 'block'")
-    if facts.whole_blocks and not cache.facts.final_alone:
+    if facts.whole_blocks and not cache.facts.reads_final_only:
         return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
-    if sampler.needs.stores_final and not cache.facts.final_alone:
+    if sampler.needs.stores_final and not cache.facts.reads_final_only:
         return Verdict(REFUSED, "the sampler stores finished blocks alone, and the cache reads others too; use 'block'")
-    if sampler.needs.multi_step and not cache.facts.steady and not cache.exact_for(facts.topology):
+    if sampler.needs.multi_step and not cache.facts.stateless and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
             "the sampler promises the result of single steps, and the cache's steps depend on how many there were; "
@@ -95,8 +89,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
 
 
 def prefix_verdict(cache: Any, facts: Any) -> Verdict:
-    """What becomes of a request that takes over a prefix with this cache, from an earlier one or from a forward of the
-    prefix by itself. Arguments as in `verdict`."""
+    """Verdict on taking over a prefix with this cache, from an earlier request or a separate forward."""
     if not cache.facts.uses_store:
         return Verdict(REFUSED, "the cache keeps no keys and values")
     if facts.topology not in cache.facts.topologies:
@@ -113,35 +106,29 @@ class _Facts:
     topology: str
     prediction: str
     whole_blocks = False
-
-    @property
-    def name(self) -> str:
-        return "this model"
+    name = "this model"
 
 
 def table(samplers: Registry, caches: Registry) -> Iterator[tuple[str, str, str, str, Verdict]]:
-    """(sampler, cache, topology, prediction, verdict) of every registered pair, with default settings."""
+    """Yield (sampler, cache, topology, prediction, verdict) of every registered pair, with default settings."""
     for sampler_name in samplers.names():
         sampler = samplers.get(sampler_name)
         for cache_name in caches.names():
             for topology, prediction in MODELS:
-                found = verdict(sampler, caches.create(cache_name), _Facts(topology, prediction))
-                yield sampler_name, cache_name, topology, prediction, found
+                result = verdict(sampler, caches.create(cache_name), _Facts(topology, prediction))
+                yield sampler_name, cache_name, topology, prediction, result
 
 
 def summary(samplers: Registry, caches: Registry) -> list[dict[str, str]]:
-    """One entry per cache, samplers with the same verdicts put together: what `paradec caches` prints.
-
-    Keys: cache, samplers ("all", "all but ..." or their names), one per topology, "prefix reuse" (what `prefix` and
-    `share_prefix` make of a result), and "why".
-    """
+    """One entry per cache and group of samplers with equal verdicts, for `paradec caches`: cache, samplers ("all", "all
+    but ..." or names), one per topology, "prefix reuse" and "why"."""
     masked = [name for name in samplers.names() if getattr(samplers.get(name), "family", None) == "masked"]
-    found: dict[tuple[str, str], list[tuple[str, str, Verdict]]] = {}
+    results_of_pair: dict[tuple[str, str], list[tuple[str, str, Verdict]]] = {}
     for sampler, cache, topology, prediction, result in table(samplers, caches):
         if sampler in masked:
-            found.setdefault((sampler, cache), []).append((topology, prediction, result))
+            results_of_pair.setdefault((sampler, cache), []).append((topology, prediction, result))
     groups: dict[tuple[str, tuple[tuple[str, str, Verdict], ...]], list[str]] = {}
-    for (sampler, cache), results in found.items():
+    for (sampler, cache), results in results_of_pair.items():
         groups.setdefault((cache, tuple(results)), []).append(sampler)
     ordered = sorted(groups.items(), key=lambda item: caches.names().index(item[0][0]))
     return [
@@ -150,37 +137,33 @@ def summary(samplers: Registry, caches: Registry) -> list[dict[str, str]]:
     ]
 
 
-def _names(members: list[str], everyone: list[str]) -> str:
-    if len(members) == len(everyone):
+def _names(names: list[str], all_names: list[str]) -> str:
+    if len(names) == len(all_names):
         return "all"
-    others = [name for name in everyone if name not in members]
-    return ", ".join(members) if len(members) <= len(others) else "all but " + ", ".join(others)
+    others = [name for name in all_names if name not in names]
+    return ", ".join(names) if len(names) <= len(others) else "all but " + ", ".join(others)
 
 
 def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
-    """One column per topology; where the two predictions differ, both are said. Then that of prefixes."""
+    """One column per topology, with both predictions where they differ; then prefix reuse."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):
-        said = {prediction: verdict for at, prediction, verdict in results if at == topology}
-        statuses = {verdict.status for verdict in said.values()}
+        verdicts = {prediction: verdict for at, prediction, verdict in results if at == topology}
+        statuses = {verdict.status for verdict in verdicts.values()}
         columns[topology] = (
             statuses.pop()
             if len(statuses) == 1
-            else ", ".join(f"{verdict.status} ({prediction})" for prediction, verdict in said.items())
+            else ", ".join(f"{verdict.status} ({prediction})" for prediction, verdict in verdicts.items())
         )
-        reasons += [verdict.why for verdict in said.values() if verdict.why]
-    found = {topology: prefix_verdict(cache, _Facts(topology, "same")).status for topology in columns}
-    reuse = ", ".join(f"{status} ({at})" for at, status in found.items() if status != REFUSED) or REFUSED
+        reasons += [verdict.why for verdict in verdicts.values() if verdict.why]
+    prefix_statuses = {topology: prefix_verdict(cache, _Facts(topology, "same")).status for topology in columns}
+    reuse = ", ".join(f"{status} ({at})" for at, status in prefix_statuses.items() if status != REFUSED) or REFUSED
     return columns | {"prefix reuse": reuse, "why": "; ".join(dict.fromkeys(reasons))}
 
 
 def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> Cache:
-    """Make the cache of a request, if it works with this sampler, model and block policy.
-
-    Raises:
-        ValueError: a pair that does not work; the message says why.
-    """
+    """Make the cache of a request. Raises ValueError if it does not work with this sampler, model or block policy."""
     cache: Cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
     if cache.facts.uses_store:
         pair = verdict(sampler, cache, model.facts, stores=model.supports_store)

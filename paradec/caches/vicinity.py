@@ -1,7 +1,5 @@
-"""Vicinity refresh: the open block and some positions around it are recomputed at every step.
-
-Ma et al., "dInfer", arXiv 2510.08666 (vicinity KV-cache refresh), and python/dinfer/decoding of its repository.
-"""
+"""Vicinity refresh: the open block and some positions around it are recomputed at every step. Ma et al., "dInfer",
+arXiv 2510.08666 (vicinity KV-cache refresh), and python/dinfer/decoding of its repository."""
 
 from __future__ import annotations
 
@@ -11,23 +9,22 @@ from typing import Any
 import numpy as np
 
 from paradec.caches.base import CacheFacts
-from paradec.caches.parts import outward
+from paradec.caches.parts import widen_to_blocks
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_int
 
 
 @dataclass(frozen=True)
 class VicinityCache(RangeCache):
-    """Evaluate [block start - prefix_look, block end + after_look) with the kept keys and values of the rest; whole
-    rows in the first steps of a request and whenever a block opens.
+    """Evaluate [block start - prefix_look, block end + after_look); whole rows in a request's first steps and when a
+    block opens.
 
-    The reference runs a refresh and a partial forward in the same iteration and decodes from both; here a step with a
-    refresh decodes from the refresh alone.
+    A refreshing step decodes from the refresh alone; the reference also runs a partial forward and decodes from both.
 
     Args:
-        prefix_look, after_look: positions recomputed on either side of the block, at least 0.
-        warmup_steps: a row's first steps evaluate it whole, and so does the one after them; at least 0.
-        cache_update_freq: also refresh every so many steps of a block; None refreshes only when it opens.
+        prefix_look, after_look: positions on either side of the block, at least 0.
+        warmup_steps: whole first steps of a row, besides the one after them; at least 0.
+        cache_update_freq: also refresh every so many steps of a block; None never does.
     """
 
     prefix_look: int = 16
@@ -39,7 +36,7 @@ class VicinityCache(RangeCache):
     paper = "dInfer"
     arxiv = "2510.08666"
     summary = "as dual, with some positions around the block evaluated too, after a few whole steps"
-    facts = CacheFacts(exact_on=("block_causal",), steady=False, suffixes=True)
+    facts = CacheFacts(exact_on=("block_causal",), stateless=False, supports_suffix=True)
     exact_when = "cache_update_freq=1, the looks cover the row, or the model has one layer"
 
     def __post_init__(self) -> None:
@@ -52,9 +49,11 @@ class VicinityCache(RangeCache):
         return super().exact_for(topology) or self.cache_update_freq == 1
 
     def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        every = self.cache_update_freq
-        due = (state.row_step[rows] <= self.warmup_steps) | (state.block_step[rows] == 0)
-        return due if every is None else due | (state.block_step[rows] % every == 0)
+        interval = self.cache_update_freq
+        is_due = (state.row_step[rows] <= self.warmup_steps) | (state.block_step[rows] == 0)
+        return is_due if interval is None else is_due | (state.block_step[rows] % interval == 0)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, rows, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look)
+        return widen_to_blocks(
+            state, rows, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look
+        )

@@ -47,7 +47,7 @@ def compare(
     shared["cache"] = options.import_classes("--cache", cache, "cache")
     paradec.caches.create(shared["cache"])
     shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
-    shared |= {"suffix": paradec.Suffix.of(shared["suffix"]), **options.constraint(shared)}
+    shared |= {"suffix": paradec.Suffix.from_value(shared["suffix"]), **options.constraint(shared)}
     if prompts is None:
         questions = evaluation.packaged_questions(tasks, limit)
     else:
@@ -80,7 +80,12 @@ def parallel(
         benches.sweep(name, settings)
     shared["tasks"] = options.names(shared["tasks"])
     benches.parallel_questions(shared["tasks"], shared["limit"])
-    shared |= {"names": names, "settings": settings, "seed": seed, "suffix": paradec.Suffix.of(shared["suffix"])}
+    shared |= {
+        "names": names,
+        "settings": settings,
+        "seed": seed,
+        "suffix": paradec.Suffix.from_value(shared["suffix"]),
+    }
     measure(benches.parallel, shared, output)
 
 

@@ -18,10 +18,8 @@ class ParsedComponent(NamedTuple):
 
 
 def parse_components(kind: str, text: str) -> list[ParsedComponent]:
-    """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts.
-
-    A "+" joins where a name follows, else it ends a name: "lantern++(k=5)". kind: for messages. Raises ValueError for
-    other text.
+    """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts. A "+" joins
+    where a name follows, else it ends a name: "lantern++(k=5)". kind: for messages. Raises ValueError for other text.
     """
     try:
         terms: list[str] = []

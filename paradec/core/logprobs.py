@@ -1,9 +1,7 @@
-"""Log-probabilities of each written token and of the likeliest tokens of its step.
-
-Masked models: softmax of the step's logits after guidance, without suppressed tokens, whatever the temperature, filters
-and the method's own logits stage. Causal models: the verified target distribution p, after temperature and filters; at
-temperature 0 that of temperature 1 without filters. The last write to a position counts.
-"""
+"""Log-probabilities of each written token and of the likeliest tokens of its step. Masked models: softmax of the step's
+logits after guidance, without suppressed tokens, whatever the temperature, filters and the method's own logits stage.
+Causal models: the verified target distribution p, after temperature and filters; at temperature 0 that of temperature 1
+without filters. The last write to a position counts."""
 
 from __future__ import annotations
 

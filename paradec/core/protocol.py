@@ -117,13 +117,9 @@ class State:
     def counts(self) -> np.ndarray:
         """[4, B] int64 over all commits: forward calls, rows evaluated (2 per call under guidance, K for K drafts),
         positions evaluated, and calls that evaluated the whole row."""
-        self._sum_calls()
+        while self._calls:  # committed since the last reading
+            self._calls.pop().add_to(self._counts)
         return self._counts.copy()
-
-    def _sum_calls(self) -> None:
-        for call in self._calls:
-            call.add_to(self._counts)
-        self._calls.clear()
 
     @property
     def done(self) -> bool:
@@ -164,9 +160,9 @@ class State:
 
     def before_row_change(self, other: Self | None) -> None:
         """Called before rows are selected (`other` is None), or replaced by those of `other`."""
-        self._sum_calls()
+        self._counts = self.counts  # the calls are of the old rows
         if other is not None:
-            other._sum_calls()
+            other._counts = other.counts
             self.commits += 1  # earlier proposals are of other rows
 
     def after_row_change(self) -> None:

@@ -111,7 +111,8 @@ class Registry:
 
     def get(self, name: str) -> type[Any]:
         """The class of a name. Raises ValueError for an unknown name."""
-        self._check_known(name)
+        if not isinstance(name, str) or name not in self:
+            raise self._unknown_name_error(name)
         target = self._targets[name]
         if isinstance(target, str):
             try:
@@ -146,20 +147,17 @@ class Registry:
         """Raise ValueError unless `create` accepts the name and the settings in it."""
         if is_composed(name) and name not in self:
             self.create(name)
-        else:
-            self._check_known(name)
+        elif name not in self:
+            raise self._unknown_name_error(name)
 
-    def _check_known(self, name: Any) -> None:
-        if not isinstance(name, str) or name not in self:
-            raise ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module}.names()"))
+    def _unknown_name_error(self, name: Any) -> ValueError:
+        return ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
-        """Make a component by name. Settings win over the preset, which wins over the defaults.
-
-        The name may hold settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into a `union`:
+        """Make a component by name. Settings win over the preset, which wins over the defaults. The name may hold
+        settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into a `union`:
         "credit(threshold=0.95)+localleap". Raises ValueError for an unknown name, preset or setting, a setting given
-        twice or out of its range, or names that cannot be joined.
-        """
+        twice or out of its range, or names that cannot be joined."""
         if is_composed(name) and name not in self:
             from paradec.core.component_text import create_composed
 

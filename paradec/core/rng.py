@@ -1,8 +1,6 @@
-"""Counter-based random numbers: a draw depends on (row key, step, position, number) alone.
-
-A repeated step draws the same numbers, whatever the neighbours, padding or device. Philox4x32-10 (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-"""
+"""Counter-based random numbers: a draw depends on (row key, step, position, number) alone. A repeated step draws the
+same numbers, whatever the neighbours, padding or device. Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Reading and writing files of text, lines and JSON, and dataclasses from JSON.
-
-Lines end at "\n" alone: `str.splitlines` also splits at characters that texts contain, such as U+2028.
-"""
+"""Reading and writing files of text, lines and JSON, and dataclasses from JSON. Lines end at " " alone:
+`str.splitlines` also splits at characters that texts contain, such as U+2028."""
 
 from __future__ import annotations
 
@@ -125,12 +123,10 @@ KEY_TYPES = {int: "an integer", str: "a text"}
 
 
 def from_fields(cls: type[T], data: Any) -> T:
-    """Build a dataclass from a mapping with its fields, with tuples for lists; other names are ignored.
-
-    Annotations: int, float, str, Any, `X | None`, lists, tuples, dicts with str or int keys, dataclasses, and
-    `Annotated[X, check]`, where `check` returns its argument or raises ValueError. Raises ValueError for a missing
-    field or another type; the message begins with the path.
-    """
+    """Build a dataclass from a mapping with its fields, with tuples for lists; other names are ignored. Annotations:
+    int, float, str, Any, `X | None`, lists, tuples, dicts with str or int keys, dataclasses, and `Annotated[X, check]`,
+    where `check` returns its argument or raises ValueError. Raises ValueError for a missing field or another type; the
+    message begins with the path."""
     try:
         return cast(T, _reader(cast(Any, cls))(data))
     except ValueError as error:

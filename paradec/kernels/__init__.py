@@ -1,6 +1,5 @@
-"""Kernels for NVIDIA GPUs in Triton, a folder each: `api.py` is what callers use, `reference.py` the plain computation
-that every path is held to, `portable.py` the PyTorch path, `triton.py` the kernels. triton is imported at the first
-call that asks for it; without it the portable path serves."""
+"""Triton kernels for NVIDIA GPUs, one folder each: `api.py` (entry points), `reference.py` (definitions), `portable.py`
+(PyTorch), `triton.py` (kernels, which import triton at first use)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import os
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton is installed, which imports it."""
+    """Whether triton is installed. Imports it."""
     try:
         importlib.import_module("triton.language")
     except ImportError:  # no build for this machine
@@ -20,5 +19,5 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported."""
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

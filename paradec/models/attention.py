@@ -59,7 +59,7 @@ def sdpa(
 
 
 def with_extras(function: Any) -> Any:
-    """The same attention with two more arguments: `shared_prefix`, which all rows see (`paradec.caches.kept`), and
+    """The same attention with two more arguments: a `shared_prefix` that all rows see (`caches.kept_prefix`), and an
     `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(
@@ -76,7 +76,7 @@ def with_extras(function: Any) -> Any:
         def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             if shared is None:
                 return function(module, query, key, value, mask, **kwargs)[0]
-            return attend_shared(query, key, value, mask, shared.of(module.layer_idx), kwargs.get("scaling"))
+            return attend_shared(query, key, value, mask, shared.read_layer(module.layer_idx), kwargs.get("scaling"))
 
         if plan is None:
             return dense(query, key, value, attention_mask), None

@@ -3,8 +3,7 @@
 >>> from paradec.schedulers import LocalLeapScheduler
 >>> pipe.scheduler = LocalLeapScheduler.from_config(pipe.scheduler.config)    # doctest: +SKIP
 
-A pipeline saved with one of them records this module: import it before `from_pretrained`. `import paradec` does not, to
-stay light.
+Saved pipelines record this module: import it before `from_pretrained`. `import paradec` does not.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ NONE = {
     "AdaBlockScheduler": "AdaBlock decides where blocks end, and a pipeline fixes their length beforehand",
     "LengthTrimScheduler": "trimming changes the length of the canvas, and a pipeline fixes it beforehand",
 }
-"""Methods that no scheduler can carry, and why."""
+"""Methods without a scheduler, and why."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,7 +29,6 @@ def __getattr__(name: str) -> Any:
 
 
 MODULES = (__name__, f"{__name__}.image", f"{__name__}.text")
-"""Modules of the schedulers and of what they return."""
 globals()["__all__"] = sorted(
     name for name, value in vars().items() if isinstance(value, type) and value.__module__ in MODULES
 )

@@ -18,29 +18,28 @@ from paradec.samplers.masked.rules.recap import Recap
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_TEMPERATURE = (2, 0)
-"""What AmusedPipeline passes where its caller says nothing."""
+"""AmusedPipeline's default."""
 
 
 @dataclass
 class ImageSchedulerOutput(BaseOutput):
-    """What a step made of an image; the fields of diffusers' `AmusedSchedulerOutput`, both in the shape of `sample`."""
+    """Result of a step, with the fields of diffusers' `AmusedSchedulerOutput`, in the shape of `sample`."""
 
     prev_sample: Tensor
     """int64: the tokens after the step."""
     pred_original_sample: Tensor
-    """int64: the candidates, and what is decided."""
+    """int64: candidates, and decided tokens."""
 
 
 class ImageScheduler(SamplerScheduler):
-    """A sampler of the masked family with `AmusedScheduler`'s calls.
+    """A masked sampler with `AmusedScheduler`'s calls.
 
-    Config: the sampler's own settings, `mask_token_id` (needed; the config of the pipeline's scheduler has it) and
-    `temperature`, at which tokens are drawn (0 takes the best). The `temperature` of the pipeline's call, which is the
-    noise on the confidence, has no effect, and a warning says so: that is `choice_temperature` in the config.
+    Config: the sampler's settings, `mask_token_id` (required, from the pipeline's scheduler) and `temperature` of the
+    draws (0 takes the best). The call's `temperature` is noise on the confidence; it has no effect but a warning: set
+    `choice_temperature` in the config.
 
-    The first step after `set_timesteps` opens an image; what is not masked then is kept (image to image, inpainting),
-    and the schedule runs over the masks and the steps that are left. Random numbers come from a seed that is drawn from
-    `generator` once per image (or from one generator per image).
+    The first step after `set_timesteps` opens an image and keeps its unmasked tokens (image to image, inpainting); the
+    schedule covers the masks and the steps left. `generator` (or a list, one per image) gives a seed per image.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"mask_token_id": None, "temperature": 1.0}
@@ -62,24 +61,17 @@ class ImageScheduler(SamplerScheduler):
         temperature: float | Sequence[float] = CALL_TEMPERATURE,
         device: str | torch.device | None = None,
     ) -> None:
-        """Begin a run. Called by the pipeline.
-
-        Args:
-            num_inference_steps: T, at least 1.
-            temperature: no effect; see the class.
-
-        Raises:
-            ValueError: out of range.
-        """
-        self._claim()
+        """Begin a run of `num_inference_steps` steps, at least 1. temperature: no effect; see the class. Raises
+        ValueError for a value out of its range."""
+        self._start_run()
         check_int("num_inference_steps", num_inference_steps, low=1)
         self.timesteps = torch.arange(num_inference_steps, device=device).flip(0)
         self.sampler = self.make_sampler()
         self._state = self._written = None
         self._ignored = set()
-        given = tuple(temperature) if isinstance(temperature, Sequence) else temperature
-        if given != CALL_TEMPERATURE:
-            self._warn_call("temperature", given, f"its config has choice_temperature={self.config.choice_temperature}")
+        value = tuple(temperature) if isinstance(temperature, Sequence) else temperature
+        if value != CALL_TEMPERATURE:
+            self._warn_call("temperature", value, f"its config has choice_temperature={self.config.choice_temperature}")
 
     @torch.no_grad()
     def step(
@@ -91,17 +83,16 @@ class ImageScheduler(SamplerScheduler):
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         return_dict: bool = True,
     ) -> ImageSchedulerOutput | tuple[Tensor, Tensor]:
-        """One step and commit of the sampler.
+        """Take one step of the sampler.
 
         Args:
-            model_output: [B, C, H, W] logits of the codebook, after guidance ([B, n, C] where `sample` is flat).
-            timestep: T - 1 down to 0.
-            sample: [B, H, W] (or [B, n]) int64 tokens; masks are undecided.
+            model_output: [B, C, H, W] logits of the codebook after guidance, or [B, n, C] for flat samples.
+            timestep: from T - 1 down to 0.
+            sample: [B, H, W] or [B, n] int64 tokens and masks.
             starting_mask_ratio: no effect: the masks are counted.
 
-        Raises:
-            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
-                thread's run is going on with this scheduler.
+        Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
+        during another thread's run.
         """
         self._check_thread()
         flat = isinstance(sample, Tensor) and sample.ndim == 2
@@ -112,16 +103,16 @@ class ImageScheduler(SamplerScheduler):
         if self._state is None or self._written is None or not torch.equal(self._written, tokens):
             self._open(logits, tokens, int(timestep) + 1, generator, None if flat else sample.shape[1:])
         mask, state = self.config.mask_token_id, self._state
-        guess = torch.where(tokens == mask, logits.argmax(-1), tokens)
-        after = tokens.clone()
+        best_tokens = torch.where(tokens == mask, logits.argmax(-1), tokens)
+        tokens_after = tokens.clone()
         if state is not None and not state.done:
-            missing = state.facts.vocab_size - logits.shape[-1]
-            padded = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+            is_missing = state.facts.vocab_size - logits.shape[-1]
+            padded = torch.nn.functional.pad(logits, (0, is_missing), value=-torch.inf) if is_missing else logits
             proposal, rows = self._commit(self.sampler_of_image, state, padded)
-            after[self._rows] = state.canvas
-            guess[rows, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
-        self._written = after
-        values = (after.view_as(sample), guess.view_as(sample))
+            tokens_after[self._rows] = state.canvas
+            best_tokens[rows, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
+        self._written = tokens_after
+        values = (tokens_after.view_as(sample), best_tokens.view_as(sample))
         return ImageSchedulerOutput(*values) if return_dict else values
 
     def _open(
@@ -132,7 +123,7 @@ class ImageScheduler(SamplerScheduler):
         generator: torch.Generator | Sequence[torch.Generator] | None,
         grid: Sequence[int] | None,
     ) -> None:
-        """Start the sampler on the rows that have masks, for `steps` steps."""
+        """Start the sampler on the rows with masks, for `steps` steps."""
         mask = self.config.mask_token_id
         self._rows = (tokens == mask).any(1).nonzero().squeeze(1)
         self._state = None
@@ -144,8 +135,8 @@ class ImageScheduler(SamplerScheduler):
             self.sampler_of_image = dataclasses.replace(self.sampler, **size)
         seed = None
         if isinstance(generator, Sequence):
-            drawn = [int(torch.randint(2**62, (1,), generator=g, device=g.device)) for g in generator]
-            seed, generator = [drawn[row] for row in self._rows.tolist()], None
+            draws = [int(torch.randint(2**62, (1,), generator=g, device=g.device)) for g in generator]
+            seed, generator = [draws[row] for row in self._rows.tolist()], None
         facts = ModelFacts(max(logits.shape[-1], mask + 1), mask, name="the pipeline's model")
         self._host = Host(facts, tokens.device)
         self._state = self.sampler_of_image.start(
@@ -160,44 +151,36 @@ class ImageScheduler(SamplerScheduler):
         )
 
     def add_noise(self, sample: Tensor, timesteps: int | Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Mask tokens at random, as many as the cosine schedule has left after this timestep (image to image).
-
-        Args:
-            sample: int64 tokens of any shape. timesteps: one of `self.timesteps`.
-        """
+        """Mask as many random tokens as the cosine schedule has left after this timestep (image to image). sample:
+        int64 tokens of any shape. timesteps: one of `self.timesteps`."""
         index = int((self.timesteps == int(timesteps)).nonzero())
         share = math.cos((index + 1) / len(self.timesteps) * math.pi / 2)
         device = sample.device if generator is None else generator.device
-        masked = torch.rand(sample.shape, generator=generator, device=device).to(sample.device) < share
-        return sample.masked_fill(masked, self.config.mask_token_id)
+        is_masked = torch.rand(sample.shape, generator=generator, device=device).to(sample.device) < share
+        return sample.masked_fill(is_masked, self.config.mask_token_id)
 
 
 class MaskGITScheduler(ImageScheduler, sampler="maskgit"):
-    """MaskGIT: the most confident tokens with some noise, in numbers that grow from step to step (arXiv 2202.04200).
+    """MaskGIT: the most confident tokens with noise, in growing numbers (arXiv 2202.04200). AmusedScheduler's
+    `masking_schedule` is `schedule` here."""
 
-    AmusedScheduler's `masking_schedule` is `schedule` here.
-    """
-
-    renamed = {"masking_schedule": "schedule"}
+    renamed_keys = {"masking_schedule": "schedule"}
 
 
 class HaltonScheduler(ImageScheduler, sampler="halton"):
-    """Halton-MaskGIT: tokens in the order of a low-discrepancy sequence (arXiv 2503.17076)."""
+    """Halton-MaskGIT: tokens along a low-discrepancy sequence (arXiv 2503.17076)."""
 
 
 class LPDScheduler(ImageScheduler, sampler="lpd"):
-    """LPD's order: groups of tokens near what is decided and far from each other (arXiv 2507.01957)."""
+    """LPD's order: groups near decided tokens and far from each other (arXiv 2507.01957)."""
 
 
 class RecapScheduler(ImageScheduler, sampler="recap"):
-    """ReCAP: groups of steps whose tokens are chosen at once (arXiv 2505.19089).
-
-    By itself it gives ReCAP's images, and the pipeline evaluates the whole model at every step;
-    `paradec.accelerate(pipe, paradec.samplers.create("recap"))` also hooks the model, for the speed.
-    """
+    """ReCAP: groups of steps with tokens chosen together (arXiv 2505.19089). Alone, it evaluates the whole model in
+    every step; `paradec.accelerate(pipe, paradec.samplers.create("recap"))` also hooks the model, for speed."""
 
     def targets(self) -> Tensor | None:
-        """[B, n] bool: the positions that the coming step reads; None is all of them."""
+        """[B, n] bool: positions that the next step reads; None is all."""
         state = self._state
         if state is None or self._written is None or state.done:
             return None
@@ -206,7 +189,7 @@ class RecapScheduler(ImageScheduler, sampler="recap"):
         picks = torch.as_tensor(method.targets(state), device=state.canvas.device)
         if not bool((picks >= 0).any(1).all()):
             return None
-        found = torch.zeros_like(self._written, dtype=torch.bool)
+        is_target = torch.zeros_like(self._written, dtype=torch.bool)
         rows = self._rows[torch.as_tensor(state.window.rows, device=self._rows.device)].unsqueeze(1)
-        found[rows.expand_as(picks)[picks >= 0], picks[picks >= 0]] = True
-        return found
+        is_target[rows.expand_as(picks)[picks >= 0], picks[picks >= 0]] = True
+        return is_target

@@ -1,4 +1,5 @@
-"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline (and DiffusionGemmaPipeline: one)."""
+"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline and, with one of them,
+DiffusionGemmaPipeline."""
 
 from __future__ import annotations
 
@@ -25,41 +26,37 @@ from paradec.samplers.renoising.state import anneal_temperature
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
-"""What LLaDA2Pipeline passes where its caller says nothing."""
+"""LLaDA2Pipeline's defaults."""
 
 
 @dataclass
 class BlockSchedulerOutput(BaseOutput):
-    """What a step made of a block; the fields of diffusers' `BlockRefinementSchedulerOutput`.
-
-    Shapes: `B` rows, `L` positions of the block, `V` tokens of the vocabulary.
-    """
+    """Result of a step, with the fields of diffusers' `BlockRefinementSchedulerOutput`. Shapes: `B` rows, `L` positions
+    of the block, `V` tokens of the vocabulary."""
 
     prev_sample: Tensor
     """[B, L] int64: the block after the step."""
     transfer_index: Tensor
-    """[B, L] bool: masks that were filled."""
+    """[B, L] bool: filled masks."""
     editing_transfer_index: Tensor
-    """[B, L] bool: tokens that were exchanged, or masked again."""
+    """[B, L] bool: tokens exchanged or masked again."""
     sampled_tokens: Tensor
     """[B, L] int64: the candidates."""
     sampled_probs: Tensor
-    """[B, L] float64: their probabilities."""
+    """[B, L] float64."""
     pred_logits: Tensor
-    """[B, L, V]: the logits that candidates were drawn from."""
+    """[B, L, V]: logits that candidates were drawn from."""
 
 
 class BlockScheduler(SamplerScheduler):
-    """A sampler of the masked family with `BlockRefinementScheduler`'s calls.
+    """A masked sampler with `BlockRefinementScheduler`'s calls.
 
-    Config: the sampler's own settings, `block_length` (positions per block) and `num_inference_steps` (the schedule of
-    samplers that have one; the others take the steps that they need, also beyond it, and no mask is left).
-    Settings are the config's: thresholds given to the pipeline's call have no effect, and a warning says so.
+    Config: the sampler's settings, `block_length` and `num_inference_steps` (for samplers with a schedule; others take
+    as many steps as they need). Thresholds given to the pipeline's call have no effect but a warning.
 
-    The state is the open block's. It begins anew at `timestep` 0 (LLaDA2Pipeline counts from 0 in every block), and
-    when a callback has changed the block. Rows that the pipeline froze after their end token stay as they are. At a
-    temperature, random numbers come from a seed that each block draws from `generator`; they are not those of
-    `paradec.generate`, which knows the prompt.
+    The state is the open block's. It restarts at `timestep` 0, the first of each block, and when a callback has changed
+    the block. Rows that the pipeline froze after their end token stay. At a temperature, each block draws a seed from
+    `generator`; the draws differ from `paradec.generate`'s, which knows the prompt.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"block_length": 32, "num_inference_steps": 32}
@@ -72,20 +69,13 @@ class BlockScheduler(SamplerScheduler):
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
     ) -> None:
-        """Begin a run. Called by the pipeline.
-
-        Args:
-            num_inference_steps: steps per block of samplers with a schedule, at least 1.
-            block_length: positions per block; None takes the config's.
-
-        Raises:
-            ValueError: out of range.
-        """
-        self._claim()
+        """Begin a run of `num_inference_steps` steps per block, at least 1, for samplers with a schedule. block_length:
+        None takes the config's. Raises ValueError for a value out of its range."""
+        self._start_run()
         self._plan(num_inference_steps, device, block_length)
 
     def _plan(self, num_inference_steps: int, device: str | torch.device | None, block_length: int | None) -> None:
-        """Begin a run of so many steps."""
+        """Begin a run."""
         block_length = self.config.block_length if block_length is None else block_length
         check_int("num_inference_steps", num_inference_steps, low=1)
         check_int("block_length", block_length, low=1)
@@ -116,32 +106,31 @@ class BlockScheduler(SamplerScheduler):
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> BlockSchedulerOutput | tuple[Tensor, ...]:
-        """One step and commit of the sampler.
+        """Take one step of the sampler.
 
         Args:
             model_output: [B, L, V] logits of the block; row i predicts token i.
             timestep: 0 in a block's first step.
-            sample: [B, L] int64, the block; masks are undecided.
-            mask_token_id: the mask; None where the model has none, for schedulers that work without.
+            sample: [B, L] int64, the block with its masks.
+            mask_token_id: None for models without a mask, with schedulers that support them.
             temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
             sampling_method: "greedy" is temperature 0.
-            threshold, editing_threshold, minimal_topk: no effect; see the class.
-            prompt_mask: no effect: what is decided when a block begins is the user's, and stays.
-            generator: where the block's seed comes from, at a temperature.
+            threshold, editing_threshold, minimal_topk, prompt_mask: no effect: set thresholds in the config; tokens
+                decided before the block stay.
+            generator: source of the block's seed, at a temperature.
 
-        Raises:
-            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
-                thread's run is going on with this scheduler.
+        Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
+        during another thread's run.
         """
         self._check_thread()
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
-            anew = self._afresh(model_output, int(timestep), sample, generator)
-            return BlockSchedulerOutput(*anew) if return_dict else anew
+            is_new_block = self._step_without_mask(model_output, int(timestep), sample, generator)
+            return BlockSchedulerOutput(*is_new_block) if return_dict else is_new_block
         check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
         thresholds = {"threshold": threshold, "editing_threshold": editing_threshold, "minimal_topk": minimal_topk}
         self._warn_ignored(CALL_DEFAULTS, thresholds)
-        if int(timestep) == 0 or not self._holds(sample):
+        if int(timestep) == 0 or not self._is_unchanged(sample):
             temperature = 0.0 if sampling_method == "greedy" else temperature
             self._open(model_output, sample, mask_token_id, temperature, top_p, top_k, generator)
         block, tokens, probabilities = self._advance(model_output, sample)
@@ -151,21 +140,21 @@ class BlockScheduler(SamplerScheduler):
         values = (block, filled, changed, tokens, probabilities, model_output)
         return BlockSchedulerOutput(*values) if return_dict else values
 
-    def _afresh(
+    def _step_without_mask(
         self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """A step of a pipeline whose model has no mask: the fields of a `BlockSchedulerOutput`."""
+        """Take a step with a model without a mask: the fields of a `BlockSchedulerOutput`."""
         raise ValueError(
             f"mask_token_id=None: {type(self).__name__} fills masks, and this pipeline's model has none (it starts "
             "from random tokens); of paradec's schedulers EntropyBoundScheduler works without"
         )
 
-    def _holds(self, sample: Tensor) -> bool:
-        """Whether the block is what the last step made of it, but for rows that the pipeline has frozen."""
+    def _is_unchanged(self, sample: Tensor) -> bool:
+        """Whether the block is the last step's result, except in rows that the pipeline froze."""
         if self._written is None or self._written.shape != sample.shape:
             return False
-        differs = (self._written != sample).any(1)
-        return not bool((differs if self._finished is None else differs & ~self._finished).any())
+        is_changed = (self._written != sample).any(1)
+        return not bool((is_changed if self._finished is None else is_changed & ~self._finished).any())
 
     def _open(
         self,
@@ -177,8 +166,8 @@ class BlockScheduler(SamplerScheduler):
         top_k: int | None,
         generator: torch.Generator | None,
     ) -> None:
-        """Start the sampler on the rows of a block that have masks."""
-        before, rows_before = self._state, self._rows
+        """Start the sampler on the rows of a block with masks."""
+        is_decided, rows_before = self._state, self._rows
         self._rows = (sample == mask_token_id).any(1).nonzero().squeeze(1)
         self._state = None
         if not len(self._rows):
@@ -196,21 +185,21 @@ class BlockScheduler(SamplerScheduler):
             generator=generator,
             eos_early_stop=False,
         )
-        if before is not None and rows_before.equal(self._rows):
+        if is_decided is not None and rows_before.equal(self._rows):
             for name, spec in self._state.memory.specs.items():
                 if spec.reset == "sequence":
-                    self._state.memory[name] = before.memory[name]
+                    self._state.memory[name] = is_decided.memory[name]
 
     def facts_name(self) -> str:
-        """What the sampler is told that the model is called."""
+        """The model's name for the sampler."""
         return "the pipeline's model"
 
     def _advance(self, model_output: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block after one step, the candidates, and their probabilities, each [B, L]."""
+        """Take a step: the block, its candidates and their probabilities, each [B, L]."""
         state = self._state
         if state is None or state.done:
-            tokens, found = token_statistics(model_output, ("confidence",))
-            return sample, tokens, found["confidence"]
+            tokens, stats = token_statistics(model_output, ("confidence",))
+            return sample, tokens, stats["confidence"]
         proposal, rows = self._commit(self.sampler, state, model_output)
         block, tokens = sample.clone(), sample.clone()
         probabilities = torch.zeros(sample.shape, dtype=torch.float64, device=sample.device)
@@ -221,7 +210,7 @@ class BlockScheduler(SamplerScheduler):
         return block, tokens, probabilities
 
     def _running(self, batch: int) -> Tensor:
-        """[B] bool: rows whose block is not done."""
+        """[B] bool: rows with an unfinished block."""
         running = torch.zeros(batch, dtype=torch.bool, device=self._rows.device)
         if self._state is not None:
             running[self._rows] = torch.as_tensor(self._state.running, device=running.device)
@@ -237,19 +226,15 @@ class BlockScheduler(SamplerScheduler):
         mask_token_id: int,
         prompt_length: int,
     ) -> Tensor:
-        """Which rows have ended: an end token after the prompt, and nothing undecided before it. Called by the
-        pipeline after every step.
+        """Find rows with an end token after the prompt and nothing undecided before it: [B] bool. The pipeline calls it
+        after every step.
 
-        Unlike diffusers' scheduler, an end token in the prompt does not keep a row from ending, nor does one that was
-        committed before the positions to its left. Where the sampler takes tokens back, those written in this step
-        count as undecided until a step has left them, or their block is done.
+        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. Where the
+        sampler takes tokens back, those of this step count as undecided until a step keeps them or the block is done.
 
         Args:
-            cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, what this step wrote.
+            cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, the step's writes.
             finished: [B] bool.
-
-        Returns:
-            [B] bool.
         """
         undecided = cur_x == mask_token_id
         if self.sampler.needs.revises:
@@ -271,11 +256,8 @@ class BlockScheduler(SamplerScheduler):
         max_post_steps: int,
         finished: Tensor,
     ) -> bool:
-        """Whether the open block needs another step: as long as the sampler has rows at work that have not ended.
-
-        The sampler alone knows; of the arguments, as diffusers' scheduler has them, only `finished` [B] is read. A full
-        block is left at once, without the evaluation that diffusers' scheduler spends on finding out.
-        """
+        """Whether the sampler has running rows in the block that are not `finished` [B]; other arguments are not read.
+        A full block ends at once, without diffusers' extra evaluation."""
         self._warn_ignored(CALL_DEFAULTS, {"max_post_steps": max_post_steps})
         if self._state is None:
             return False
@@ -339,18 +321,14 @@ class SaberScheduler(BlockScheduler, sampler="saber"):
 
 
 class EditingScheduler(BlockScheduler, sampler="editing"):
-    """LLaDA2.1: all above a confidence; exchanges tokens that the model has come to see otherwise (arXiv 2602.08676).
-
-    `threshold`, `editing_threshold` and `max_post_steps` are the config's, not those of the pipeline's call.
-    """
+    """LLaDA2.1: all above a confidence; exchanges tokens that the model now rejects (arXiv 2602.08676). `threshold`,
+    `editing_threshold` and `max_post_steps` come from the config, not the call."""
 
 
 class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
-    """Learn2PD: all tokens that a trained filter accepts, and the best one (arXiv 2509.25188).
-
-    Config: `filter`, the path of a filter that was trained for the pipeline's model, and `model_name`, the name that it
-    bears in the filter's facts (its class, for a model that paradec wrapped). Answers are not trimmed.
-    """
+    """Learn2PD: all tokens that a trained filter accepts, and the best one (arXiv 2509.25188). Config: `filter`, the
+    path of a filter trained for the pipeline's model, and `model_name`, its name in the filter's facts (the class, for
+    models that paradec wrapped). Answers are not trimmed."""
 
     family_settings = {**BlockScheduler.family_settings, "model_name": "model"}
 
@@ -359,8 +337,7 @@ class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
 
 
 class CombinationScheduler(BlockScheduler, sampler="union"):
-    """Several samplers joined, under `combination`: a `to_dict`, or text for `paradec.samplers.create`
-    ("credit(threshold=0.95)+localleap")."""
+    """Joined samplers, as `combination`: a `to_dict`, or text such as "credit(threshold=0.95)+localleap"."""
 
     family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
 
@@ -369,24 +346,21 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
         return {}
 
     def make_sampler(self) -> MaskedSampler:
-        given = self.config.combination
-        found: Any = Sampler.from_dict(given) if isinstance(given, Mapping) else samplers.create(given)
-        if found.family != "masked" or found.needs.multi_step or found.needs.mask_probes:
-            raise ValueError(f"combination={shown(given)} cannot be a scheduler: use paradec.generate")
-        return found
+        setting = self.config.combination
+        sampler: Any = Sampler.from_dict(setting) if isinstance(setting, Mapping) else samplers.create(setting)
+        if sampler.family != "masked" or sampler.needs.multi_step or sampler.needs.mask_probes:
+            raise ValueError(f"combination={shown(setting)} cannot be a scheduler: use paradec.generate")
+        return sampler
 
 
 class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
-    """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857).
-
-    Works in LLaDA2Pipeline, and in DiffusionGemmaPipeline, whose model has no mask: there every step accepts afresh
-    (nothing is final before the last step), the others become random tokens, and the temperature falls from `t_max`
-    towards `t_min`. That is diffusers' own `EntropyBoundScheduler`, number by number; its `entropy_bound` is `gamma`
-    here. Sampler `diffusion_gemma` is the same loop without a pipeline.
-    """
+    """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857). In DiffusionGemmaPipeline, whose
+    model has no mask, every step accepts anew, other tokens become random, and the temperature falls from `t_max` to
+    `t_min`, exactly as in diffusers' `EntropyBoundScheduler` (its `entropy_bound` is `gamma` here). The sampler
+    `diffusion_gemma` is the same loop."""
 
     family_settings = {**BlockScheduler.family_settings, "t_max": 0.8, "t_min": 0.4}
-    renamed = {"entropy_bound": "gamma"}
+    renamed_keys = {"entropy_bound": "gamma"}
     pipelines = "LLaDA2Pipeline and DiffusionGemmaPipeline"
 
     def _setup(self) -> None:
@@ -395,14 +369,14 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
             check_number(name, self.config[name], low=0, open_low=True)
         super()._setup()
 
-    def _afresh(
+    def _step_without_mask(
         self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """The whole block is decided anew, at the config's temperature. Candidates and random tokens are drawn from
-        `generator`, in the order and the shapes of diffusers' scheduler and of transformers' generate."""
+        """Decide the whole block anew. Candidates and random tokens are drawn from `generator` in the order and shapes
+        of diffusers' scheduler."""
         vocab = model_output.shape[-1]
-        left = (self.num_inference_steps - timestep) / self.num_inference_steps
-        pred_logits = divided(model_output, anneal_temperature(left, self.config.t_min, self.config.t_max))
+        remaining = (self.num_inference_steps - timestep) / self.num_inference_steps
+        pred_logits = divided(model_output, anneal_temperature(remaining, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
         self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
@@ -410,8 +384,8 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         accepted = block != vocab
         device = sample.device if generator is None else generator.device
         p = pred_logits.softmax(-1, dtype=torch.float32)
-        drawn = torch.multinomial(p.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
-        tokens = drawn.view_as(sample)
+        draws = torch.multinomial(p.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
+        tokens = draws.view_as(sample)
         probabilities = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         noise = torch.randint(vocab, sample.shape, generator=generator, device=device)
         block = torch.where(accepted, tokens, noise.to(sample.device))
@@ -419,20 +393,18 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
 
 
 CALL = {"max_new_tokens": "gen_length", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-"""Fields of a request that LLaDA2Pipeline's call takes, under its names."""
+"""Request fields that are arguments of LLaDA2Pipeline's call."""
 CONFIG = ("sampler", "block_length", "steps")
 
 
 def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
-    """Make the scheduler for LLaDA2Pipeline that decodes as a preset says; `call_arguments` has the call's part of it.
+    """Make the scheduler of a preset for LLaDA2Pipeline; `call_arguments` gives its call's arguments.
 
     Args:
-        preset: what `paradec tune` or `Request.save` wrote, or a `Request`. Its seed becomes the call's `generator`.
-        config: further config keys, which win. A preset without `block_length` needs the model's own here.
+        preset: a file of `paradec tune` or `Request.save`, or a `Request`. Its seed becomes the call's `generator`.
+        config: further config keys, which win; the model's `block_length`, if the preset has none.
 
-    Raises:
-        ValueError: a sampler without a scheduler, or a field that a pipeline cannot follow; the message names it.
-        FileNotFoundError: no such file.
+    Raises ValueError for a sampler without a scheduler, or a field that pipelines cannot follow; FileNotFoundError.
     """
     request = Request.from_arguments({}, preset)
     for name, value in request.changes().items():
@@ -450,13 +422,13 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
 
 
 def call_arguments(preset: Preset) -> dict[str, Any]:
-    """Map a preset to arguments of LLaDA2Pipeline's call. Raises: as `from_preset`, for the file and the steps."""
+    """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`."""
     request = Request.from_arguments({}, preset)
     return {CALL[name]: value for name, value in request.changes().items() if name in CALL} | _block_steps(request)
 
 
 def _block_steps(request: Request) -> dict[str, int]:
-    """Convert `steps` of a whole answer into a pipeline's, which are those of one block."""
+    """Convert `steps` of an answer to steps of one block."""
     if request.steps is None:
         return {}
     if request.block_length is None or request.max_new_tokens is None:

@@ -18,7 +18,7 @@ from small_models import MASK, tiny
 
 import paradec
 from paradec import Suffix, caches, samplers
-from paradec.caches.cost import advice
+from paradec.caches.cost import why_not_worthwhile
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
 from paradec.caches.store import store_bytes
@@ -156,8 +156,8 @@ def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
 class WithoutDelay(DkvDecode):
     """Keeps a token's keys and values from the step that decided it, when they still were the mask's."""
 
-    def settled(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        return state.cache_state.settled(state, rows, delay=0)
+    def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.cache_state.is_stable(state, rows, delay=0)
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
@@ -456,8 +456,9 @@ def test_the_store_is_freed_however_it_ends(ending: str) -> None:
 
 def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
     decode = caches.create("dkv_decode")
-    assert advice(decode, 1, 40) and advice(decode, 1, 512, "cuda") and advice(caches.create("none"), 1, 16) is None
-    assert advice(decode, 8, 40) is None and advice(decode, 1, 512) is None
+    assert why_not_worthwhile(decode, 1, 40) and why_not_worthwhile(decode, 1, 512, "cuda")
+    assert why_not_worthwhile(caches.create("none"), 1, 16) is None
+    assert why_not_worthwhile(decode, 8, 40) is None and why_not_worthwhile(decode, 1, 512) is None
     model = tiny(1)
     # one block over everything: a prefix cache has nothing to keep but a short prompt
     with pytest.warns(UserWarning, match="cache='prefix' still evaluates 9") as caught:
@@ -496,7 +497,7 @@ def test_a_store_beyond_the_machine_is_refused_before_it_is_made() -> None:
 
 
 NEW_CORNERS = 10
-WITH = [name for name in caches.names() if caches.get(name).facts.suffixes]
+WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
 PAIRS = [(cache, window) for cache in WITH for window in WINDOWS]
 SOME = [pair for at, pair in enumerate(PAIRS) if at % 4 == 0]

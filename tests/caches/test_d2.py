@@ -31,7 +31,7 @@ from traces import (
 
 import paradec
 from paradec import Suffix, caches, samplers
-from paradec.caches.d2 import D2Cache, density
+from paradec.caches.d2 import D2Cache, decided_density
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -120,7 +120,7 @@ class AsRecorded(D2Cache):
         if state.row_step[0] == 0:
             super().observe_confidence(state, confidence, available)
 
-    def stop(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
         """The public loop asks what is undecided in a block by an operation in place, on the block itself: to the cache
         the block of the last step is as long as it had masks then, and its ends are counted from the answer's start."""
         log, prompt = state.cache_state, int(state.prompt_length[0])
@@ -132,7 +132,7 @@ class AsRecorded(D2Cache):
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift, step = state.cache_state, state.facts.shift, int(state.row_step[0])
-        inside = self.masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
+        inside = self.choose_masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
         new = np.flatnonzero(log.changed_at[0] == step - 1)
         self.chosen.append({*(np.flatnonzero(inside) - shift).tolist(), *new.tolist()})
         found = np.zeros((1, state.canvas.shape[1]), bool)
@@ -173,7 +173,9 @@ class ByDensity(LowConfidence):
 
     def ranking_scores(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
         answer = state.canvas[:, int(state.prompt_length[0]) :] != state.mask_id
-        return super().ranking_scores(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
+        return super().ranking_scores(state, tokens, quantities) * torch.as_tensor(
+            decided_density(answer.numpy(), self.sigma)
+        )
 
 
 @pytest.mark.parametrize("numbers", which(2, 3))

@@ -12,7 +12,7 @@ from small_models import MASK, tiny
 import paradec
 from paradec import caches, samplers
 from paradec.attention import shared_prefix
-from paradec.caches.kept import KeptPrefix, prefill
+from paradec.caches.kept_prefix import KeptPrefix, prefill
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.models.adapter import Model
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_shared_is_left_alone() -> None:
 def test_attention_over_a_shared_prefix_is_attention_over_both(
     columns: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_prefix, "MOST_SCORES", most)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORES", most)
     torch.manual_seed(0)
     query = torch.randn(3, 6, 5, 8, dtype=torch.float64)
     keys, values = torch.randn(2, 3, 2, 7, 8, dtype=torch.float64)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW, BLOCK = 20, 4
 ASKED = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
-WITH = [name for name in caches.names() if caches.get(name).facts.suffixes]
+WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 FULL = pytest.mark.full
 SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
 
@@ -146,12 +146,12 @@ def test_masks_are_kept_as_often_as_the_density_says() -> None:
     suffix, rows = Suffix(16, "gaussian", scale=1.5), 4000
     keys = torch.as_tensor(row_keys(list(range(rows)), [[1]] * rows))
     start, end = np.full(rows, 2), np.full(rows, 4)
-    kept = suffix.kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
+    kept = suffix.choose_masks(np.ones((rows, 30), bool), start, end, keys, None, "same")
     odds = suffix.probabilities("same", 16)
     assert not kept[:, :4].any() and not kept[:, 20:].any()
     share = kept[:, 4:20].mean(0)
     assert (np.abs(share - odds) < 4.5 * np.sqrt(odds * (1 - odds) / rows) + 1e-9).all()
-    even = Suffix(16, "uniform", count=5).kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
+    even = Suffix(16, "uniform", count=5).choose_masks(np.ones((rows, 30), bool), start, end, keys, None, "same")
     assert (even.sum(1) == 5).all() and not even[:, 20:].any()
     assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import paradec
 from paradec import FixedBlocks, caches, samplers
-from paradec.caches.parts import buckets
+from paradec.caches.parts import group_by_size
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.rules.schedules import linear, time_grid
@@ -88,7 +88,7 @@ lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 @settings(max_examples=100, deadline=None)
 def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
     array = np.array(sizes)
-    groups = buckets(array, exact=exact)
+    groups = group_by_size(array, exact=exact)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
     if exact:
         assert all(len(set(array[g])) == 1 for g in groups)

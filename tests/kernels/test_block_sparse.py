@@ -155,7 +155,7 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
     visible = visible_keys(index.to_mask(6)[rows], size, here, length)
     expected, sums = reference_attention(picked, key, value, visible, lengths)
-    tiles = QueryTiles.of(positions, valid, size)
+    tiles = QueryTiles.from_positions(positions, valid, size)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "return_logsumexp": True}
     found, found_sums = sparse_attention(picked, key, value, index, **options)
     real = torch.as_tensor(valid)[:, None].expand(-1, 2, -1)
@@ -312,7 +312,7 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
     expected, _ = reference_attention(picked, key, value, visible_keys(index.to_mask(3)[rows], 16, here, 40), lengths)
     if shares > 1:
         key, value = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (key, value))
-    tiles = QueryTiles.of(positions, valid, 16)
+    tiles = QueryTiles.from_positions(positions, valid, 16)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "backend": "triton"}
     found = sparse_attention(picked, key, value, index, **options)
     assert (found - expected).abs()[torch.as_tensor(valid)[:, None].expand(-1, 2, -1)].max() < 2e-6

@@ -29,7 +29,7 @@ from torch import Tensor
 import paradec
 from paradec import samplers
 from paradec.caches.dual import DualCache
-from paradec.caches.parts import spans
+from paradec.caches.parts import range_parts
 from paradec.caches.prefix import PrefixCache
 from paradec.core.protocol import Commit, Sampler
 from paradec.core.trace import Notes, Trace
@@ -496,7 +496,7 @@ class WithoutLeft(PrefixCache):
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         rows = state.window.rows[chosen]
         start, stop = self.range(state, rows)
-        return spans(state, chosen, start, stop, "window", most, self.shape_multiple)
+        return range_parts(state, chosen, start, stop, "window", most, self.shape_multiple)
 
 
 class WithoutLeftDual(WithoutLeft, DualCache):

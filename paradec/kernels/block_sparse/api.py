@@ -1,4 +1,4 @@
-"""What callers use: which backend serves which tensors, and what is checked before any of them runs."""
+"""Entry points with checked arguments, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryT
 
 BACKENDS = ("auto", "torch", "triton", "flex")
 MOST_SHARED = 2**16
-"""Bytes of one block of queries that the Triton kernels keep in a multiprocessor's shared memory."""
+"""Shared-memory limit of one query block in the Triton kernels, in bytes."""
 
 
 def block_means(
@@ -31,23 +31,18 @@ def block_means(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The mean attention probability of every tile.
+    """Compute the mean attention probability of every tile: [B, H, n, n] float32 (float64 for float64 inputs), over the
+    real queries and keys of its blocks; 0 beyond a row's end.
 
     Args:
         query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D].
-        lengths: [B] real positions of each row, on the host; None is L.
-        first: [B] on the host: key blocks from here on have a softmax over themselves alone; those before have the
-            softmax over all keys. None takes all from that.
-        logsumexp: [B, H, L] natural log of the sum of exp(score) over all keys, where the caller has it.
-        scale: of the scores; None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
-        backend: one of `BACKENDS`; "flex" has no means, and takes what "auto" does.
+        lengths: [B] real positions, on the host; None is L.
+        first: [B] on the host: key blocks from here on have their own softmax; None has one softmax over all keys.
+        logsumexp: [B, H, L] natural log-sum-exps of the scores, if known.
+        scale: None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
+        backend: one of `BACKENDS`; "flex" is as "auto" here.
 
-    Returns:
-        [B, H, n, n] float32 (float64 for float64 inputs): [b, h, i, j] is the mean over the real queries of block i and
-            the real keys of block j; 0 beyond a row's end.
-
-    Raises:
-        ValueError: shapes that do not fit, or a missing backend.
+    Raises ValueError for shapes that do not fit, or a missing backend.
     """
     check_int("block_size", block_size, low=1)
     _check_heads(query, key)
@@ -74,24 +69,20 @@ def sparse_attention(
     block_size: int = 128,
     backend: str = "auto",
 ) -> Any:
-    """Softmax attention of each query over the key blocks that its block lists.
+    """Softmax attention of each query over its block's key blocks: [B, H, Q, D] in the dtype of `value`, 0 where no key
+    is read. `return_logsumexp` adds [B, H, Q] float32 (float64 for float64 inputs), -inf without keys.
 
     Args:
-        query: [B, H, Q, D]; columns of a call, see `tiles`. key, value: [B, G, K, D] of the positions from 0 on.
-        index: the lists; None attends to all keys (and so yields their log-sum-exp), in blocks of `block_size`.
-        tiles: where the query blocks are in the call; None: the queries are positions 0 to Q.
-        lengths: [B] keys of each row, on the host; None is K. Keys beyond are not seen.
-        rows: [B] rows of `index` that the rows of the call use, on the host; None: in their own order.
-        scale: of the scores; None is D ** -0.5.
-        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU, where the dtype and sizes allow it. "flex" is
-            compiled at the first call of every shape on a GPU; elsewhere it is not, and makes all scores.
+        query: [B, H, Q, D]. key, value: [B, G, K, D] from position 0.
+        index: the lists; None attends to all keys, in blocks of `block_size`.
+        tiles: query blocks of the call; None: queries are positions 0 to Q.
+        lengths: [B] keys of each row, on the host; None is K.
+        rows: [B] rows of `index` for the call's rows, on the host; None: in order.
+        scale: None is D ** -0.5.
+        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU if dtype and sizes allow it. "flex" is compiled
+            per shape on a GPU, and elsewhere makes all scores.
 
-    Returns:
-        [B, H, Q, D] in the dtype of `value`; 0 where a list is empty or holds no real key. With `return_logsumexp`,
-            also [B, H, Q] float32 (float64 for float64 inputs) over the keys that were read, -inf where there are none.
-
-    Raises:
-        ValueError: shapes that do not fit, or a missing backend.
+    Raises ValueError for shapes that do not fit, or a missing backend.
     """
     size = block_size if index is None else index.block_size
     check_int("block_size", size, low=1)
@@ -111,7 +102,7 @@ def sparse_attention(
 
 
 def _host(lengths: Any, rows: int, max_length: int) -> np.ndarray:
-    """[B] int64. Raises ValueError: not one per row, or out of range."""
+    """[B] int64. Raises ValueError for another length or values out of range."""
     host_lengths = np.full(rows, max_length) if lengths is None else np.asarray(lengths, np.int64)
     if host_lengths.shape != (rows,) or (host_lengths < 1).any() or (host_lengths > max_length).any():
         raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {max_length}")
@@ -128,7 +119,7 @@ def _check_heads(query: Tensor, key: Tensor) -> None:
 
 
 def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray) -> None:
-    """Raise ValueError where a kernel would read beyond its lists."""
+    """Raise ValueError if a kernel would read outside its lists."""
     if tuple(tiles.place.shape) != (len(query), query.shape[2]):
         raise ValueError(
             f"tiles are of calls {tuple(tiles.place.shape)}, not of {len(query)} x {query.shape[2]} columns"
@@ -146,7 +137,7 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
 
 
 def runs_on(backend: str, query: Tensor, size: int) -> str:
-    """Which path serves: "torch", "triton" or "flex". Raises ValueError: a backend that is asked for and not there."""
+    """Choose a path: "torch", "triton" or "flex". Raises ValueError for a missing backend."""
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
         return backend
@@ -172,7 +163,6 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
 
 
 def _serving(backend: str) -> ModuleType:
-    """The module of a name that `runs_on` returned."""
     if backend == "triton":
         # here alone: `import paradec.kernels.block_sparse` stays without triton
         from paradec.kernels.block_sparse import triton

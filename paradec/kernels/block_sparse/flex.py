@@ -12,11 +12,11 @@ from paradec.kernels.block_sparse.lists import AttentionCall
 from paradec.kernels.block_sparse.portable import by_column, by_tile, lists_of
 
 FLEX_BLOCK = 128
-"""flex_attention's kernels take blocks of multiples of this, whatever tiles they choose."""
+"""Block sizes of flex_attention's kernels are multiples of this."""
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's flex_attention over the same lists. Only the short last block of a row needs a mask."""
+    """Attend with flex_attention. Only the short last block of a row needs a mask."""
     query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp = call
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 

@@ -1,4 +1,4 @@
-"""Lists of key blocks, how they are found from tile means, and where a call's blocks of queries are."""
+"""Lists of key blocks, their selection from tile means, and the query blocks of a call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paradec.core.checks import check_number
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """Which key blocks each block of queries attends to, per row and head (ELL lists)."""
+    """Key blocks of each query block, per row and head (ELL lists)."""
 
     count: Tensor
-    """[B, H, n] int32: how many."""
+    """[B, H, n] int32: lengths of the lists."""
     blocks: Tensor
-    """[B, H, n, most] integer: which, ascending; entries from `count` on are block 0 and are not read."""
+    """[B, H, n, most] integer: ascending key blocks; entries from `count` on are 0 and unread."""
     block_size: int
 
     @property
@@ -29,7 +29,7 @@ class BlockIndex:
 
     @classmethod
     def from_mask(cls, mask: Tensor, block_size: int, max_blocks: int | None = None) -> BlockIndex:
-        """From mask [B, H, n, key blocks] bool. max_blocks: width of the lists; None: the longest (synchronises)."""
+        """From a mask [B, H, n, key blocks] bool. max_blocks: width of the lists; None: the longest (synchronises)."""
         count = mask.sum(-1)
         max_blocks = max(int(count.max()), 1) if max_blocks is None else max_blocks
         blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :max_blocks]
@@ -39,7 +39,6 @@ class BlockIndex:
         return cls(count.int(), blocks.to(kind), block_size)
 
     def to_mask(self, key_blocks: int) -> Tensor:
-        """[B, H, n, key_blocks] bool."""
         is_listed = torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.count.unsqueeze(-1)
         mask = torch.zeros((*self.count.shape, key_blocks + 1), dtype=torch.bool, device=self.blocks.device)
         return mask.scatter_(-1, self.blocks.long().masked_fill(~is_listed, key_blocks), True)[..., :key_blocks]
@@ -47,25 +46,23 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tiles of a call's columns, which hold any ascending positions: one per block of queries, `T` per row."""
+    """Tiles of a call's columns at any ascending positions: one per query block, `T` per row."""
 
     block: Tensor
-    """[B, T] int32: the block of queries."""
+    """[B, T] int32: query block."""
     first: Tensor
-    """[B, T] int32: its first column in the call."""
+    """[B, T] int32: first column in the call."""
     count: Tensor
-    """[B, T] int32: how many columns follow; 0 where a row has fewer tiles."""
+    """[B, T] int32: number of columns; 0 for missing tiles."""
     place: Tensor
-    """[B, Q] int64: each column's place among T x block_size."""
+    """[B, Q] int64: index of each column among T x block_size."""
     largest: int
-    """The largest count."""
     last: int
-    """The largest block."""
     aligned: bool
-    """Whether column and position are the same, padding aside, and the tiles reach over all columns."""
+    """Whether columns are positions, and the tiles cover all columns."""
 
     @classmethod
-    def of(
+    def from_positions(
         cls, positions: np.ndarray, valid: np.ndarray | None, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
         """positions [B, Q] int64 ascending, padding repeating the last one; valid [B, Q] bool, None if all are."""
@@ -88,7 +85,6 @@ class QueryTiles:
         return cls(tensors[0], tensors[1], tensors[2], place, int(tiles[2].max()), int(block.max()), aligned)
 
     def to(self, device: torch.device) -> QueryTiles:
-        """The same on another device."""
         if self.block.device == device:
             return self
         block, first, count, place = (tensor.to(device) for tensor in (self.block, self.first, self.count, self.place))
@@ -98,13 +94,13 @@ class QueryTiles:
     def whole(
         cls, lengths: np.ndarray, columns: int, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
-        """Rows from position 0 to `lengths` [B], in calls of so many columns."""
+        """Tiles of rows from position 0 to `lengths` [B], in calls of so many columns."""
         column, ends = np.arange(columns), lengths[:, None]
-        return cls.of(np.minimum(column, ends - 1), column < ends, block_size, device)
+        return cls.from_positions(np.minimum(column, ends - 1), column < ends, block_size, device)
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a backend's `attend`: those of `sparse_attention`, checked, with no default left out."""
+    """Checked arguments of `sparse_attention`, for a backend's `attend`."""
 
     query: Tensor
     key: Tensor
@@ -119,7 +115,7 @@ class AttentionCall(NamedTuple):
 
 
 def generation_block(lengths: np.ndarray, num_new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: the first block within the last `num_new` [B] of `lengths` [B] positions, else the last block. A block
+    """[B] int64: first block within the last `num_new` [B] of `lengths` [B] positions, else the last block. A block
     with prompt and answer counts as prompt."""
     return np.clip(-(-(lengths - num_new) // block_size), 0, blocks_in(lengths, block_size) - 1)
 
@@ -133,17 +129,14 @@ def select_blocks(
     first: np.ndarray | Sequence[int],
     joint: Tensor | None = None,
 ) -> BlockIndex:
-    """The key blocks that each block of queries keeps; a tie goes to the lower block.
-
-    Of the n_p blocks before `first` and the n_g from there on, each query block keeps the min(n, max(1, int(n * select)
-    + 1)) with the highest mean, ranked apart ("isolated selection"), so that neither part crowds out the other.
+    """Select the key blocks of each query block; ties go to the lower block. Of the n blocks before `first` and of
+    those from there on, each query block keeps the min(n, max(1, int(n * select) + 1)) with the highest mean.
 
     Args:
         means: [B, H, n, n] from `block_means` with the same `first`.
-        select: the share kept, in (0, 1].
-        lengths: [B] real positions. first: [B] from `generation_block`. Both on the host.
-        joint: means [B, H, n, n] of one softmax over all keys. When given, blocks before `first` are kept as the public
-            code does ("reference"): those among the highest max(1, int(n * select) + 1) of all n blocks.
+        lengths, first: [B] real positions; [B] from `generation_block`. Both on the host.
+        joint: means [B, H, n, n] of one softmax over all keys: blocks before `first` are then kept as in the public
+            code ("reference"), if among the highest max(1, int(n * select) + 1) of all n.
     """
     check_number("select", select, low=0, high=1, open_low=True)
     lengths, first = np.asarray(lengths, np.int64), np.asarray(first, np.int64)
@@ -164,12 +157,12 @@ def select_blocks(
 
 
 def budget(blocks: np.ndarray, select: float) -> np.ndarray:
-    """Number of blocks kept of `blocks`: SparseD's max(1, int(n * select) + 1), at most all."""
+    """Number of blocks kept: SparseD's max(1, int(n * select) + 1), at most all."""
     return np.minimum(blocks, np.maximum(1, np.floor(blocks * select).astype(np.int64) + 1))
 
 
 def _highest(values: Tensor, candidates: Tensor, count: np.ndarray) -> Tensor:
-    """[B, H, n, n] bool: the count [B] highest of `values` among the `candidates`; a tie goes to the lower block."""
+    """[B, H, n, n] bool: the `count` [B] highest of `values` among `candidates`; ties go to the lower block."""
     order = values.masked_fill(~candidates, -1.0).argsort(dim=-1, descending=True, stable=True)
     limit = torch.as_tensor(count, device=values.device)[:, None, None, None]
     in_budget = (torch.arange(values.shape[-1], device=values.device) < limit).expand_as(order)
@@ -177,5 +170,4 @@ def _highest(values: Tensor, candidates: Tensor, count: np.ndarray) -> Tensor:
 
 
 def blocks_in(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Number of blocks that hold `lengths` positions."""
     return -(-lengths // size)

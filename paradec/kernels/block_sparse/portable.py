@@ -1,4 +1,4 @@
-"""The "torch" backend: plain PyTorch operations over a few blocks of queries at a time."""
+"""The "torch" backend: PyTorch operations over a few query blocks at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles
 
 CHUNK = 2**20
-"""Elements of keys gathered at a time; at least one block of queries."""
+"""Key elements gathered at a time."""
 TILES = 2**19
-"""Scores computed at a time: they should stay in a core's cache."""
+"""Scores computed at a time, to stay in a core's cache."""
 
 
 def means(
@@ -49,8 +49,8 @@ def means(
 
 
 def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
-    """The probability in each block, [m, n], of scores [m, n, size], which are overwritten: blocks before `split` share
-    a softmax over all, whose log-sum-exps [m, 1] may be known, those from there on one over themselves."""
+    """Normalise scores [m, n, size] in place to probabilities per block [m, n]: blocks before `split` over all keys,
+    whose log-sum-exps [m, 1] may be known, later ones among themselves."""
     prompt, answer = scores[:, :split], scores[:, split:]
     shift = scores.amax((1, 2)).unsqueeze(1) if logsumexp is None else logsumexp
     total: Tensor | float = 0.0
@@ -115,8 +115,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def lists_of(
     query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """The lists of the call's tiles [B, H, T, most], of all `total` key blocks without an `index`; and how many entries
-    each has [B, H, T]."""
+    """Lists of the call's tiles [B, H, T, most] (all `total` key blocks without an `index`), and their lengths [B, H,
+    T]."""
     (batch, heads), device = query.shape[:2], query.device
     if index is None:
         index = _every_block(batch, heads, tiles.last + 1, total, size, device)
@@ -128,7 +128,7 @@ def lists_of(
 
 
 def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
-    """[B, H, Q, D] -> [B, H, T * size, D]: the queries of each tile, and anything after them."""
+    """Arrange queries [B, H, Q, D] by tile: [B, H, T * size, D]."""
     (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
     if tiles.aligned:
         return F.pad(query, (0, 0, 0, count * size - columns))
@@ -138,7 +138,7 @@ def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
 
 
 def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
-    """[B, H, T * size, D] -> [B, H, Q, D], the inverse."""
+    """Inverse of `by_tile`."""
     columns = tiles.place.shape[1]
     if tiles.aligned:
         return tensor[:, :, :columns]
@@ -147,12 +147,11 @@ def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
 
 
 def _in_blocks(tensor: Tensor, blocks: int, size: int) -> Tensor:
-    """[B, G, K, D] -> [B * G * blocks, size, D], padded with zeros; a copy only where it has to be."""
+    """Split [B, G, K, D] into zero-padded blocks [B * G * blocks, size, D], without a copy if possible."""
     padding = blocks * size - tensor.shape[2]
     return (F.pad(tensor, (0, 0, 0, padding)) if padding else tensor).reshape(-1, size, tensor.shape[-1])
 
 
 def _every_block(batch: int, heads: int, count: int, total: int, size: int, device: torch.device) -> BlockIndex:
-    """Lists of all key blocks, as views."""
     blocks = torch.arange(total, device=device).expand(batch, heads, count, total)
     return BlockIndex(torch.full((1,), total, device=device).expand(batch, heads, count), blocks, size)

@@ -1,5 +1,4 @@
-"""Tile means, selection and attention by their definitions, in float64, with whole tensors of queries x keys: the
-oracle of both paths and flex_attention."""
+"""Definitions of tile means, selection and attention in float64: the oracle of all backends."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ def scores_of(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
 def reference_means(
     query: Tensor, key: Tensor, size: int, lengths: Sequence[int], first: Sequence[int] | None = None
 ) -> Tensor:
-    """What `block_means` returns: p = softmax(scores) over a row's keys, but over those from block `first` on alone for
-    these; [i, j] is the mean of p over the queries of block i and the keys of block j."""
+    """Definition of `block_means`: [i, j] is the mean of softmax(scores) over the queries of block i and the keys of
+    block j; keys of blocks from `first` on have their own softmax."""
     scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
     means = scores.new_zeros(*query.shape[:2], blocks, blocks)
     for row, length in enumerate(lengths):
@@ -38,9 +37,7 @@ def reference_means(
 def reference_selection(
     means: Tensor, select: float, size: int, lengths: Sequence[int], new: Sequence[int], joint: Tensor | None = None
 ) -> Tensor:
-    """The choice of `select_blocks` with `first` of `generation_block`, as a mask [B, H, n, n]: of the n blocks
-    of each part the highest min(n, max(1, int(n * select) + 1)); with `joint`, those of the prompt among so many
-    of all blocks."""
+    """Definition of `select_blocks` with `first` of `generation_block`, as a mask [B, H, n, n]."""
     selected = torch.zeros_like(means, dtype=torch.bool)
     for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
         blocks = math.ceil(length / size)
@@ -64,8 +61,8 @@ def _best(values: Tensor, candidates: range, select: float) -> list[int]:
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """What `sparse_attention` returns: softmax(scores) . value over the real keys that `visible` [B, H, Q, K] allows,
-    and the log-sum-exps; 0 and -inf where it allows none."""
+    """Definition of `sparse_attention` for keys that `visible` [B, H, Q, K] allows: the output and log-sum-exps, 0 and
+    -inf where it allows none."""
     real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
     scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
     value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)

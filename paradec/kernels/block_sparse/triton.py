@@ -1,4 +1,4 @@
-"""The "triton" backend: kernels and launchers. It imports triton, and is imported at the backend's first use."""
+"""The "triton" backend. Imports triton."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
-    """Number of programs per list of up to `max_blocks` blocks; small windows use several."""
+    """Number of programs per list; small windows use several."""
     if device.type != "cuda":
         return 1
     num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -98,7 +98,7 @@ def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
 
 
 def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[str, Any]:
-    """The kernels' compile-time sizes: queries and keys per tile, the head dimension, and how to compute."""
+    """Compile-time sizes: queries and keys per tile, head dimension, and how to compute."""
     width = query.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
     needed = triton.next_power_of_2(size if queries is None else min(size, queries))
@@ -117,14 +117,14 @@ def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[s
 
 
 def _launch(query: Tensor, shapes: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages; no tuning run, which would take the first step of every shape."""
+    """Warps and pipeline stages, without tuning runs at the first step of every shape."""
     large = shapes["QUERIES"] * shapes["PADDED"] >= 128 * 128
     return {"num_warps": 8 if large else 4, "num_stages": 2 if query.dtype == torch.float32 else 3}
 
 
 @triton.jit
 def _load(pointer, rows, stride, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
-    """[rows, PADDED] of a matrix with so many elements from row to row, 0 where not `inside` or beyond WIDTH."""
+    """Load [rows, PADDED] of a matrix, 0 where not `inside` or beyond WIDTH."""
     column = tl.arange(0, PADDED)
     addresses = pointer + rows[:, None] * stride + column[None, :]
     tile = tl.load(addresses, mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0)
@@ -141,7 +141,7 @@ def _attention_kernel(
     SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries (or a part of it) of one row and head, one share of its list; softmax in base 2."""
+    """One query block (or a part) of a row and head, one share of its list; softmax in base 2."""
     tile = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
     row = (tl.program_id(1) // heads).to(tl.int64)
@@ -238,7 +238,7 @@ def _means_kernel(
     heads, groups, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries against every block of keys: probabilities are summed and forgotten."""
+    """One query block against all key blocks: sums of probabilities."""
     block = tl.program_id(0)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads

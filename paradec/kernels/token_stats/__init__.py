@@ -1,20 +1,18 @@
-"""Token statistics: confidence, margin, entropy and samples of positions' distributions, from one read of the logits.
+"""Token statistics: confidence, margin, entropy and samples, from one read of the logits.
 
 Three paths compute the same numbers; `path_for` chooses one:
 
-- "float64": float64 throughout, for float64 logits and small vocabularies;
-- "chunked": PyTorch in float32, in blocks of a few rows that stay in the processor's cache. The CPU path;
-- "triton": one kernel that reads every logit once, and a small one that merges the parts of a row (online softmax:
-  Milakov and Gimelshein, arXiv 1805.02867).
+- "float64" (`read.py`): for float64 logits and small vocabularies;
+- "chunked" (`portable.py`): PyTorch in float32, in blocks of rows, for CPUs;
+- "triton" (`triton.py`): one kernel that reads every logit once, and one that merges the parts of a row (online
+softmax: Milakov and Gimelshein, arXiv 1805.02867).
 
-Trained models are so confident that float32 probabilities tie at 1, and a rule would then rank by position. So the
-float32 paths never add the best token's weight to the others': with m the largest logit, they sum `rest` = sum exp(z -
-m) and `weight` = sum exp(z - m) (z - m) over all other tokens; the probability 1 / (1 + rest), the entropy ln(1 + rest)
-- weight / (1 + rest) and the other fields follow in float64. A temperature divides only differences between logits,
-which never overflow.
+Float32 probabilities of trained models tie at 1. So the float32 paths keep the best token out of the sums: with m the
+largest logit, `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over the other tokens, the probability is 1
+/ (1 + rest) and the entropy ln(1 + rest) - weight / (1 + rest), in float64. A temperature divides only differences,
+which do not overflow.
 
-`reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path and is "float64",
-`portable.py` is "chunked", `triton.py` the kernels; `api.py` validates arguments.
+`reference.py` defines every statistic, `draws.py` the draws; `api.py` checks arguments.
 """
 
 from paradec.kernels import interpreting

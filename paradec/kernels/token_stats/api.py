@@ -1,4 +1,4 @@
-"""`token_stats`: the statistics of any logits, with all that is asked for checked first."""
+"""`token_stats`: statistics of any logits, with checked arguments."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ def token_stats(
 
     Args:
         logits: [..., V] of any float dtype and strides; -inf excludes a token.
-        fields: which of `FIELDS` are wanted; None is all. `token` and `prob` always come.
-        temperature: divides the logits before everything but `gap` (Dream); LLaDA's statistics have 1.
-        ids: [...] or [..., K] int64: tokens whose probabilities are wanted, from 0 to V - 1 (unchecked on
-            accelerators).
-        draws: asks for a sample.
-        path: one of `PATHS`; None asks `path_for`.
+        fields: names from `FIELDS`; None is all. `token` and `prob` always come.
+        temperature: applies to everything but `gap` (Dream); LLaDA's statistics use 1.
+        ids: [...] or [..., K] int64 tokens for `ids_prob`, from 0 to V - 1 (unchecked on accelerators).
+        draws: for a sample. path: one of `PATHS`; None uses `path_for`.
 
-    Raises:
-        TypeError: logits that are no float tensor. ValueError: any other argument out of its range, or a missing path.
+    Raises TypeError unless logits are a float tensor, ValueError for another wrong argument or a missing path.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")

@@ -1,10 +1,6 @@
-"""Draws of tokens by the inverse of the cumulative sums, with one uniform number u a draw: the least k with w_0 + ... +
-w_k > u sum(w).
-
-Sums of stretches of tokens say which stretch k is in, the weights of that stretch alone which token: the vocabulary is
-read once. All paths draw the same tokens unless u is as near to a boundary as weights are rounded; on the CPU, within
-`ROUNDED` of a boundary, the weights are computed again in float64.
-"""
+"""Draws by the inverse of cumulative sums, with one uniform number u: the least k with w_0 + ... + w_k > u sum(w). Sums
+of segments choose a segment, its weights the token: the vocabulary is read once. All paths draw the same tokens unless
+u is within rounding of a boundary; on the CPU, within `ROUNDED`, weights are recomputed in float64."""
 
 from __future__ import annotations
 
@@ -18,24 +14,22 @@ from torch.nn.functional import pad
 from paradec.core import rng
 
 SEGMENT = 256
-"""Tokens that are summed before one of them is looked for."""
+"""Tokens per segment."""
 BELOW_ONE = 1 - 2.0**-53
-"""53 random bits may round to 1, which lies past the last token."""
+"""Upper bound of u: 53 random bits may round to 1."""
 ROUNDED = 1e-7
-"""More than float32 weights move a boundary between two of 126,464 tokens: 4e-8 was seen. One draw in 40 is so near to
-a boundary where all tokens are almost equally likely, few otherwise."""
+"""Bound of float32's shift of a boundary between 126,464 tokens (4e-8 was seen). At most one draw in 40 is so near to
+one."""
 
 
 @dataclass(frozen=True)
 class TokenDraws:
-    """Numbers of draws: a position takes one number of `rng.uniform`, whatever the batch and the path.
+    """Numbers of draws by `rng.uniform`, independent of the batch and the path.
 
     Args:
-        keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`).
-        steps: [R] int64.
+        keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`). steps: [R] int64.
         positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-        temperature: tokens are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
-        stream: of `rng.uniform`.
+        temperature: of the draws, whatever that of the statistics. stream: of `rng.uniform`.
     """
 
     keys: Tensor
@@ -52,9 +46,8 @@ class TokenDraws:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64. A token without
-    weight is never drawn. Segments are summed in the weights' type, their sums and the tokens of the chosen one in
-    float64."""
+    """Draw from weights [..., V] with one number [...] in (0, 1) each: [...] int64, never a token without weight.
+    Segments are summed in the weights' type, their sums and the chosen segment in float64."""
     size = weights.shape[-1]
     if size <= 4 * SEGMENT:
         total = weights.cumsum(-1, dtype=torch.float64)
@@ -63,8 +56,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def segment_sums(weights: Tensor) -> Tensor:
-    """Weights [..., V], summed in their own type by segments: [..., S]. Each sum is that of one row's tokens, in an
-    order that depends neither on other rows nor on the number of threads."""
+    """Sum weights [..., V] by segments in their own type: [..., S], in an order that depends on nothing else."""
     num_full = weights.shape[-1] // SEGMENT * SEGMENT
     sums = weights[..., :num_full].unflatten(-1, (num_full // SEGMENT, SEGMENT)).sum(-1)
     if num_full < weights.shape[-1]:
@@ -80,9 +72,8 @@ def locate(
     weights: Callable[[Tensor], Tensor],
     redraw: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`draw` from `size` tokens, given the sums of segments [..., S]. weights: of tokens [..., SEGMENT] int64, not
-    normalised. redraw: makes the draws [N] of rows [...] bool whose number is within `ROUNDED` of a boundary, on the
-    CPU."""
+    """Draw from `size` tokens by sums of segments [..., S]. weights: of tokens [..., SEGMENT] int64. redraw: repeats
+    draws of rows [...] bool within `ROUNDED` of a boundary, on the CPU."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
@@ -110,6 +101,6 @@ def locate(
 
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
-    """The first entry of cumulative sums [..., N] that is larger than target [..., 1]: [..., 1]."""
+    """First entry of cumulative sums [..., N] above target [..., 1]: [..., 1]."""
     # the clamp is for NaN weights, which a commit refuses
     return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""The path "chunked": float32, in blocks of a few rows that stay in a processor's caches."""
+"""The path "chunked": float32, in blocks of rows that fit into a processor's caches."""
 
 from __future__ import annotations
 
@@ -12,41 +12,39 @@ from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_BLOCK = 2**19
-"""Numbers in a block on the CPU, if a row is no longer: 2 MB in float32."""
+"""Numbers per block on the CPU: 2 MB in float32."""
 BLOCK = 2**25
-"""Numbers in a block on accelerators."""
+"""Numbers per block on accelerators."""
 FLOOR = -72.0
-"""Differences to the second largest logit, over the temperature, are at least this: a weight of 2**-103 adds nothing in
-float64, and exponentials that leave float32's normal numbers take processors ten times as long."""
+"""Lower bound of (logit - second) / temperature: a weight of 2**-103 adds nothing in float64, and subnormal
+exponentials are ten times slower."""
 MAX_LOG_WEIGHT = 700.0
-"""Upper bound of a draw's log-weights: weights stay finite in float64."""
+"""Upper bound of a draw's log-weights, so that weights stay finite in float64."""
 
 
 class _RowSums(NamedTuple):
-    """Sums over each of n rows, float64 [n] but for `segments`. The weight of a token is exp((logit - second) /
-    temperature), relative to the second largest logit: no other token underflows float32, however probable the best one
-    is."""
+    """Sums over each of n rows, float64 [n] unless noted. Weights are exp((logit - second) / temperature), relative to
+    the second largest logit, so that only negligible tokens underflow float32."""
 
     token: Tensor
-    """Int64: the best token."""
+    """int64: the best token."""
     top: Tensor
-    """The largest logit."""
     second: Tensor
-    """The second largest; -inf where there is none."""
+    """-inf for a single token."""
     mass: Tensor
-    """Sum of the weights of all tokens but the best."""
+    """Sum of the weights of all other tokens."""
     moment: Tensor | None
-    """Sum of weight x (logit - second) / temperature over them."""
+    """Sum of their weight x (logit - second) / temperature."""
     smoothed: Tensor | None
-    """-sum p ln(p + EPSILON) over them."""
+    """Their -sum p ln(p + EPSILON)."""
     segments: Tensor | None
-    """[n, S]: sums of the weights at the temperature of the draws, the best token's included, by `SEGMENT`."""
+    """[n, S]: sums of all weights at the draws' temperature, by `SEGMENT`."""
 
 
 def chunked_stats(
     logits: Tensor, fields: frozenset[str], temperature: float, draws: TokenDraws | None = None
 ) -> TokenStats:
-    """Statistics of logits [..., V], and samples for `draws`. Arguments as in `token_stats`, unchecked; no `ids`."""
+    """Statistics of logits [..., V], and samples for `draws`, unchecked and without `ids`."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     blocks = list(row_blocks(logits, CPU_BLOCK))
     width = -(-vocab // SEGMENT) * SEGMENT
@@ -60,8 +58,7 @@ def chunked_stats(
 
 
 def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
-    """[..., V] as views [n, V] in order, of `on_cpu` numbers on the CPU, `BLOCK` elsewhere, or one row; at least
-    one."""
+    """Split [..., V] into views [n, V] of about `on_cpu` numbers on the CPU, `BLOCK` elsewhere; at least one row."""
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
         rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
         yield from logits.reshape(-1, logits.shape[-1]).split(rows)
@@ -71,7 +68,7 @@ def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
 
 
 def concatenate(tuples: list[Any], lead: torch.Size) -> list[Any]:
-    """Tuples of tensors [n, ...] or None, field by field as one tensor [*lead, ...]."""
+    """Concatenate tuples of tensors [n, ...] or None field by field: [*lead, ...]."""
     fields = (
         field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*tuples, strict=True)
     )
@@ -79,8 +76,7 @@ def concatenate(tuples: list[Any], lead: torch.Size) -> list[Any]:
 
 
 def argmax(values: Tensor) -> Tensor:
-    """[...] int64: index of the largest of values [..., N], the first on ties. On the CPU by numpy, ten times as
-    fast."""
+    """[...] int64: first index of the largest of values [..., N]. By numpy on the CPU, ten times as fast."""
     return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 
@@ -92,8 +88,8 @@ def _sum_rows(
     differences: Tensor,
     weights: Tensor,
 ) -> _RowSums:
-    """Sums over rows [n, V]. The best token takes the place of a second one at 0, where its weight is the softmax's
-    unit, which cancels out. sharpness: the temperature of the draws. differences, weights: memory [n, padded V]."""
+    """Sums over rows [n, V]. The best token stands for a missing second one. sharpness: the draws' temperature.
+    differences, weights: buffers [n, padded V]."""
     vocab = rows.shape[1]
 
     def load() -> None:
@@ -104,7 +100,7 @@ def _sum_rows(
         return values.unflatten(1, (-1, SEGMENT)).sum(-1)
 
     def weigh(temperature: float) -> tuple[Tensor, Tensor]:
-        """Weights in units of their sum, summed by segments, and 1 in that unit."""
+        """Weights in units of their sum, summed by segments, and that unit."""
         # differences first: they lose no digits, and overflow to -inf only
         differences.sub_(base)
         if temperature != 1:

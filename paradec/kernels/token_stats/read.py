@@ -1,4 +1,4 @@
-"""Token statistics under the names that samplers declare; `read_stats` chooses a path, and is "float64" itself."""
+"""Token statistics under samplers' names; `read_stats` chooses a path, and is "float64" itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paradec.kernels.token_stats.portable import chunked_stats, concatenate, flo
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats
 
 SMALL_VOCABULARY = 2**13
-"""Largest vocabulary that "float64" serves whatever the dtype: its cost is little beside any forward."""
+"""Largest vocabulary of "float64" for any dtype."""
 IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
-"""Fields of the Triton kernel: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
+"""Fields of the Triton kernel; Dream's p + 1e-10 would take a second read."""
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 QUANTITY_FIELDS = {
     "margin": "margin",
@@ -23,11 +23,11 @@ QUANTITY_FIELDS = {
     "minus_entropy": "entropy",
     "logit_gap": "gap",
 }
-"""Names of the quantities in `TokenStats`; entropies have the other sign, so that higher is more confident."""
+"""Fields of `TokenStats` by quantity; entropies change sign, so that higher is more confident."""
 ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
-"""The same where a second read, or a second logarithm, would cost more than the first."""
+"""The same where a second read or logarithm would cost more than the first."""
 FLOAT64_CPU_BLOCK = 2**17
-"""Numbers in a block of "float64" on the CPU, if a row is no longer: 1 MB."""
+"""Numbers per block of "float64" on the CPU: 1 MB."""
 
 
 def token_statistics(
@@ -37,21 +37,19 @@ def token_statistics(
     draws: TokenDraws | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Statistics of each position's distribution softmax(logits / temperature).
+    """Statistics of each position's distribution softmax(logits / temperature). Returns tokens [...] int64, and the
+    quantities by name, each [...] float64.
+
+    "confidence" is p(token), "margin" p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" Dream's sum p
+    ln(p + 1e-10), or sum p ln p for large vocabularies in float32, "best_token" the likeliest token (int64),
+    "logit_gap" z(1st) - z(2nd). All but the last two are NaN where a logit is NaN or +inf.
 
     Args:
         logits: [..., V] of any float dtype; -inf excludes a token.
-        reads: which of `QUANTITIES` to compute.
-        tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
-        draws: asks for tokens that are drawn, instead.
-        temperature: above 0; divides all logits, those of "logit_gap" too.
-
-    Returns:
-        The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin" p(1st) -
-            p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is more
-            confident), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are
-            NaN where a logit is NaN or +inf. Large vocabularies, read in float32, have sum p ln p in place of Dream's
-            form: less by 1e-10 a token at most.
+        reads: names from `QUANTITIES`.
+        tokens: [...] int64, for "confidence"; None takes the best token (lowest id on ties). draws: drawn tokens
+            instead.
+        temperature: above 0; divides all logits.
     """
     exact = "negative_entropy" not in reads or path_for(logits) == "float64"
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
@@ -90,7 +88,7 @@ def read_stats(
     draws: TokenDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
-    """`token_stats` without its checks, for callers at every step."""
+    """`token_stats` without checks, for every step."""
     path = path or path_for(logits, fields)
     if path == "triton":
         # imported here: `import paradec` must not import triton
@@ -116,7 +114,7 @@ def read_stats(
 
 
 def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
-    """Name of the path that serves these logits, by dtype, vocabulary and device, never by the number of rows."""
+    """Choose a path by dtype, vocabulary and device, never by the number of rows."""
     if logits.dtype == torch.float64 or logits.shape[-1] <= SMALL_VOCABULARY:
         return "float64"
     return "triton" if logits.is_cuda and fields <= IN_ONE_READ and has_triton() else "chunked"
@@ -130,7 +128,7 @@ def _probabilities(logits: Tensor, ids: Tensor, stats: TokenStats, temperature: 
 
 
 def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -> TokenStats:
-    """Statistics of rows [..., V], in float64 and few passes: these are most of a small model's step."""
+    """Statistics of rows [..., V], in float64 and few passes."""
     if temperature != 1 or "entropy" in fields or "smoothed_entropy" in fields:
         scaled = logits.to(torch.float64, copy=True)
         if temperature != 1:

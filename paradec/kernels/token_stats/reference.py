@@ -1,4 +1,4 @@
-"""`TokenStats` and the definition of each field, in float64. Every path is held to `reference_stats`."""
+"""`TokenStats` and the definition of each field in float64, the oracle of all paths."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from torch import Tensor
 from paradec.kernels.token_stats.draws import TokenDraws
 
 EPSILON = 1e-10
-"""What Dream adds to probabilities within the logarithm."""
+"""Added to probabilities in Dream's logarithm."""
 
 
 class TokenStats(NamedTuple):
-    """What `token_stats` found. `[...]` are the logits' dimensions but the last; fields that were not asked for may be
-    None. Floats are float64. Where a row is `nonfinite` its floats are NaN and its ids mean nothing."""
+    """Results of `token_stats`, shaped [...] as logits [..., V]; unrequested fields may be None. Floats are float64,
+    NaN where a row is `nonfinite`, whose ids are undefined."""
 
     token: Tensor
-    """[...] int64: the likeliest token, the lowest id on ties."""
+    """int64: the likeliest token, the lowest id on ties."""
     prob: Tensor
-    """[...]: its probability."""
     second_prob: Tensor | None = None
-    """[...]: the probability of the second likeliest; that of `token` again where two tie."""
+    """Probability of the second likeliest token; equal to `prob` on ties."""
     margin: Tensor | None = None
-    """[...]: prob - second_prob."""
+    """prob - second_prob."""
     entropy: Tensor | None = None
-    """[...]: -sum p ln p, in nats."""
+    """-sum p ln p, in nats."""
     smoothed_entropy: Tensor | None = None
-    """[...]: -sum p ln(p + 1e-10), Dream's form of it."""
+    """-sum p ln(p + 1e-10), Dream's form."""
     logsumexp: Tensor | None = None
-    """[...]: of the logits over `temperature`."""
+    """Of the logits over `temperature`."""
     gap: Tensor | None = None
-    """[...]: the largest logit minus the second largest, at the logits' own scale; inf for one token only."""
+    """Largest minus second largest logit, without temperature; inf for a single token."""
     nonfinite: Tensor | None = None
-    """[...] bool: a logit is NaN or +inf, or all are -inf."""
+    """bool: a logit is NaN or +inf, or all are -inf."""
     ids_prob: Tensor | None = None
-    """Shaped as `ids`: their probabilities."""
+    """Probabilities of `ids`, in their shape."""
     sample: Tensor | None = None
-    """[...] int64: a token drawn from softmax(logits / draws.temperature)."""
+    """int64: a token drawn from softmax(logits / draws.temperature)."""
     sample_prob: Tensor | None = None
-    """[...]: its probability, under the same distribution as `prob`."""
+    """Its probability under the distribution of `prob`."""
 
 
 FIELDS = TokenStats._fields[:9]
-"""What `fields` may name; `ids_prob`, `sample` and `sample_prob` are there whenever `ids` and `draws` are."""
+"""Names for `fields`; `ids_prob`, `sample` and `sample_prob` come with `ids` and `draws`."""
 
 
 def reference_stats(

@@ -1,5 +1,4 @@
-"""The "triton" path: one kernel that reads every logit once, and one that joins the parts of a row. It imports triton,
-and is imported at the path's first use."""
+"""The "triton" path: a kernel that reads every logit once, and one that joins the parts of a row. Imports triton."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws
 from paradec.kernels.token_stats.reference import TokenStats
 
 BLOCK = 2048
-"""Tokens that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
+"""Tokens per program step: eight per thread, which leaves registers for four programs."""
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
-"""Rows of `floats` in the kernel, in order."""
+"""Order of `floats` in the kernel."""
 PARTIAL = 5
-"""Numbers per part of a row: m, second, best, rest, weight."""
+"""Numbers per part of a row."""
 
 
 def triton_stats(
@@ -30,8 +29,8 @@ def triton_stats(
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
-    """`token_stats`, unchecked. block: tokens per tile, a power of two. splits: parts of the vocabulary; None
-    fits all."""
+    """`token_stats` without checks. block: tokens per tile, a power of two. splits: parts of the vocabulary; None fits
+    all."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     grid = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
     if grid.stride(2) != 1:
@@ -83,7 +82,7 @@ def triton_stats(
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """How many programs a device holds at once: four per multiprocessor, by the kernel's registers."""
+    """Programs that a device holds at once: four per multiprocessor, by the kernel's registers."""
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -92,7 +91,7 @@ def _partial_kernel(
     logits, partial, sums, tops, sharpness, width, row_stride, column_stride, vocab, span, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row's vocabulary -> partial [N, splits, 5] float64. Grid (N, splits)."""
+    """One part of a row's vocabulary -> partial [N, splits, 5] float64. Grid (N, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
@@ -154,8 +153,8 @@ def _partial_kernel(
 
 @triton.jit
 def _hit(weights, index, uniform):
-    """The first of `index` at which the sums of weights exceed uniform x all of them, and what share of it is below: a
-    number for the next draw. One without weight is never it, however sums are rounded."""
+    """The first of `index` at which the sums of weights exceed uniform x their total, never one without weight; and the
+    fraction below it, for the next draw."""
     total = tl.cumsum(weights, 0)
     target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
     has_weight = weights > 0
@@ -173,7 +172,7 @@ def _finish_kernel(
     count, splits, width, row_stride, column_stride, vocab, num_segments, temperature, num_ids,
     SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, and write what follows from them. Grid (N,)."""
+    """Merge the parts of a row. Grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
     none = float("-inf")

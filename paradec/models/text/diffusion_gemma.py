@@ -178,7 +178,7 @@ class DiffusionGemmaModel(Model):
         assert query.store is not None  # as `bind` has checked
         if query.kind == "canvas" and query.store.begin == query.store.visible_length:
             return dict.fromkeys(widths)  # every row begins where its keys end
-        return {kind: self._mask(query, store.first(width), width) for kind, width in widths.items()}
+        return {kind: self._mask(query, store.first_visible(width), width) for kind, width in widths.items()}
 
     def _mask(self, query: CanvasQuery, first: int, window: int | None) -> Tensor:
         positions = query.positions

@@ -247,7 +247,7 @@ class CausalState(State):
         if self.store is not None:
             context_rows = self.context_rows(rows)
             # the last final token has not been evaluated
-            self.store.forget(context_rows, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
+            self.store.clear_from(context_rows, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self._find_rows()
 
     def _find_rows(self) -> None:

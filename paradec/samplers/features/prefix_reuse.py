@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
-from paradec.caches.parts import outward
+from paradec.caches.kept_prefix import KeptPrefix, Reuse, keep_prefix
+from paradec.caches.parts import widen_to_blocks
 from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
 from paradec.samplers.features.feature import Ends, Feature
@@ -28,7 +28,7 @@ class PrefixReuse(Feature):
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if self.num_reusable is not None:
             rows = proposal.rows
-            self.num_reusable[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
+            self.num_reusable[rows] = widen_to_blocks(state, rows, state.block_start[rows], state.block_end[rows])[0]
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:

@@ -19,7 +19,7 @@ class SparseAttention(Feature):
     """Reports the calls of committed steps to the attention method."""
 
     attention_state: Any
-    """The method's state of a request, with `plan`, `committed`, `report` and `release`."""
+    """What the method keeps of a request, with `plan`, `on_commit`, `report` and `release`."""
 
     why_rows_stay = "sparse attention keeps a pattern of all rows"
     host_only = "sparse attention keeps its pattern on the host"
@@ -28,7 +28,7 @@ class SparseAttention(Feature):
         query.attention = self.attention_state.plan(state, part)
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        self.attention_state.committed(state, proposal.cost.queries)
+        self.attention_state.on_commit(state, proposal.cost.queries)
         return False
 
 
@@ -41,12 +41,12 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
     method = getattr(model, "default_attention", None) if requested is None else requested
     if method is None or isinstance(method, str):
         return None
-    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
+    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "why_unsupported")):
         raise ValueError(
             f"attention={shown(method)} must be 'dense', one of {attentions.names()} or made by "
             "paradec.attention.create, e.g. paradec.SparseD()"
         )
-    why = method.refusal(sampler, model)
+    why = method.why_unsupported(sampler, model)
     if why is None and (request.prefix is not None or request.share_prefix):
         why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
     if why is None and request.suffix is not None:

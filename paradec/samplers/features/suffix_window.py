@@ -35,21 +35,21 @@ class SuffixWindow(Feature):
         masks = np.diff(state.masks_before[rows], axis=1) > 0
         start, end, column = state.block_start[rows], state.block_end[rows], state.columns[0]
         keys = state.keys[torch.as_tensor(rows, device=state.keys.device)]
-        selected = self.suffix.kept(masks, start, end, keys, state.generator, state.facts.prediction)
+        selected = self.suffix.choose_masks(masks, start, end, keys, state.generator, state.facts.prediction)
         is_present = (~masks | (column < end[:, None]) | selected) & (column < state.length[rows, None])
         self.present[rows] = is_present
         if state.store is not None:
             for branch in range(state.branches):
-                state.store.hide(rows + branch * state.batch, ~is_present)
+                state.store.clear_absent(rows + branch * state.batch, ~is_present)
 
 
 def check_suffix(
     request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
 ) -> None:
     """Raise ValueError where the request's suffix does not work; the message says why."""
-    suffix = Suffix.of(request.suffix)
+    suffix = Suffix.from_value(request.suffix)
     assert suffix is not None  # asked for where there is one
-    why = suffix.refusal(sampler, model, cache, gaps)
+    why = suffix.why_unsupported(sampler, model, cache, gaps)
     if why is None and isinstance(blocks, WholeCanvas):
         why = "one block holds the whole answer, and nothing comes after it; give block_length"
     if why is None and early:

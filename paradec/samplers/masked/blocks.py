@@ -159,7 +159,7 @@ def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
     state.remaining[rows] = undecided.sum(1)
     if state.store is not None:
         for branch in range(state.branches):
-            state.store.forget(rows + branch * state.batch, cut)
+            state.store.clear_from(rows + branch * state.batch, cut)
     _fill_tails(state, state.length)
 
 

@@ -417,7 +417,7 @@ def finish_step(
     """Count a written step of `committed` [R] positions; close full blocks and ended rows. decided: host arrays."""
     rows, tokens = proposal.rows, decided["tokens"]
     state.count(proposal.cost)
-    state.cache.committed(state, tokens)
+    state.cache.on_commit(state, tokens)
     state.advance(rows, committed)
     holds_block, stable = None, tokens
     if sampler.needs.revises:

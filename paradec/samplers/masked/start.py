@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from paradec.caches.base import Cache
-from paradec.caches.kept import Reuse, plan_reuse
+from paradec.caches.kept_prefix import Reuse, plan_reuse
 from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
@@ -205,7 +205,7 @@ def _make_features(
     if getattr(state.blocks, "reads_logits", False):
         features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
     if request.suffix is not None:
-        suffix: Any = Suffix.of(request.suffix)
+        suffix: Any = Suffix.from_value(request.suffix)
         features["suffix_window"] = SuffixWindow(suffix, np.zeros(shape, bool))
     if reuse is not None or request.keep_prefix:
         num_reusable = np.zeros(state.batch, np.int64) if request.keep_prefix else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
-from paradec.caches.cost import advice
+from paradec.caches.cost import why_not_worthwhile
 from paradec.caches.stored import StoredCache
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
@@ -318,4 +318,4 @@ class MaskedState(State):
     def cache_advice(self) -> str | None:
         if self.reuses or not self.cache.facts.uses_store:
             return None
-        return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
+        return why_not_worthwhile(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)

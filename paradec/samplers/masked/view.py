@@ -46,7 +46,7 @@ class Needs:
     mask_probes: bool = False
     """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
-    """Whether only keys and values of final blocks are stored: for caches with `final_alone`."""
+    """Whether only keys and values of final blocks are stored: for caches with `reads_final_only`."""
     causal_keys: bool = False
     """Whether final tokens attend causally when stored. Only requests that agree on it share keys and values."""
     multi_step: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paradec.caches.kept import KeptPrefix
+from paradec.caches.kept_prefix import KeptPrefix
 from paradec.core.checks import check_at_most, check_int, shown
 from paradec.core.facts import HOLE
 from paradec.core.logprobs import LogProbs
@@ -174,7 +174,7 @@ def _reuse(
     if pictured:
         raise ValueError("prefix=... is looked up by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
-    source, counts = prefix.common(rows)
+    source, counts = prefix.match_rows(rows)
     num_leading = [row.index(HOLE) if HOLE in row else len(row) for row in rows]
     counts = np.minimum(counts, num_leading)
     return (source, counts) if counts.any() else None

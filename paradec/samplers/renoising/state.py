@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.caches.kept import KeptPrefix
+from paradec.caches.kept_prefix import KeptPrefix
 from paradec.core import rng
 from paradec.core.checks import check_int, check_number
 from paradec.core.facts import ModelFacts
@@ -198,7 +198,7 @@ class DenoisingState(State):
         counts = np.minimum(self.encoded, self.end)
         canvas = self.canvas.cpu()
         tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]
-        return KeptPrefix(model.module, tokens, self.store.leading(int(counts.max())), True)
+        return KeptPrefix(model.module, tokens, self.store.read_prefix(int(counts.max())), True)
 
     def stores(self) -> tuple[Any, ...]:
         return (self.store,)

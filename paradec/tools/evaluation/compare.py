@@ -282,7 +282,7 @@ def compare(
     """
     todo = configurations(names, defaults)
     caches.create(cache)
-    suffix = Suffix.of(suffix)
+    suffix = Suffix.from_value(suffix)
     check_int("batch", batch, low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
     check_int("max_new_tokens", max_new_tokens, low=1, none=True)

@@ -107,7 +107,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
             again.append(request.model(window(prompts, ids, start, stop, step), store))
         wrong, (start, stop), step = (ids + 1) % vocab, windows[-1], len(windows)
         discarded = request.model(window(prompts, wrong, start, stop, step), store)
-        store.forget(np.arange(rows), np.full(rows, first + start))
+        store.clear_from(np.arange(rows), np.full(rows, first + start))
         again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
         for part, expected_name in zip(again, found, strict=True):
             reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]

@@ -42,7 +42,7 @@ import paradec
 from paradec import PipelinedBlocks, samplers
 from paradec.caches.base import Part
 from paradec.caches.delayed import DelayedCache
-from paradec.caches.parts import spans
+from paradec.caches.parts import range_parts
 from paradec.core.protocol import Commit
 from paradec.core.query import WindowQuery
 from paradec.models.adapter import Model
@@ -125,7 +125,7 @@ class WithoutLeft(DelayedCache):
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> list[Part]:
         start, stop = self.range(state, state.window.rows[chosen])
-        return spans(state, chosen, start, stop, "window", most)
+        return range_parts(state, chosen, start, stop, "window", most)
 
 
 def fill_after_end(state: MaskedState) -> None:

@@ -41,7 +41,7 @@ class DraftChain:
         if drafting.store is not None:
             for branch in range(state.branches):
                 shift = np.where(fed > 0, state.shift[branch, rows], 0)
-                drafting.store.forget(rows + branch * state.batch, fed + shift)
+                drafting.store.clear_from(rows + branch * state.batch, fed + shift)
         drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
         rule_q = every_q.clone() if self.stop is not None else every_q  # what the rule is shown
         for slot in range(state.width - 1):

@@ -225,7 +225,7 @@ class FreeDave(DraftingSampler):
             steps=torch.as_tensor(first_step[:, None] + step_of_token, device=scores.device),
         )
         state.count(proposal.cost)
-        state.cache.committed(state, final)
+        state.cache.on_commit(state, final)
         state.advance(rows, (final != drafts[0]).sum(-1))
         moved = bool(shorter[num_steps - 1, index].any())
         for feature in state.features.values():
