@@ -148,13 +148,6 @@ def load_chameleon(
         layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
         vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`.
     """
-    from paradec.core.checks import unknown_name
-
-    if layout is None:
-        layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
-    if isinstance(layout, str):
-        if layout not in LAYOUTS:
-            raise ValueError(unknown_name("layout", layout, LAYOUTS))
     if layout is None:
         layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
     if isinstance(layout, str):
