@@ -49,12 +49,10 @@ if TYPE_CHECKING:
 def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:
     """Declare a field of `Request`.
 
-    Args:
-        check: called with the name and any value other than the default; raises ValueError or TypeError, and may return
-            the value to store. None: the sampler checks.
-        option, help: type and help text of the command-line option, if any.
-        metadata: the option's `short`, `metavar` and `option_default`; `is_live`: neither saved nor kept in a state.
-    """
+    check: called with the name and any value other than the default; raises ValueError or TypeError, and may return the
+        value to store. None: the sampler checks.
+    option, help: type and help text of the command-line option, if any.
+    metadata: the option's `short`, `metavar` and `option_default`; `is_live`: neither saved nor kept in a state."""
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
 

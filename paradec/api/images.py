@@ -246,13 +246,9 @@ def generate_images(
 def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: Preset | None = None) -> Request:
     """Make the request of `generate_images`: arguments over a preset over the model's defaults, with its sampler made.
 
-    Args:
-        arguments: fields of `SERVED`; None is not given, and top_k=0 is all tokens.
-
-    Raises:
-        TypeError: a name that is no argument. ValueError: an argument out of its range, or one that has no meaning for
-            the sampler or for pictures.
-    """
+    arguments: fields of `SERVED`; None is not given, and top_k=0 is all tokens.
+    Raises TypeError: a name that is no argument. ValueError: an argument out of its range, or one that has no meaning
+    for the sampler or for pictures."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     check_int("top_k", arguments.get("top_k"), low=0, none=True)
     if arguments.get("top_k") == 0:
@@ -274,13 +270,9 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
 def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user: str, **settings: Any) -> Any:
     """Make the sampler that a name, or None, means for a kind of model.
 
-    Args:
-        model: an adapter, or the class of it. sampler: a name, a sampler, or None for the default. user: what messages
-            call the model. settings: of a sampler that is named.
-
-    Raises:
-        TypeError: no sampler. ValueError: an unknown name, a setting out of its range, or one of another family.
-    """
+    model: an adapter, or the class of it. sampler: a name, a sampler, or None for the default. user: what messages call
+        the model. settings: of a sampler that is named.
+    Raises TypeError: no sampler. ValueError: an unknown name, a setting out of its range, or one of another family."""
     sampler = model.default_sampler if sampler is None else sampler
     names, user = model.sampler_names, model.title or user
     if isinstance(sampler, str):
@@ -360,15 +352,9 @@ def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) 
 def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
     """One PIL image with all of them, row by row on white.
 
-    Args:
-        images: PIL images of one size.
-        columns: pictures in a row; by default about as many as rows.
-        gap: pixels between them.
-        enlarge: pixels that a pixel becomes, along each side.
-
-    Raises:
-        ValueError: no images, or an argument out of its range.
-    """
+    images: PIL images of one size. columns: pictures in a row; by default about as many as rows.
+    gap: pixels between them. enlarge: pixels that a pixel becomes, along each side.
+    Raises ValueError: no images, or an argument out of its range."""
     if not images:
         raise ValueError("images is empty; give at least one")
     columns = int(np.ceil(len(images) ** 0.5)) if columns is None else columns
@@ -392,13 +378,8 @@ def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any
 
     Tokens of one colour were committed together.
 
-    Args:
-        output: of `generate_images`, or steps as its `steps` has them: [B, h, w] int64.
-        pixels: along the side of a token.
-
-    Returns:
-        B PIL images of [w * pixels, h * pixels].
-    """
+    output: of `generate_images`, or steps as its `steps` has them: [B, h, w] int64. pixels: along the side of a token.
+    Returns B PIL images of [w * pixels, h * pixels]."""
     check_int("pixels", pixels, low=1)
     library = import_pillow()
     steps = output if isinstance(output, np.ndarray) else output.steps

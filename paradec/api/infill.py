@@ -77,11 +77,8 @@ def count_holes(row: list[int], hole: int, max_new_tokens: int | None) -> int:
 
 
 def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
-    """Combine the constraints of single holes and that of every hole.
-
-    Raises:
-        ValueError: both are given, or neither a list nor a mapping of numbers of holes.
-    """
+    """Combine the constraints of single holes and that of every hole. Raises ValueError: both are given, or neither a
+    list nor a mapping of numbers of holes."""
     if constraints is not None and constraint is not None:
         raise ValueError(
             f"constraints={shown(constraints)} and constraint={shown(constraint)} both say it; give one of them"

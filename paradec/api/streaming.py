@@ -43,11 +43,7 @@ def check_streamer(streamer: Any, rows: int) -> None:
 def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterator[Callback]:
     """A callback for `decode` that feeds the streamer, then calls `callback`; the streamer is ended on leaving.
 
-    Args:
-        streamer: as `check_streamer` takes it.
-        state: before its first step.
-        callback: the caller's own, or None.
-    """
+    streamer: as `check_streamer` takes it. state: before its first step. callback: the caller's own, or None."""
     fill = state.facts.fill_token_id
     width = int(state.asked.max())
     offset = width - state.asked
@@ -92,9 +88,7 @@ def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callbac
     """A callback for `paradec.core.protocol.decode` that moves tqdm's bar (tokens that are final, and the forwards they
     took), then calls `callback`.
 
-    Args:
-        state: before its first step.
-    """
+    state: before its first step."""
     from tqdm.auto import tqdm  # of notebooks, where it runs in one
 
     with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as progress_bar:

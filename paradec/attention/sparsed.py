@@ -254,11 +254,9 @@ class SparsePlan:
     ) -> Tensor:
         """Attention of one layer: [R, Q, H, D].
 
-        Args:
-            dense: full attention, (query, key, value, mask) -> [R, Q, H, D].
-            query: [R, H, Q, D]. key, value: [R, G, K, D], from position 0.
-            mask: [R, 1, 1, K] bool, True at real keys; None without padding. scale: None is D ** -0.5.
-        """
+        dense: full attention, (query, key, value, mask) -> [R, Q, H, D].
+        query: [R, H, Q, D]. key, value: [R, G, K, D], from position 0.
+        mask: [R, 1, 1, K] bool, True at real keys; None without padding. scale: None is D ** -0.5."""
         self.attended = True
         query, key = query.to(value.dtype), key.to(value.dtype)
         outputs = []

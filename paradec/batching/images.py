@@ -44,16 +44,12 @@ class ImageTicket(Ticket):
 class ImageBatch(Batch):
     """Decode pictures that come and go, up to `batch_size` of them at once; see `paradec.batching.Batch`.
 
-    Args:
-        model: an autoregressive or a masked image model.
-        height, width, negative_prompt, output_type: as in `paradec.generate_images`; the same size for all.
-        arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
-            `paradec.generate_images`.
-
-    Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
-        ImportError: output_type="pil" without pillow.
-    """
+    model: an autoregressive or a masked image model.
+    height, width, negative_prompt, output_type: as in `paradec.generate_images`; the same size for all.
+    arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
+        `paradec.generate_images`.
+    Raises TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
+    Raises ImportError: output_type="pil" without pillow."""
 
     def __init__(
         self,
@@ -84,14 +80,10 @@ class ImageBatch(Batch):
     ) -> ImageTicket:
         """Let a prompt wait for a row.
 
-        Args:
-            prompt: one class label or text, or what else `generate_images` takes of this model.
-            negative_prompt: of this prompt, in the place of the batch's.
-            on_done, id, alone, preset, changes: as in `Batch.add`.
-
-        Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
-        """
+        prompt: one class label or text, or what else `generate_images` takes of this model.
+        negative_prompt: of this prompt, in the place of the batch's.
+        on_done, id, alone, preset, changes: as in `Batch.add`.
+        Raises ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed."""
         request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
         image_request = self._lay_out(self.model, prompt, negative_prompt)

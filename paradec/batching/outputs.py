@@ -109,9 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
     """Pass newly final tokens to a ticket's streamer. Raises its exceptions.
 
-    Args:
-        row: [L] int64, on the host: the canvas of the slot. final: of `State.final_ends`.
-    """
+    row: [L] int64, on the host: the canvas of the slot. final: of `State.final_ends`."""
     streamer = ticket.streamer
     if ticket.sent is None:
         ticket.sent = int(state.prompt_length[slot])

@@ -17,9 +17,7 @@ class CanvasStore(KeyValueStore):
     """Keys and values of `rows` rows of up to `length` final positions. "encode" calls write and see their slots;
     "canvas" calls only read, through `layers`.
 
-    Args:
-        windows: per layer the positions that a sliding layer sees, its own included; None sees all.
-    """
+    windows: per layer the positions that a sliding layer sees, its own included; None sees all."""
 
     is_compileable = False  # transformers' caches of fixed length are laid out in another way
 

@@ -67,11 +67,8 @@ def widen_to_blocks(state: Any, rows: np.ndarray, start: np.ndarray, stop: np.nd
 def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float = 1.1) -> list[Any]:
     """Group rows by size, so that little is padded. Returns index arrays that partition range(R), widest group first.
 
-    Args:
-        sizes: [R] int64 positions per row.
-        exact: only rows of one size share a group, for models that cannot be padded.
-        limit: groups otherwise. waste: add groups while padding multiplies the positions by more than this.
-    """
+    sizes: [R] int64 positions per row. exact: only rows of one size share a group, for models that cannot be padded.
+    limit: groups otherwise. waste: add groups while padding multiplies the positions by more than this."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()

@@ -37,10 +37,7 @@ class PrefixTree:
     """Keys and values by token prefix, in whole blocks. Inputs are copied; found blocks must be copied by the caller.
     Not thread-safe.
 
-    Args:
-        block: tokens of a node.
-        budget: bytes of keys and values; the least recently used leaves are dropped.
-    """
+    block: tokens of a node. budget: bytes of keys and values; the least recently used leaves are dropped."""
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget

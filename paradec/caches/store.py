@@ -30,11 +30,9 @@ class KeyValueStore(Cache):
     - `visible` [R, Q, Q] given: the same, but columns see each other as it says (trees, shadow blocks), and those with
     a slot of at least 0 are written.
 
-    Args:
-        rows, length: rows (of all guidance branches) and positions per row. device: of the masks.
-        dtype: of keys and values; None is the layer's own.
-        start: positions before this one are in `shared` and have no slots.
-    """
+    rows, length: rows (of all guidance branches) and positions per row. device: of the masks.
+    dtype: of keys and values; None is the layer's own.
+    start: positions before this one are in `shared` and have no slots."""
 
     token_at_write: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[rows, slots + 1] int64: token of each slot, -1 where it is empty."""

@@ -38,10 +38,8 @@ class Verdict:
 def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
     """Whether a sampler works with a cache on a model, and how.
 
-    Args:
-        sampler, cache: a sampler or its class, a cache. facts: the model's `topology`, `prediction` and `name`.
-        stores: whether the model supports a key/value store.
-    """
+    sampler, cache: a sampler or its class, a cache. facts: the model's `topology`, `prediction` and `name`.
+    stores: whether the model supports a key/value store."""
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
     if (refused_reason := sampler.needs.why_unsupported(facts)) is not None:

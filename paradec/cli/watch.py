@@ -39,10 +39,8 @@ MAX_PACED = 6.0  # seconds that watching delays a request at most
 class LiveView:
     """Draws every row of a request after its commits, and clears itself away at the end.
 
-    Args:
-        tokenizer: None shows ids. console: by default standard output. interval: the least seconds between drawings.
-        pace: seconds that each step stays, of faster models; `slept` counts the seconds of a request that it took.
-    """
+    tokenizer: None shows ids. console: by default standard output. interval: the least seconds between drawings.
+    pace: seconds that each step stays, of faster models; `slept` counts the seconds of a request that it took."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05, pace: float = 0.0):
         from rich.console import Console

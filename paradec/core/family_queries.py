@@ -110,10 +110,8 @@ def build_rows_query(
 ) -> WindowQuery:
     """Build one call for rows of ids, padded on the right, on the model's device.
 
-    Args:
-        rows, positions, prompts: ids, positions to predict and prompt length of each row.
-        start: positions before this one are read from row 0 of a store.
-    """
+    rows, positions, prompts: ids, positions to predict and prompt length of each row.
+    start: positions before this one are read from row 0 of a store."""
     facts, device = model.facts, model.device
     width, max_wanted = max(map(len, rows)), max(map(len, positions))
     tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)

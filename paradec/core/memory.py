@@ -19,14 +19,11 @@ from paradec.core.rows import RowLayout, resize_axis
 class MemorySpec:
     """A tensor that a method keeps between steps.
 
-    Args:
-        dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
-            "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), "latent"
-            (all of a latent's, last), or an int.
-        dtype: None is the model's: of distributions, soft embeddings or latents.
-        fill: initial value.
-        reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
-    """
+    dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
+        "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), "latent" (all
+        of a latent's, last), or an int.
+    dtype: None is the model's: of distributions, soft embeddings or latents. fill: initial value.
+    reset: "block" (whenever a row opens a block) or "sequence" (never within a request)."""
 
     dims: tuple[str | int, ...] = ()
     dtype: torch.dtype | None = torch.float32

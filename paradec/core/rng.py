@@ -72,12 +72,9 @@ def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple
 def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int | Tensor) -> Tensor:
     """Uniform float64 draws in (0, 1) with 53 random bits: [R, W, size].
 
-    Args:
-        keys: [R, 2] int64 row keys. position: [R, W] int64.
-        step: [R] int64, or [R, W].
-        size: draws per position (the vocabulary for Gumbel noise, 1 for a score).
-        stream: `TOKEN_STREAM` or `POSITION_STREAM`; or [W] int64, of each position.
-    """
+    keys: [R, 2] int64 row keys. position: [R, W] int64. step: [R] int64, or [R, W].
+    size: draws per position (the vocabulary for Gumbel noise, 1 for a score).
+    stream: `TOKEN_STREAM` or `POSITION_STREAM`; or [W] int64, of each position."""
     rows, width = position.shape
     count = (size + 1) // 2
     step = step if step.ndim == 2 else step.unsqueeze(1)

@@ -27,13 +27,11 @@ class Predictor:
 
     A row's answer depends on its prompt, its id and the seed alone, not on worker, batch, order or restarts.
 
-    Args:
-        source: for `paradec.load`; None is the packaged model. load: its further arguments (dtype, device, ...).
-        prompt, id: names of the columns. Ids are unique texts or ints.
-        seed: of all draws; a row draws with `seed_of(seed, id)`.
-        model: a function without arguments that makes the model, instead of `source`.
-        batch_size, arguments: as for `paradec.generate_many`.
-    """
+    source: for `paradec.load`; None is the packaged model. load: its further arguments (dtype, device, ...).
+    prompt, id: names of the columns. Ids are unique texts or ints.
+    seed: of all draws; a row draws with `seed_of(seed, id)`.
+    model: a function without arguments that makes the model, instead of `source`.
+    batch_size, arguments: as for `paradec.generate_many`."""
 
     def __init__(
         self,
@@ -84,17 +82,13 @@ def answer(
 ) -> None:
     """Answer the prompts of a Ray dataset into parts of Parquet in a folder. A second call answers the missing ones.
 
-    Args:
-        dataset: with columns "id" and "prompt", and any others, which are kept.
-        folder: of this job alone. Rows with an error count as answered.
-        workers: processes with a model each, on one CPU of Ray's unless `num_cpus` is given; leave one CPU free.
-        rows_per_part: rows that a worker loses at most when the job is stopped.
-        arguments: as for `Predictor`; `num_gpus` and `num_cpus` of each worker.
-
-    Raises:
-        ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not unique,
-            before anything is decoded.
-    """
+    dataset: with columns "id" and "prompt", and any others, which are kept.
+    folder: of this job alone. Rows with an error count as answered.
+    workers: processes with a model each, on one CPU of Ray's unless `num_cpus` is given; leave one CPU free.
+    rows_per_part: rows that a worker loses at most when the job is stopped.
+    arguments: as for `Predictor`; `num_gpus` and `num_cpus` of each worker.
+    Raises ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not
+    unique, before anything is decoded."""
     check_installed()
     import ray.data
 

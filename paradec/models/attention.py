@@ -45,13 +45,9 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """PyTorch's scaled dot product attention over every visible key.
 
-    Args:
-        query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
-        attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
-
-    Returns:
-        [R, Q, heads, head_dim], and no weights.
-    """
+    query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
+    attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+    Returns [R, Q, heads, head_dim], and no weights."""
     kwargs.pop("is_causal", None)
     # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
     query, key = query.to(value.dtype), key.to(value.dtype)

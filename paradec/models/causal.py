@@ -56,11 +56,9 @@ def load_causal(
     """Load a causal language model, as `load` does. Raises CheckpointError for files that are missing, wrong, or of
     another kind.
 
-    Args:
-        config: config.json; {} for a GGUF file, which contains one.
-        gguf_file: the GGUF file in `source`. Its weights become plain numbers, float32 unless `dtype` says otherwise.
-        options: for `from_pretrained`.
-    """
+    config: config.json; {} for a GGUF file, which contains one.
+    gguf_file: the GGUF file in `source`. Its weights become plain numbers, float32 unless `dtype` says otherwise.
+    options: for `from_pretrained`."""
     import transformers
 
     for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):

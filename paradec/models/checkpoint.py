@@ -177,9 +177,7 @@ def check_supported(
 ) -> None:
     """Raise CheckpointError for a field that changes the maths and has an unsupported value.
 
-    Args:
-        file: name of the config in the message. hint: end of the message.
-    """
+    file: name of the config in the message. hint: end of the message."""
     for name, allowed in supported.items():
         value = config.get(name, allowed[0])
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[allowed.index(value)], bool):
@@ -256,9 +254,7 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
     """Raise CheckpointError, with names, for weights that are not floating-point numbers (integers of a quantised
     file).
 
-    Args:
-        source: name of the file in the message. dtypes: by weight; torch's dtypes or their names.
-    """
+    source: name of the file in the message. dtypes: by weight; torch's dtypes or their names."""
     dtype_names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     unsupported = [f"{name} is {dtype}" for name, dtype in sorted(dtype_names.items()) if dtype not in FLOATS]
     if unsupported:
@@ -293,9 +289,7 @@ def check_stored_dtypes(
 ) -> None:
     """`check_dtypes` of a folder's weights, except those with a `quantization_config`, which transformers checks.
 
-    Args:
-        unused_suffixes: endings of names that are not weights.
-    """
+    unused_suffixes: endings of names that are not weights."""
     if config.get("quantization_config") is None:
         headers = read_weight_headers(source, revision)
         dtypes = {
@@ -322,10 +316,8 @@ def check_fit(
 ) -> None:
     """Raise CheckpointError unless `weights` are the `expected` ones, by names and shapes.
 
-    Args:
-        source: name of the file in the message. target: what they do not fit, in the message.
-        optional: names that may be missing. unused: prefixes of names that nothing needs.
-    """
+    source: name of the file in the message. target: what they do not fit, in the message.
+    optional: names that may be missing. unused: prefixes of names that nothing needs."""
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],
         "unexpected": [name for name in weights if name not in expected and not name.startswith(unused)],
@@ -367,14 +359,10 @@ def read_module(
 ) -> Any:
     """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
 
-    Args:
-        computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
-        tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
-
-    Raises:
-        CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
-            arguments.
-    """
+    computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
+    tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
+    Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
+    arguments."""
     from safetensors import SafetensorError
 
     files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}

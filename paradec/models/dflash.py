@@ -66,17 +66,14 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class BlockSettings:
     """Settings of a drafter besides its weights.
 
-    Args:
-        block_size: the last final token and the masks.
-        mask_token_id: the model's id that marks a token to draft.
-        target_layer_ids: layers of the model, from 0, whose outputs are read.
-        window: of sliding layers, in positions; 0 without such layers.
-        causal: whether sliding layers see nothing to their right.
-        raw: whether embeddings are the model's rows, without what its embedding module adds.
-        scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
-        first: the first row of the block that drafts; 0 if the last final token's does too.
-        anchored: whether the window counts from the last final token for the whole block, and includes its end.
-    """
+    block_size: the last final token and the masks. mask_token_id: the model's id that marks a token to draft.
+    target_layer_ids: layers of the model, from 0, whose outputs are read.
+    window: of sliding layers, in positions; 0 without such layers.
+    causal: whether sliding layers see nothing to their right.
+    raw: whether embeddings are the model's rows, without what its embedding module adds.
+    scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
+    first: the first row of the block that drafts; 0 if the last final token's does too.
+    anchored: whether the window counts from the last final token for the whole block, and includes its end."""
 
     block_size: int
     mask_token_id: int
@@ -95,9 +92,7 @@ class DFlashDrafter(FeatureDrafter):
     """A DFlash network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
     `block_size - 1` drafts in one forward. A bad network costs acceptance, not exactness.
 
-    Args:
-        module: transformers' network. base: the model, loaded or wrapped.
-    """
+    module: transformers' network. base: the model, loaded or wrapped."""
 
     fills: ClassVar[str] = "block"
 
@@ -118,10 +113,8 @@ class DFlashDrafter(FeatureDrafter):
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """Logits [R, n, V] of the rows that draft.
 
-        Args:
-            query: C columns of final tokens, which the store takes in, then the block.
-            features: [R, C, layers * D]: of the final tokens.
-        """
+        query: C columns of final tokens, which the store takes in, then the block.
+        features: [R, C, layers * D]: of the final tokens."""
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
 
@@ -213,10 +206,8 @@ def read_network(
 ) -> Any:
     """Read the network onto the base's device. Raises CheckpointError for weights that do not fit.
 
-    Args:
-        cls: its class. fields: of transformers' config. extra: further fields that `cls` reads.
-        published: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights.
-    """
+    cls: its class. fields: of transformers' config. extra: further fields that `cls` reads.
+    published: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights."""
     _check_sizes(source, fields, read_weight_headers(source, revision))
     check_stored_dtypes(source, {}, revision, unused_suffixes)
     ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
@@ -269,9 +260,7 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
     """Fields of config.json and z-lab's `dflash_config`, without nulls. Raises CheckpointError for a variant that is
     not read.
 
-    Args:
-        known: fields that `dflash_config` may have.
-    """
+    known: fields that `dflash_config` may have."""
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
     dflash_config = {} if dflash_config is None else check_object("dflash_config", dflash_config, where)
     dflash_fields = {name: value for name, value in dflash_config.items() if value is not None}

@@ -96,10 +96,8 @@ class DFlash2Network(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-un
 class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
-    Args:
-        unary, candidates: [R, n, K]: the candidates' logits, and their ids.
-        projected: [R, n, r]: of the states. vocab: tokens of the model.
-    """
+    unary, candidates: [R, n, K]: the candidates' logits, and their ids.
+    projected: [R, n, r]: of the states. vocab: tokens of the model."""
 
     selector: Selector
     unary: Tensor
@@ -132,10 +130,8 @@ class DFlash2Drafter(WalkDrafter):
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
         """The candidates' scores.
 
-        Args:
-            states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
-            allowed: [V] bool: tokens that may be drawn; None for all.
-        """
+        states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
+        allowed: [V] bool: tokens that may be drawn; None for all."""
         selector, vocab = self.module.candidate_selector, self.facts.vocab_size
         unary = guide(self.logits(states))
         if allowed is not None:

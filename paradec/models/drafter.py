@@ -39,11 +39,8 @@ TABLES = ("d2t", "t2d")
 
 
 class FeatureDrafter(Adapter):
-    """A network that drafts from hidden states of the model that it was trained for.
-
-    Raises:
-        TypeError: a base of another kind. ValueError: a base that it cannot draft for.
-    """
+    """A network that drafts from hidden states of the model that it was trained for. Raises TypeError: a base of
+    another kind. ValueError: a base that it cannot draft for."""
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
@@ -150,9 +147,7 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
     """Sizes of a drafter's decoder layers, as transformers' configurations have them. Raises CheckpointError for a
     wrong field.
 
-    Args:
-        defaults: of fields that config.json may leave out.
-    """
+    defaults: of fields that config.json may leave out."""
     where = f"config.json of {source!r}"
     hidden, heads = (read_positive(config, name) for name in ("hidden_size", "num_attention_heads"))
     defaults |= {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
@@ -250,9 +245,7 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
     """[Vd] int64: the model's id of each of the drafter's tokens, None where it has all. Raises CheckpointError for
     wrong tables.
 
-    Args:
-        rows: of the drafter's output matrix; None without one.
-    """
+    rows: of the drafter's output matrix; None without one."""
     vocab = base.facts.vocab_size
     count = vocab if rows is None else rows
     tokens = torch.arange(count)

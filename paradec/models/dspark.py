@@ -36,10 +36,8 @@ HEADS = ("vanilla", "gated", "rnn")
 class MarkovHead(nn.Module):
     """The bias of a row's logits; parameter names are those of the published checkpoints.
 
-    Args:
-        kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
-        vocab, rows: tokens of the model and of the drafter.
-    """
+    kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
+    vocab, rows: tokens of the model and of the drafter."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
         super().__init__()
@@ -50,9 +48,7 @@ class MarkovHead(nn.Module):
     def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """The bias [R, Vd], and the next row's memory [R, r].
 
-        Args:
-            embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r].
-        """
+        embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r]."""
         if self.joint_proj is not None:
             gates = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
             gate = gates[0].sigmoid()
@@ -140,10 +136,8 @@ class DSparkDrafter(WalkDrafter):
     """A DSpark network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
     `block_size` drafts in one forward (one less with `sample_from_anchor` false).
 
-    Args:
-        module, base, settings: as for `DFlashDrafter`.
-        tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
-    """
+    module, base, settings: as for `DFlashDrafter`.
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all."""
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)

@@ -66,12 +66,10 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Features [R, Q, D] of the tokens' positions.
 
-        Args:
-            tokens: [R, Q] int64. features: [R, Q, D], of the positions left of the tokens'.
-            rotation: cosine and sine [R, Q, head_dim].
-            mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
-            cache: `update(keys, values, layer)` returns keys and values to attend to.
-        """
+        tokens: [R, Q] int64. features: [R, Q, D], of the positions left of the tokens'.
+        rotation: cosine and sine [R, Q, head_dim].
+        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
+        cache: `update(keys, values, layer)` returns keys and values to attend to."""
         embedded = self.embed_tokens(tokens).to(features.dtype)
         x = self.fc(torch.cat((embedded, features), -1))
         layer = self.layers[0]
@@ -85,9 +83,7 @@ class EagleDrafter(FeatureDrafter):
     As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
     guidance mixes the logits of both branches. Unlike there, a caption's padding is not attended to.
 
-    Args:
-        module: the network. base: the model, loaded or wrapped.
-    """
+    module: the network. base: the model, loaded or wrapped."""
 
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
         super().__init__(module, base, name)
@@ -102,10 +98,8 @@ class EagleDrafter(FeatureDrafter):
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
         """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and their features [R, W, D].
 
-        Args:
-            query: one with `visible`.
-            features: [R, Q, D]: of the position left of each column's, or the output at its parent, for a draft.
-        """
+        query: one with `visible`.
+        features: [R, Q, D]: of the position left of each column's, or the output at its parent, for a draft."""
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
             cache = store.bind(query)

@@ -50,11 +50,9 @@ SUPPORTED = {
 class Eagle3Settings:
     """Settings of a drafter besides its sizes.
 
-    Args:
-        layers: whose outputs are read, from 0; their number is the last output before the final norm.
-        norm_before_residual: whether the layer adds to the normed feature.
-        norm_output: whether the next feature is normed (3.1).
-    """
+    layers: whose outputs are read, from 0; their number is the last output before the final norm.
+    norm_before_residual: whether the layer adds to the normed feature.
+    norm_output: whether the next feature is normed (3.1)."""
 
     layers: tuple[int, ...]
     norm_before_residual: bool = False
@@ -95,9 +93,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """The network; parameter names are those of the paper's code.
 
-    Args:
-        weights: of the file; it decides which optional parts there are. base_width: of the model's hidden states.
-    """
+    weights: of the file; it decides which optional parts there are. base_width: of the model's hidden states."""
 
     def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
         super().__init__()
@@ -133,10 +129,8 @@ class Eagle3Drafter(FeatureDrafter):
     """An EAGLE-3 head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head
     costs acceptance, not exactness.
 
-    Args:
-        module: the network. base: the model, loaded or wrapped.
-        tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all.
-    """
+    module: the network. base: the model, loaded or wrapped.
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all."""
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
         super().__init__(module, base, name)

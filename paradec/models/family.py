@@ -30,28 +30,26 @@ from paradec.models.rotary import read_max_lengths
 class Family:
     """How checkpoints of one `model_type` become a transformers module and facts.
 
-    Args:
-        module: the transformers class with the same blocks.
-        config: config.json -> that class's configuration; raises CheckpointError for unsupported maths.
-        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
-        key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
-        block_name: the field of config.json with the block of a block-causal family.
-        second_block_name: another such field, for checkpoints without the first.
-        published_names: pattern of published names, for checkpoints without these fields; its group is the block.
-        published_block: the block of published names without a number.
-        block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
-        default_block_length: the block of requests of a bidirectional family that name none; None is the whole answer.
-        mask_token: the mask in the vocabulary, for checkpoints without its id.
-        qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
-        float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
-        experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
-        fused: a weight's name after its layer -> the module's weights whose rows it contains in order.
-        reader: returns the class that reads the files, where `module` cannot; the result becomes a `module`.
-        modes: the topologies that a checkpoint may be loaded with, the default first; empty for a single one.
-        draft_adapter: the folder of the adapter with which a model drafts for itself.
-        decoder: returns the `Decoder` of a configuration, where it is not the plain one.
-        padding_ends: whether the tokenizer's end token, else the padding, ends answers without a stated end.
-    """
+    module: the transformers class with the same blocks.
+    config: config.json -> that class's configuration; raises CheckpointError for unsupported maths.
+    prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
+    key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
+    block_name: the field of config.json with the block of a block-causal family.
+    second_block_name: another such field, for checkpoints without the first.
+    published_names: pattern of published names, for checkpoints without these fields; its group is the block.
+    published_block: the block of published names without a number.
+    block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
+    default_block_length: the block of requests of a bidirectional family that name none; None is the whole answer.
+    mask_token: the mask in the vocabulary, for checkpoints without its id.
+    qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
+    float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
+    experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
+    fused: a weight's name after its layer -> the module's weights whose rows it contains in order.
+    reader: returns the class that reads the files, where `module` cannot; the result becomes a `module`.
+    modes: the topologies that a checkpoint may be loaded with, the default first; empty for a single one.
+    draft_adapter: the folder of the adapter with which a model drafts for itself.
+    decoder: returns the `Decoder` of a configuration, where it is not the plain one.
+    padding_ends: whether the tokenizer's end token, else the padding, ends answers without a stated end."""
 
     module: str
     config: Callable[[Mapping[str, Any]], Any]
@@ -115,11 +113,8 @@ def read_shared_fields(
     """The fields that all configurations of transformers' decoders have, except the rotary angles. Raises
     CheckpointError for a missing, inconsistent or unsupported field.
 
-    Args:
-        required: fields that config.json must state. supported: fields that change the maths, and their supported
-            values.
-        is_fully_rotated: whether all of a head is rotated.
-    """
+    required: fields that config.json must state. supported: fields that change the maths, and their supported values.
+    is_fully_rotated: whether all of a head is rotated."""
     require_fields(config, required)
     check_supported(config, supported)
     sizes = {name: read_positive(config, name) for name in SIZES}

@@ -26,10 +26,8 @@ def require_decoder_layers(model: Any) -> nn.ModuleList:
 class LayerOutputs:
     """A context in which calls of a network record outputs of its layers.
 
-    Args:
-        layers: all layers of the network, in order.
-        indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, n - 1 after it.
-    """
+    layers: all layers of the network, in order.
+    indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, n - 1 after it."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)

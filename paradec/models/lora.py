@@ -75,12 +75,9 @@ FIELDS = (
 class LoRA:
     """An adapter in memory.
 
-    Args:
-        source: the folder or hub repository.
-        file: its adapter_model.safetensors; adapter_config.json lies next to it.
-        config: peft's LoraConfig.
-        weights: "NAME.lora_A.weight" [r, in] and "NAME.lora_B.weight" [out, r], by the base's names of the matrices.
-    """
+    source: the folder or hub repository. file: its adapter_model.safetensors; adapter_config.json lies next to it.
+    config: peft's LoraConfig.
+    weights: "NAME.lora_A.weight" [r, in] and "NAME.lora_B.weight" [out, r], by the base's names of the matrices."""
 
     source: str
     file: Path
@@ -92,9 +89,7 @@ class LoRA:
         Matrices that the config does not name are left out, as by peft, with a warning. Raises CheckpointError for an
         adapter that does not fit.
 
-        Args:
-            headers: of the checkpoint's weights.
-        """
+        headers: of the checkpoint's weights."""
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
@@ -141,9 +136,7 @@ class LoRA:
         """Add the products to the module's weights, in float32 at least, rounded once. Raises CheckpointError for a
         weight that is not in memory, or becomes infinite or NaN.
 
-        Args:
-            patterns: the checkpoint's name patterns -> the module's names. layers: from `layers`.
-        """
+        patterns: the checkpoint's name patterns -> the module's names. layers: from `layers`."""
         parameters = dict(module.named_parameters())
         for name, layer in layers.items():
             weight = parameters[rename_weight(f"{name}.weight", patterns)]

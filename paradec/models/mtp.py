@@ -83,9 +83,7 @@ class MtpDrafter(FeatureDrafter):
     """The heads of a model that was trained with them, as `drafter` of the sampler "speculative". One layer drafts
     chains of any length (`window`) and trees; several draft one token each.
 
-    Args:
-        module: the network. base: the model, loaded or wrapped.
-    """
+    module: the network. base: the model, loaded or wrapped."""
 
     fills: ClassVar[str] = "layers"
 
@@ -107,12 +105,10 @@ class MtpDrafter(FeatureDrafter):
         """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and the outputs [R, W, D] (for
         several layers of all columns, [R, Q, D]).
 
-        Args:
-            query: one with `visible`; its positions and slots are the first layer's. Tokens of a later one are `layer`
-                further to the right.
-            features: [R, Q, D]: outputs of the layer before; for the first one the hidden states left of the columns,
-                or the output at a draft's parent.
-        """
+        query: one with `visible`; its positions and slots are the first layer's. Tokens of a later one are `layer`
+            further to the right.
+        features: [R, Q, D]: outputs of the layer before; for the first one the hidden states left of the columns, or
+            the output at a draft's parent."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)

@@ -23,10 +23,8 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 class OwnDrafts:
     """How a model that decodes token by token also fills blocks of masks (`facts.mask_token_id`).
 
-    Args:
-        block_length: the block of its training, with the last final token.
-        adapter: added to its matrices in such calls, or None.
-    """
+    block_length: the block of its training, with the last final token.
+    adapter: added to its matrices in such calls, or None."""
 
     block_length: int
     adapter: DraftAdapter | None = None
@@ -36,10 +34,8 @@ class OwnDrafts:
 class DraftAdapter:
     """Products B A of low rank, added to linear layers while a call drafts, and never merged.
 
-    Args:
-        files: its adapter_config.json and adapter_model.safetensors.
-        products: the module's names of the layers -> A [r, in], B [out, r] and their scale.
-    """
+    files: its adapter_config.json and adapter_model.safetensors.
+    products: the module's names of the layers -> A [r, in], B [out, r] and their scale."""
 
     files: tuple[Path, Path]
     products: Mapping[str, tuple[Tensor, Tensor, float]]

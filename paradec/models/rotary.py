@@ -34,10 +34,8 @@ def rope_parameters(
     """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base or two, an unknown type, or
     wrong fields.
 
-    Args:
-        rotated_share: the rotated part of each head, where the family states it elsewhere; None is all of it.
-        extra_fields: fields of `rope_parameters` that the family also reads.
-    """
+    rotated_share: the rotated part of each head, where the family states it elsewhere; None is all of it.
+    extra_fields: fields of `rope_parameters` that the family also reads."""
     bases = {} if config.get("rope_theta") is None else {"rope_theta": float(read_positive(config, "rope_theta"))}
     scaled: dict[str, dict[str, Any]] = {}
     for name in ROPE_FIELDS:

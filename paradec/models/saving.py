@@ -54,11 +54,8 @@ _replacing_files = threading.Lock()
 class Published:
     """The parts of a checkpoint that the module lacks, to write it again.
 
-    Args:
-        source: the folder or hub repository.
-        config, generation: config.json, and generation_config.json ({} if missing).
-        names: the module's names of the weights -> the file's (see `check_weights`).
-    """
+    source: the folder or hub repository. config, generation: config.json, and generation_config.json ({} if missing).
+    names: the module's names of the weights -> the file's (see `check_weights`)."""
 
     source: str
     family: Family
@@ -198,10 +195,7 @@ STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_
 class StackedWeight:
     """One weight of a file, as part of the module's.
 
-    Args:
-        sources: the module's names of the weights whose rows it has in order.
-        index: of the part in them.
-    """
+    sources: the module's names of the weights whose rows it has in order. index: of the part in them."""
 
     sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
@@ -215,9 +209,7 @@ class StackedWeight:
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
     """The weights of a module's file, under the module's names (where it has them).
 
-    Args:
-        state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`.
-    """
+    state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, StackedWeight] = {}
     for name, tensor in state.items():
         if name.endswith(GATE_UP):
@@ -252,9 +244,7 @@ def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any,
     names of the weights -> the checkpoint's; for stacked or split ones the names after `family.key_mapping`. Raises
     CheckpointError, with names, for weights that do not fit.
 
-    Args:
-        headers: by the checkpoint's names. config: transformers' configuration.
-    """
+    headers: by the checkpoint's names. config: transformers' configuration."""
     check_dtypes(source, {name: header.dtype for name, header in headers.items()})
     expected = _needed_weights(source, headers, config, family)
     names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
@@ -368,12 +358,8 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
     """Write a file, byte for byte as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, but with one tensor
     in memory at a time.
 
-    Args:
-        sizes: meta tensors by name. tensor_of: returns the tensor of a name, on the CPU; called once for each.
-
-    Raises:
-        ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written.
-    """
+    sizes: meta tensors by name. tensor_of: returns the tensor of a name, on the CPU; called once for each.
+    Raises ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written."""
     names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # every tensor begins aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -17,10 +17,8 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
     """[R, 1, Q or 1, K] bool: the keys that each column sees, or None where the module needs no mask. Raises ValueError
     for a query that lacks what the topology needs.
 
-    Args:
-        store: of the keys; None for a call over its own columns (K = Q).
-        makes_causal_mask: whether a causal module does so by itself.
-    """
+    store: of the keys; None for a call over its own columns (K = Q).
+    makes_causal_mask: whether a causal module does so by itself."""
     if store is None:
         mask = None if query.valid is None else query.valid[:, None, None, :]
         keys, structure = query.positions, query.visible
@@ -42,10 +40,8 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
     """[R, Q, K] bool: the keys that each column sees by the topology of a model that is not bidirectional, None without
     a rule. Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
-    Args:
-        keys: [R or 1, K] int64, the keys' positions. store: of the keys; None for the call's own.
-        module_masks: whether a causal module makes its own mask.
-    """
+    keys: [R or 1, K] int64, the keys' positions. store: of the keys; None for the call's own.
+    module_masks: whether a causal module makes its own mask."""
     if store is not None and isinstance(query, VisibleQuery):
         return None
     if facts.topology == "block_causal":

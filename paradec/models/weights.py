@@ -35,15 +35,11 @@ def read_weights(
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is read
     with `weights_only=True`: code in it is not run.
 
-    Args:
-        unused: pattern of the names of tensors that are not weights: their dtype may be any.
-        nested: places of the weights in a pickle, the first existing one counts ("trainer.ema": one inside the other).
-        mmap: whether a pickle is mapped into memory, so that its other parts take none.
-
-    Raises:
-        CheckpointError: a file that is missing, of another kind, or corrupt, or weights that are not floating-point
-            numbers.
-    """
+    unused: pattern of the names of tensors that are not weights: their dtype may be any.
+    nested: places of the weights in a pickle, the first existing one counts ("trainer.ema": one inside the other).
+    mmap: whether a pickle is mapped into memory, so that its other parts take none.
+    Raises CheckpointError: a file that is missing, of another kind, or corrupt, or weights that are not floating-point
+    numbers."""
     path = Path(source)
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")

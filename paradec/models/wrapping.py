@@ -308,9 +308,7 @@ def registered_attention(attn_implementation: str) -> str:
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
     """The attention method of an implementation. Raises ValueError where the model cannot use it.
 
-    Args:
-        name: of the model, for the message. topology: of a decoder; None for other models.
-    """
+    name: of the model, for the message. topology: of a decoder; None for other models."""
     if attn_implementation.removeprefix("paradec_") != "sparsed":
         return None
     if topology != "bidirectional":

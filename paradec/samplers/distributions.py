@@ -219,9 +219,7 @@ def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: i
     A nucleus holds a token if the shares [V] of all better ones add up to at most `top_p`, in float64. Of the nucleus,
     `top_k` keeps the best tokens and those that equal the last of them.
 
-    Args:
-        shares: `shares_of` the row; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all.
-    """
+    shares: `shares_of` the row; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
     least, last = -math.inf, len(row) - 1
     if top_p is not None and shares is not None:
         least, last = _nucleus_bound(row.numpy(), shares.numpy(), top_p)

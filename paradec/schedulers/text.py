@@ -232,10 +232,8 @@ class BlockScheduler(SamplerScheduler):
         Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. Where the
         sampler takes tokens back, those of this step count as undecided until a step keeps them or the block is done.
 
-        Args:
-            cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, the step's writes.
-            finished: [B] bool.
-        """
+        cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, the step's writes.
+        finished: [B] bool."""
         undecided = cur_x == mask_token_id
         if self.sampler.needs.revises:
             undecided = undecided.clone()

@@ -93,13 +93,9 @@ class BlockSteps:
     the forward that reports a block as final, so that must be a forward that evaluates its final tokens: the step that
     changes nothing, or an additional one.
 
-    Args:
-        config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
-
-    Raises:
-        ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, or a model without a
-            mask.
-    """
+    config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
+    Raises ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, or a model without
+    a mask."""
 
     sampler_name: ClassVar[str | None]
     """In the registry; None makes the combination that the configuration names."""

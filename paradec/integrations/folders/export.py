@@ -63,19 +63,12 @@ def export_folder(
 ) -> list[Path]:
     """Write a folder that transformers or diffusers loads, with paradec in it.
 
-    Args:
-        kind: "generate" (transformers' `custom_generate`) or "pipeline" (the class of a pipeline of diffusers).
-        folder: an empty one, or one that is not there.
-        model: for "pipeline", the folder of a pipeline, whose model_index.json says which class it is.
-        sampler: for "pipeline", what `paradec.accelerate` takes by name; by default "taylorseer".
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: an argument out of its range, a folder with something in it, or a pipeline that diffusers does not
-            have. OSError: it cannot be written.
-    """
+    kind: "generate" (transformers' `custom_generate`) or "pipeline" (the class of a pipeline of diffusers).
+    folder: an empty one, or one that is not there.
+    model: for "pipeline", the folder of a pipeline, whose model_index.json says which class it is.
+    sampler: for "pipeline", what `paradec.accelerate` takes by name; by default "taylorseer".
+    Returns the files. Raises ValueError: an argument out of its range, a folder with something in it, or a pipeline
+    that diffusers does not have. OSError: it cannot be written."""
     check_choice("kind", kind, KINDS)
     for name, value in (("model", model), ("sampler", sampler)):
         if kind != "pipeline" and value is not None:

@@ -200,10 +200,8 @@ class Answer:
 class Reply:
     """The `n` answers to each prompt of a body.
 
-    Args:
-        changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
-        echoes: for each prompt the piece that its answers begin with.
-    """
+    changes: fields of `paradec.Request`. rows: the ids of the prompts. markers: special tokens that stay in texts.
+    echoes: for each prompt the piece that its answers begin with."""
 
     service: Service
     call: Call

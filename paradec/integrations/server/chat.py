@@ -63,10 +63,8 @@ class Piece(NamedTuple):
 class AnswerParser:
     """Splits the text of an answer, which may come in pieces.
 
-    Args:
-        reasoning_end: the text that ends the reasoning with which the answer begins; None without reasoning.
-        template: the format of calls; None leaves them in the content. tools: of the body.
-    """
+    reasoning_end: the text that ends the reasoning with which the answer begins; None without reasoning.
+    template: the format of calls; None leaves them in the content. tools: of the body."""
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
         self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])

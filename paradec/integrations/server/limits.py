@@ -119,13 +119,10 @@ class Call:
 class Limits:
     """An ASGI middleware: gives each POST request a `Call`, makes responses of errors, and counts requests.
 
-    Args:
-        api_key: the key in "Authorization: Bearer ..."; None admits everybody.
-        max_body: bytes of a body.
-        max_requests: POST requests that are handled at once; more get 429.
-        max_work: tokens of prompts and possible answers at once; more get 429.
-        timeout: seconds in which a client must send its body, or take a piece of an answer.
-    """
+    api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: bytes of a body.
+    max_requests: POST requests that are handled at once; more get 429.
+    max_work: tokens of prompts and possible answers at once; more get 429.
+    timeout: seconds in which a client must send its body, or take a piece of an answer."""
 
     app: Any
     engine: Engine

@@ -39,10 +39,8 @@ class TokenScore(NamedTuple):
 class TokenScores:
     """Collects the tokens of one text from left to right until their text is sent.
 
-    Args:
-        begin: characters of the text before them. markers: special tokens that are in the text.
-        is_prompt: list special tokens too, by their names.
-    """
+    begin: characters of the text before them. markers: special tokens that are in the text.
+    is_prompt: list special tokens too, by their names."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt

@@ -132,12 +132,10 @@ def select_blocks(
     """Select the key blocks of each query block; ties go to the lower block. Of the n blocks before `first` and of
     those from there on, each query block keeps the min(n, max(1, int(n * select) + 1)) with the highest mean.
 
-    Args:
-        means: [B, H, n, n] from `block_means` with the same `first`.
-        lengths, first: [B] real positions; [B] from `generation_block`. Both on the host.
-        joint: means [B, H, n, n] of one softmax over all keys: blocks before `first` are then kept as in the public
-            code ("reference"), if among the highest max(1, int(n * select) + 1) of all n.
-    """
+    means: [B, H, n, n] from `block_means` with the same `first`.
+    lengths, first: [B] real positions; [B] from `generation_block`. Both on the host.
+    joint: means [B, H, n, n] of one softmax over all keys: blocks before `first` are then kept as in the public code
+        ("reference"), if among the highest max(1, int(n * select) + 1) of all n."""
     check_number("select", select, low=0, high=1, open_low=True)
     lengths, first = np.asarray(lengths, np.int64), np.asarray(first, np.int64)
     total = blocks_in(lengths, block_size)

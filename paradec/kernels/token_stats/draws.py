@@ -26,11 +26,9 @@ one."""
 class TokenDraws:
     """Numbers of draws by `rng.uniform`, independent of the batch and the path.
 
-    Args:
-        keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`). steps: [R] int64.
-        positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-        temperature: of the draws, whatever that of the statistics. stream: of `rng.uniform`.
-    """
+    keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`). steps: [R] int64.
+    positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
+    temperature: of the draws, whatever that of the statistics. stream: of `rng.uniform`."""
 
     keys: Tensor
     steps: Tensor

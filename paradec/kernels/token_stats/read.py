@@ -44,13 +44,9 @@ def token_statistics(
     ln(p + 1e-10), or sum p ln p for large vocabularies in float32, "best_token" the likeliest token (int64),
     "logit_gap" z(1st) - z(2nd). All but the last two are NaN where a logit is NaN or +inf.
 
-    Args:
-        logits: [..., V] of any float dtype; -inf excludes a token.
-        reads: names from `QUANTITIES`.
-        tokens: [...] int64, for "confidence"; None takes the best token (lowest id on ties). draws: drawn tokens
-            instead.
-        temperature: above 0; divides all logits.
-    """
+    logits: [..., V] of any float dtype; -inf excludes a token. reads: names from `QUANTITIES`.
+    tokens: [...] int64, for "confidence"; None takes the best token (lowest id on ties). draws: drawn tokens instead.
+    temperature: above 0; divides all logits."""
     exact = "negative_entropy" not in reads or path_for(logits) == "float64"
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
     stats = read_stats(logits, _wanted(reads, exact), temperature, ids=tokens, draws=draws)

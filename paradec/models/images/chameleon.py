@@ -23,15 +23,13 @@ from paradec.models.images.vq import VQModel, check_codebook, load_vq
 class ChameleonLayout:
     """A family's token layout of pictures.
 
-    Args:
-        start, end: ids around a picture. row_end: id after every row, or None.
-        side: image tokens along one side by default.
-        turn_end: id between a caption and its picture, or None. end_of_text: id after the end of the picture, or None.
-        first_size: ids from here on state height and width, in units of 32 pixels, after `start`; None allows the
-            default square alone.
-        guidance_scale, top_k: the authors' settings.
-        instruction: the text before a caption; `{width}` and `{height}` are pixels.
-    """
+    start, end: ids around a picture. row_end: id after every row, or None.
+    side: image tokens along one side by default.
+    turn_end: id between a caption and its picture, or None. end_of_text: id after the end of the picture, or None.
+    first_size: ids from here on state height and width, in units of 32 pixels, after `start`; None allows the default
+        square alone.
+    guidance_scale, top_k: the authors' settings.
+    instruction: the text before a caption; `{width}` and `{height}` are pixels."""
 
     start: int
     end: int
@@ -64,10 +62,8 @@ class ChameleonModel(TextToImageModel):
     """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start (and
     its sizes); the guidance branch's begins there. Raises ValueError for a codebook or vocabulary that does not fit.
 
-    Args:
-        layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
-        vq: the VQ autoencoder with its decoder; None gives tokens alone. tokenizer: None takes prompts as ids alone.
-    """
+    layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
+    vq: the VQ autoencoder with its decoder; None gives tokens alone. tokenizer: None takes prompts as ids alone."""
 
     def __init__(
         self,
@@ -144,10 +140,8 @@ def load_chameleon(
     """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format. Raises CheckpointError
     for another checkpoint, ValueError for an unknown layout.
 
-    Args:
-        layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
-        vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`.
-    """
+    layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
+    vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`."""
     if layout is None:
         layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
     if isinstance(layout, str):

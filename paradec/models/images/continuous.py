@@ -114,14 +114,12 @@ class DiffusionHead(nn.Module):
     ) -> TokenDistribution:
         """Draw tokens, as the mean of the returned distribution.
 
-        Args:
-            condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
-            noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used).
-                Draws have its dtype, float32 at least.
-            temperature: scales the noise of steps, not the start's.
-            guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
-            sections: as `ContinuousQuery.sections`; they sum up to `steps`.
-        """
+        condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
+        noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used). Draws
+            have its dtype, float32 at least.
+        temperature: scales the noise of steps, not the start's.
+        guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
+        sections: as `ContinuousQuery.sections`; they sum up to `steps`."""
         times, table = solver(sections or (noise.shape[1] - 1,))
         x = noise[:, 0]
         half_log_variance = torch.zeros_like(x)
@@ -150,9 +148,7 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
     """The evaluated training times, ascending, and the coefficients of each step. Raises ValueError for a section
     without steps, or with more than its training steps.
 
-    Args:
-        sections: steps, evenly spaced, in equal sections of the training steps; (100,) is 100 of all.
-    """
+    sections: steps, evenly spaced, in equal sections of the training steps; (100,) is 100 of all."""
     times: list[int] = []
     start = 0
     for section_index, steps in enumerate(sections):

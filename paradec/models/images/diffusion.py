@@ -41,10 +41,8 @@ class DiffusionModel(Adapter):
         """Check a request's latent and conditions: "class_labels" [branches * B] int64. Raises ValueError for another
         condition or shape, or a label out of range.
 
-        Args:
-            latent: [B, C, H, W]. branches: 1, or 2 to append the unconditional rows.
-            values: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
-        """
+        latent: [B, C, H, W]. branches: 1, or 2 to append the unconditional rows.
+        values: "class_labels", an int for all rows or one per row; the one after the last class is unconditional."""
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):
             raise ValueError(f"latent has shape {tuple(latent.shape)}, not [batch, {self.channels}, {size}, {size}]")

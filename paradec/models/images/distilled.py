@@ -96,10 +96,8 @@ class ContinuousHead(nn.Module):
 class DistilledModel(PictureModel, Adapter):
     """Base of the students' adapters. A kind implements `codes`, `grid`, `latent` and `_pixels`.
 
-    Args:
-        module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
-        defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
-    """
+    module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
+    defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     makes = "distilled image"
     family = "distilled"

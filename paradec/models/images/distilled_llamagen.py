@@ -39,10 +39,8 @@ SECOND = 80
 class DistilledLlamaGenConfig(LlamaGenConfig):
     """Sizes of a student.
 
-    Args:
-        codebook_dim: numbers in a code vector.
-        second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else 5/16 of the
-            tokens.
+    codebook_dim: numbers in a code vector.
+    second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else 5/16 of the tokens.
     """
 
     codebook_dim: int = 8
@@ -80,10 +78,7 @@ class DistilledLlamaGen(nn.Module):
     def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
         """Vectors [B, N, codebook_dim] and logits [B, N, vocab_size] of both heads.
 
-        Args:
-            labels: [B] int64. tokens: [B, N, codebook_dim], row by row: `num_codes` normalised code vectors, then
-                noise.
-        """
+        labels: [B] int64. tokens: [B, N, codebook_dim], row by row: `num_codes` normalised code vectors, then noise."""
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
@@ -99,10 +94,8 @@ class DistilledLlamaGenModel(DistilledModel):
     """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t. Raises ValueError without the right
     codebook.
 
-    Args:
-        vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
-        defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
-    """
+    vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
+    defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     module: DistilledLlamaGen
     taught = {"guidance_scale": 2.0, "top_k": 8000, "top_p": None, "temperature": 1.0}
@@ -169,14 +162,12 @@ def load_distilled_llamagen(
 ) -> DistilledLlamaGenModel:
     """Read a student of LlamaGen. Raises CheckpointError or ValueError for a wrong file, codebook or stage.
 
-    Args:
-        source: a published `.pt` file (its averaged weights, "ema"), a `.safetensors` file with the same names, or a
-            folder, as in `paradec.models.images.llamagen.load_llamagen`.
-        vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
-        dtype: of the network's parameters; codes and decoding stay float32 at least.
-        grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
-        second, split: see `DistilledLlamaGenConfig`.
-    """
+    source: a published `.pt` file (its averaged weights, "ema"), a `.safetensors` file with the same names, or a
+        folder, as in `paradec.models.images.llamagen.load_llamagen`.
+    vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
+    dtype: of the network's parameters; codes and decoding stay float32 at least.
+    grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
+    second, split: see `DistilledLlamaGenConfig`."""
     module, codebook, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
     if codebook is None:
         raise CheckpointError(f"{name} needs LlamaGen's VQ autoencoder: give vq=..., the file vq_ds16_c2i.pt")

@@ -37,9 +37,7 @@ class DistilledVAR(VAR):
     def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Vectors [B, L, code_dim] and logits [B, L, V] of both heads.
 
-        Args:
-            labels: [B] int64. tokens: [B, L, code_dim], scale by scale: `num_codes` code vectors, then noise.
-        """
+        labels: [B] int64. tokens: [B, L, code_dim], scale by scale: `num_codes` code vectors, then noise."""
         condition = self.class_emb(labels)
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
@@ -58,16 +56,11 @@ class DistilledVAR(VAR):
 class DistilledVARModel(ScalePictures, DistilledModel):
     """The adapter of a `DistilledVAR`. Its stages are scales: K(t) counts the tokens of the first t.
 
-    Args:
-        vq: the multi-scale VQ autoencoder of its teacher.
-        defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
-            `top_k`, `top_p`, `temperature`.
-        second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else half of the
-            scales.
-
-    Raises:
-        TypeError: another kind of module or autoencoder. ValueError: another codebook, a wrong stage or default.
-    """
+    vq: the multi-scale VQ autoencoder of its teacher.
+    defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
+        `top_k`, `top_p`, `temperature`.
+    second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else half of the scales.
+    Raises TypeError: another kind of module or autoencoder. ValueError: another codebook, a wrong stage or default."""
 
     module: DistilledVAR
     taught = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}
@@ -117,14 +110,11 @@ def load_distilled_var(
 ) -> DistilledVARModel:
     """Read a student of VAR. Raises CheckpointError or ValueError for wrong files, scales, sizes or stages.
 
-    Args:
-        source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file
-            with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and
-            optionally `second`, `split`, `vq` (the autoencoder's file) and `defaults` of requests.
-        vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
-        scales, heads, dtype, device: as in `paradec.models.images.var.load_var`. second, split: see
-            `DistilledVARModel`.
-    """
+    source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file with
+        the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally
+        `second`, `split`, `vq` (the autoencoder's file) and `defaults` of requests.
+    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+    scales, heads, dtype, device: as in `paradec.models.images.var.load_var`. second, split: see `DistilledVARModel`."""
     nested = ("trainer.ema_parameters", *NESTED)
     parts = read_network(
         DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, MARKS, nested, drop_class_row

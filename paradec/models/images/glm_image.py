@@ -77,9 +77,7 @@ def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], star
     A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at row
     i and column j; the next token has p + max(rows, columns).
 
-    Args:
-        row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`.
-    """
+    row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`."""
     chunks, base, index, source_sizes = [], 0, 0, iter(sources)
     while index < len(row):
         chunks.append(torch.full((1, 3), base))
@@ -104,9 +102,7 @@ class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`, without guidance. Its pictures are codes
     (`output_type="latent"`); GlmImagePipeline takes `out.prior_token_ids`. An end token is never drawn.
 
-    Args:
-        tokenizer: the checkpoint's processor (`GlmImageProcessor`); None takes prompts as ids alone.
-    """
+    tokenizer: the checkpoint's processor (`GlmImageProcessor`); None takes prompts as ids alone."""
 
     _token_positions: Tensor | None = field(default=None, metadata=ROWS)
     """[B, L, 3] int64 of a request's rows."""
@@ -172,10 +168,8 @@ class GlmImageModel(TextToImageModel):
     def insert_codes(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
         """Replace the image placeholders in ids [B, L] by the codes of the source pictures.
 
-        Args:
-            grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-            counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, or None.
-        """
+        grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
+        counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, or None."""
         if pixels is None:
             return ids
         model = self.module.model

@@ -19,13 +19,9 @@ class Grid:
     `row_end` if given, then `tail`. Offsets count from the end of the prompt. Samplers write all but image tokens
     unchanged.
 
-    Args:
-        cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
-        row_end: id after every row, or None. head, tail: ids before the first row and after the last.
-
-    Raises:
-        ValueError: an argument out of its range.
-    """
+    cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
+    row_end: id after every row, or None. head, tail: ids before the first row and after the last.
+    Raises ValueError: an argument out of its range."""
 
     height: int
     width: int

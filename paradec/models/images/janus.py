@@ -19,9 +19,7 @@ class JanusModel(TextToImageModel):
     text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding for all but its beginning
     of text and of image. Without a tokenizer prompts are ids.
 
-    Args:
-        boi_token_id: the token before a picture; by default as generation_config says.
-    """
+    boi_token_id: the token before a picture; by default as generation_config says."""
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 

@@ -51,14 +51,12 @@ CONDITIONS = ("c2i", "t2i")
 class LlamaGenConfig:
     """Sizes of a LlamaGen.
 
-    Args:
-        dim, n_layer, n_head: width, layers, heads (a head's width must be a multiple of 4).
-        n_kv_head: heads of keys and values; as many as queries by default.
-        ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
-        grid: codes along one side of the square that it was trained on.
-        condition: "c2i" (a class label; `num_classes` is unconditional) or "t2i" (features of a caption).
-        caption_dim, caption_length: for t2i: width of a feature, and the most features of a caption.
-    """
+    dim, n_layer, n_head: width, layers, heads (a head's width must be a multiple of 4).
+    n_kv_head: heads of keys and values; as many as queries by default.
+    ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
+    grid: codes along one side of the square that it was trained on.
+    condition: "c2i" (a class label; `num_classes` is unconditional) or "t2i" (features of a caption).
+    caption_dim, caption_length: for t2i: width of a feature, and the most features of a caption."""
 
     dim: int
     n_layer: int
@@ -201,12 +199,9 @@ class LlamaGen(nn.Module):
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
         """Hidden states [R, Q, dim] before the output matrix.
 
-        Args:
-            embeddings: [R, Q, dim]. cells: [R, Q] int64: the raster index of each token's cell; negative for the
-                condition.
-            mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
-            cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend over.
-        """
+        embeddings: [R, Q, dim]. cells: [R, Q] int64: the raster index of each token's cell; negative for the condition.
+        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
+        cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend over."""
         rotation = angles(cells, self.config)
         x = embeddings
         for layer in self.layers:
@@ -248,14 +243,10 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
-    Args:
-        vq: its VQ autoencoder; None gives tokens alone.
-        text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None takes captions as features.
-        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where not the published ones.
-
-    Raises:
-        ValueError: a codebook of another size than the network's vocabulary.
-    """
+    vq: its VQ autoencoder; None gives tokens alone.
+    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None takes captions as features.
+    defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where not the published ones.
+    Raises ValueError: a codebook of another size than the network's vocabulary."""
 
     default_name: ClassVar[str] = "LlamaGen"
     caption_top_k: ClassVar[int | None] = 1000
@@ -406,15 +397,13 @@ def load_llamagen(
 ) -> LlamaGenModel:
     """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
 
-    Args:
-        source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
-            (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
-            decodes, `vq.safetensors`.
-        vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
-        text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
-        grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
-        n_head: heads; known from the width for the published sizes.
-    """
+    source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
+        (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
+        decodes, `vq.safetensors`.
+    vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
+    text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
+    grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
+    n_head: heads; known from the width for the published sizes."""
     return LlamaGenModel(*read_network(LLAMAGEN, source, vq, text_encoder, dtype, device, grid, n_head))
 
 

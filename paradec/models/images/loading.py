@@ -57,9 +57,7 @@ def find_files(source: str | os.PathLike[str], decoder: str, option: Any) -> tup
     """Find a network's files: name of the model, file of its weights, fields of config.json, and the decoder or its
     file. Raises CheckpointError for a folder without a config.json.
 
-    Args:
-        decoder: the field of config.json with the decoder's file, "vq" or "vae". option: the caller's decoder or file.
-    """
+    decoder: the field of config.json with the decoder's file, "vq" or "vae". option: the caller's decoder or file."""
     from paradec.models.checkpoint import read_json
 
     path = Path(source)
@@ -115,9 +113,7 @@ def image_adapter(model_type: str) -> type[PictureModel]:
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
     """Load an image model. Raises ValueError for an option that its family does not take.
 
-    Args:
-        options: the user's image options. common: dtype, device, revision, for families that take them.
-    """
+    options: the user's image options. common: dtype, device, revision, for families that take them."""
     loader = image_loader(model_type)
     assert loader is not None  # the caller asked
     parameters = inspect.signature(loader).parameters.values()

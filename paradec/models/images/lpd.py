@@ -37,11 +37,9 @@ from paradec.models.weights import read_weights
 class LPDConfig:
     """Sizes of an LPD. Raises ValueError for one out of its range.
 
-    Args:
-        dim, n_layer, n_head: width, layers, heads. inner: width of the feed-forward; by default 4 dim.
-        grid: codes along one side of a picture. vocab_size: codes.
-        num_classes: classes; the label `num_classes` is none of them (guidance).
-    """
+    dim, n_layer, n_head: width, layers, heads. inner: width of the feed-forward; by default 4 dim.
+    grid: codes along one side of a picture. vocab_size: codes.
+    num_classes: classes; the label `num_classes` is none of them (guidance)."""
 
     dim: int
     n_layer: int
@@ -161,13 +159,9 @@ class LPDModel(ImageModel):
     """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there on 1
     + a label is a class, which is all of a prompt.
 
-    Args:
-        vq: its VQ autoencoder (LlamaGen's); None gives codes alone.
-        defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
-
-    Raises:
-        TypeError: another kind of module. ValueError: another codebook than the network's, or an unknown default.
-    """
+    vq: its VQ autoencoder (LlamaGen's); None gives codes alone.
+    defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
+    Raises TypeError: another kind of module. ValueError: another codebook than the network's, or an unknown default."""
 
     makes = "grouped image"
     family = "groups"
@@ -291,16 +285,14 @@ def load_lpd(
     """Read an LPD. Raises CheckpointError for a wrong file or unknown heads, ValueError for a wrong argument or
     codebook.
 
-    Args:
-        source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or
-            a folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the VQ's file; "defaults" of
-            requests) and `model.safetensors`.
-        preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
-        vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
-        grid: codes along one side, to which the file's positions are resized.
-        n_head: heads; known from the width for the published models.
-        dtype: of the network's parameters; float32 by default.
-    """
+    source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or a
+        folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the VQ's file; "defaults" of
+        requests) and `model.safetensors`.
+    preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
+    vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
+    grid: codes along one side, to which the file's positions are resized.
+    n_head: heads; known from the width for the published models.
+    dtype: of the network's parameters; float32 by default."""
     if preset is not None:
         check_choice("preset", preset, PRESETS)
     check_int("grid", grid, low=1, none=True)
@@ -359,9 +351,7 @@ def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
     where nothing is asked. W' is the most slots of the query's rows. A token sees tokens up to its rank, a query those
     below and itself. Keys and values are written at ranks.
 
-    Args:
-        module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`.
-    """
+    module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`."""
     assert query.wanted is not None and query.store is not None and query.store.index is not None
     blank, rows = module.config.vocab_size, query.store.index
     is_decided = query.tokens != blank

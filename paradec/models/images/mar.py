@@ -175,12 +175,9 @@ class MARFacts:
 class MARModel(PictureModel, Adapter):
     """The adapter of a `MAR`.
 
-    Args:
-        vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
-        defaults: of requests: `steps`, `guidance_scale`.
-
-    Raises:
-        TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
+    vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
+    defaults: of requests: `steps`, `guidance_scale`.
+    Raises TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
     """
 
     makes = "continuous image"
@@ -298,15 +295,13 @@ def load_mar(
     """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
     "model_ema", where it has them). Raises CheckpointError for wrong files, ValueError for a wrong preset or size.
 
-    Args:
-        source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
-            VAE's file, and "defaults" of requests).
-        preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
-        vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
-        heads: of encoder and decoder; known from the width for the published models.
-        dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
-        sizes: of `MAR`, instead of the preset's or the weights'.
-    """
+    source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
+        VAE's file, and "defaults" of requests).
+    preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
+    vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
+    heads: of encoder and decoder; known from the width for the published models.
+    dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
+    sizes: of `MAR`, instead of the preset's or the weights'."""
     if preset is not None:
         check_choice("preset", preset, PRESETS)
     name, path, fields, vae = find_files(source, "vae", vae)

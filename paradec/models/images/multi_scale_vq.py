@@ -177,10 +177,8 @@ def load_multi_scale_vq(
     """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names. Raises CheckpointError for a
     wrong file.
 
-    Args:
-        config: sizes; None takes those of the weights.
-        norm_groups: of the group norms; None is the safetensors metadata's, or 32.
-    """
+    config: sizes; None takes those of the weights.
+    norm_groups: of the group norms; None is the safetensors metadata's, or 32."""
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
     if config is None:

@@ -50,12 +50,10 @@ class PixelDiTPipeline(DiffusionPipeline):
     ) -> ImagePipelineOutput | tuple[Any]:
         """Denoise one picture per label. Raises ValueError for an argument out of its range, before any work is done.
 
-        Args:
-            guidance_scale: s in uncond + s (cond - uncond), both evaluated in one call; 1 is off.
-            generator: of the first noise, and of the scheduler's; one, or one per picture.
-            latents: the first noise [B, C, H, W] instead.
-            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1].
-        """
+        guidance_scale: s in uncond + s (cond - uncond), both evaluated in one call; 1 is off.
+        generator: of the first noise, and of the scheduler's; one, or one per picture.
+        latents: the first noise [B, C, H, W] instead.
+        output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1]."""
         config = self.transformer.config
         labels = labels_of(class_labels, config.num_embeds_ada_norm)
         check_number("guidance_scale", guidance_scale, low=0)

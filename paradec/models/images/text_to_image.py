@@ -24,10 +24,8 @@ class TextToImageModel(ImageModel):
     """Base of the families that read text. A family implements `_prompt`, `_unconditional`, `_language_model` and
     `head`.
 
-    Args:
-        module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
-        tokenizer: of the checkpoint; None takes prompts as ids alone.
-    """
+    module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
+    tokenizer: of the checkpoint; None takes prompts as ids alone."""
 
     conditions = "prompts"
     cells: Sequence[int]
@@ -169,9 +167,7 @@ def pretrained(
     """(module, tokenizer) of a folder or hub repository by transformers' class, from safetensors. Raises
     CheckpointError for a checkpoint that cannot be read, or weights that are missing or of a wrong dtype.
 
-    Args:
-        unused: a pattern of the weights that may be missing, since nothing reads them.
-    """
+    unused: a pattern of the weights that may be missing, since nothing reads them."""
     import transformers
 
     from paradec.models.checkpoint import (

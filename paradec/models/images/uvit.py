@@ -37,10 +37,8 @@ class UViT(nn.Module):
     codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 is the null class (guidance), the
     last one.
 
-    Args:
-        size: tokens per side. codebook_size: image tokens. classes: the null class included.
-        width, depth, heads: of the transformer; depth counts the blocks before and after the middle one, half of each.
-    """
+    size: tokens per side. codebook_size: image tokens. classes: the null class included.
+    width, depth, heads: of the transformer; depth counts the blocks before and after the middle one, half of each."""
 
     def __init__(
         self, size: int = 16, codebook_size: int = 1024, classes: int = 1001, width: int = 768, depth: int = 24,
@@ -91,11 +89,9 @@ class UViT(nn.Module):
     ) -> Tensor:
         """Last hidden states [R, Q, width] of any subset of the positions.
 
-        Args:
-            input_ids: [R, Q] int64. position_ids: [R, Q]; None is 0 to Q - 1.
-            attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
-            past_key_values: a store whose `update(keys, values, layer)` returns keys and values to attend to.
-        """
+        input_ids: [R, Q] int64. position_ids: [R, Q]; None is 0 to Q - 1.
+        attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+        past_key_values: a store whose `update(keys, values, layer)` returns keys and values to attend to."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         x = self.embed(input_ids, position_ids)
@@ -202,9 +198,7 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
     """Read a checkpoint by its parameter names; all sizes but the number of heads follow from the weights. Raises
     CheckpointError for a wrong file, ValueError for wrong `heads`.
 
-    Args:
-        source: a safetensors file, or a `.pth` of which tensors alone are read. heads: 8 in the published models.
-    """
+    source: a safetensors file, or a `.pth` of which tensors alone are read. heads: 8 in the published models."""
     weights, _ = read_weights(source)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with checkpoint_errors(f"{str(source)!r} does not hold a U-ViT's weights", KeyError):
@@ -221,10 +215,8 @@ class MaskedImageModel(PictureModel, UViTModel):
     """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
     Raises ValueError for another codebook than the network's, or an unknown default.
 
-    Args:
-        module: the network, whose last class is the null class. vq: its VQ autoencoder; None gives codes alone.
-        defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
-    """
+    module: the network, whose last class is the null class. vq: its VQ autoencoder; None gives codes alone.
+    defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`."""
 
     makes = "masked image"
     family = "masked"
@@ -289,11 +281,9 @@ def load_masked_image(
 ) -> MaskedImageModel:
     """Read a folder. Raises CheckpointError for files that are missing or do not fit.
 
-    Args:
-        source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
-            `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
-        vq: the VQ autoencoder, or its file, where the folder names none. dtype: of the parameters; float32 by default.
-    """
+    source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
+        `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
+    vq: the VQ autoencoder, or its file, where the folder names none. dtype: of the parameters; float32 by default."""
     name, path, fields, vq = find_files(source, "vq", vq)
     with checkpoint_errors(f"{os.fspath(source)!r} is not a masked image model", TypeError, ValueError, KeyError):
         module = load_uvit(path, fields["heads"]).module.to(device=device, dtype=dtype or torch.float32)

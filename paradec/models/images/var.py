@@ -343,13 +343,9 @@ class ScalePictures(PictureModel):
 class VARModel(ScalePictures, Adapter):
     """The adapter of a `VAR`.
 
-    Args:
-        vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
-        defaults: of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
-
-    Raises:
-        TypeError: another kind of module. ValueError: another codebook than the network's, an unknown default.
-    """
+    vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
+    defaults: of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
+    Raises TypeError: another kind of module. ValueError: another codebook than the network's, an unknown default."""
 
     makes = "scale image"
     family = "scales"
@@ -437,14 +433,12 @@ def load_var(
     """Read a published checkpoint (`var_d16.pth` and its kin), or a folder. Raises CheckpointError or ValueError for
     wrong files, scales or sizes.
 
-    Args:
-        source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally
-            `vq`, the autoencoder's file, and `defaults` of requests.
-        vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
-        scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
-        heads: by default those of the normalised queries' weights, else one for 64 numbers.
-        dtype: of the network's parameters; float32 by default.
-    """
+    source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally `vq`,
+        the autoencoder's file, and `defaults` of requests.
+    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+    scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
+    heads: by default those of the normalised queries' weights, else one for 64 numbers.
+    dtype: of the network's parameters; float32 by default."""
     module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
 
@@ -465,10 +459,8 @@ def read_network(
     """Read the parts of the adapter of a VAR or its student: the network, the VQ, its name, the fields of config.json,
     and whether the scales are those of published models. Raises as `load_var`.
 
-    Args:
-        kind: its name in messages. extra: weights that this kind must have, and no VAR. nested: as for `read_weights`.
-        sized: weights -> those for `read_sizes`.
-    """
+    kind: its name in messages. extra: weights that this kind must have, and no VAR. nested: as for `read_weights`.
+    sized: weights -> those for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")

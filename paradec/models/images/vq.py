@@ -29,16 +29,14 @@ from paradec.models.weights import read_weights
 class VQConfig:
     """Sizes of a VQ autoencoder; the defaults are LlamaGen's `vq_ds16`.
 
-    Args:
-        codebook_size, codebook_embed_dim: codes, and numbers in each.
-        l2_norm: codes and latents are compared on the unit sphere, and codes normalised when looked up.
-        channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
-        res_blocks: of an encoder's level; a decoder's level has one more.
-        attention: whether the lowest resolution has attention beside each block (the middle always has).
-        z_channels: feature maps between the codebook's projection and the convolutions.
-        image_channels: 3, or 1 for grey images. norm_groups: of every group norm; divides all widths.
-        encoder: whether there is one; decoding needs none.
-    """
+    codebook_size, codebook_embed_dim: codes, and numbers in each.
+    l2_norm: codes and latents are compared on the unit sphere, and codes normalised when looked up.
+    channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
+    res_blocks: of an encoder's level; a decoder's level has one more.
+    attention: whether the lowest resolution has attention beside each block (the middle always has).
+    z_channels: feature maps between the codebook's projection and the convolutions.
+    image_channels: 3, or 1 for grey images. norm_groups: of every group norm; divides all widths.
+    encoder: whether there is one; decoding needs none."""
 
     codebook_size: int = 16384
     codebook_embed_dim: int = 8
@@ -302,10 +300,8 @@ NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
 def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None) -> VQModel:
     """Read a VQ autoencoder from a file. Raises CheckpointError for a wrong file, ValueError for an unknown name.
 
-    Args:
-        source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
-        config: sizes, or a name of `PUBLISHED`; None takes a safetensors file's metadata, or else "vq_ds16".
-    """
+    source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
+    config: sizes, or a name of `PUBLISHED`; None takes a safetensors file's metadata, or else "vq_ds16"."""
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
@@ -349,10 +345,8 @@ DECODING = ("decoder.", "post_quant_conv.")
 class KLDecoder(nn.Module):
     """Continuous latents to images.
 
-    Args:
-        config: sizes; `z_channels` is the latents' width, and those of a codebook are unused.
-        latent_scale: factor of the latents of models; 0.2325 is MAR's for KL-16.
-    """
+    config: sizes; `z_channels` is the latents' width, and those of a codebook are unused.
+    latent_scale: factor of the latents of models; 0.2325 is MAR's for KL-16."""
 
     def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
         super().__init__()

@@ -80,10 +80,8 @@ class DecidedStates:
     A residue's decoder states depend on residues before it in the order, not on its own letter, so that they are final
     once those are decided. Later calls evaluate the other residues, and those whose letter has changed.
 
-    Args:
-        layers: of the decoder, without the last one. width: D, of a state.
-        extra: most residues of a row beyond its columns, where residues are tied.
-    """
+    layers: of the decoder, without the last one. width: D, of a state.
+    extra: most residues of a row beyond its columns, where residues are tied."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: -1 after a row's end."""
@@ -136,10 +134,8 @@ class ProteinMPNNModel(Opaque):
     of a decided residue are those given what came before it. Raises ValueError or TypeError for wrong structures or
     rules.
 
-    Args:
-        structures: one or several; a repeated name gets a number.
-        rules: bias, excluded letters and ties of all structures, or of each.
-    """
+    structures: one or several; a repeated name gets a number.
+    rules: bias, excluded letters and ties of all structures, or of each."""
 
     module: ProteinMPNN
     reads_order = any_order = pads = True
@@ -202,13 +198,10 @@ class ProteinMPNNModel(Opaque):
         """A row for `paradec.generate`: a structure with masks where residues are to be designed. Residues whose
         backbone is incomplete keep their letter, as in the public code.
 
-        Args:
-            structure: its number or name.
-            fixed: residues that keep the structure's letter, from 0 over all chains; the others of a tie get it too.
-            chains: those to design, by default all; the others keep their letters.
-
-        Raises:
-            ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
+        structure: its number or name.
+        fixed: residues that keep the structure's letter, from 0 over all chains; the others of a tie get it too.
+        chains: those to design, by default all; the others keep their letters.
+        Raises ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
         if isinstance(structure, str):
             check_choice("structure", structure, self.names)
@@ -242,11 +235,9 @@ class ProteinMPNNModel(Opaque):
         """[R] float64: the mean log-probability of the residues that a prompt leaves open, each given those before it
         in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
-        Args:
-            prompt: a row with masks. Its residues come first, in the order of the chain, as in a decode.
-            designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
-            orders: a permutation of the L residues (columns, where residues are tied) for each row.
-        """
+        prompt: a row with masks. Its residues come first, in the order of the chain, as in a decode.
+        designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
+        orders: a permutation of the L residues (columns, where residues are tied) for each row."""
         masked = torch.tensor(prompt[1:]) == MASK_ID
         letters, target_index = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
         columns, column_of = self.columns[target_index], self.columns[target_index].of.to(self.device)
@@ -264,9 +255,7 @@ class ProteinMPNNModel(Opaque):
     def letters(self, rows: Tensor) -> list[str]:
         """The letters of all residues of each row, for `Structure.by_chain`; ties are written out.
 
-        Args:
-            rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out.
-        """
+        rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out."""
         texts = []
         for row in rows.tolist():
             start = next((index for index, token in enumerate(row) if token >= FIRST_STRUCTURE), None)

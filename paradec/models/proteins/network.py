@@ -102,10 +102,8 @@ class ProteinMPNN(nn.Module):
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
         """Logits [R, L, 21] of every residue given the letters of those that come before it.
 
-        Args:
-            letters: [R, L] int64, indices into `LETTERS`; any for the last residue.
-            rank: [R, L] int64: a residue sees the letters of those with a lower rank.
-        """
+        letters: [R, L] int64, indices into `LETTERS`; any for the last residue.
+        rank: [R, L] int64: a residue sees the letters of those with a lower rank."""
         row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
         return self.decode(encoding, letters, rank, row, residue).unflatten(0, letters.shape)
 
@@ -121,11 +119,9 @@ class ProteinMPNN(nn.Module):
         """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank, not on
         its own letter, and stay valid while these are unchanged.
 
-        Args:
-            row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
-            states: [R, L, D] for each decoder layer but the last, written for evaluated residues and read for others;
-                None where all residues are evaluated.
-        """
+        row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
+        states: [R, L, D] for each decoder layer but the last, written for evaluated residues and read for others; None
+            where all residues are evaluated."""
         rows, size = letters.shape
         neighbours = encoding.neighbours[residue]  # [N, K]
         is_visible = rank[row.unsqueeze(1), neighbours] < rank[row, residue].unsqueeze(1)

@@ -43,10 +43,8 @@ TURN_ENDS = ("<turn|>", "<end_of_turn>")
 class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
-    Args:
-        denoising: the checkpoint's values in place of `DEFAULTS`.
-        processor: a transformers processor, for prompts with images; only stored.
-    """
+    denoising: the checkpoint's values in place of `DEFAULTS`.
+    processor: a transformers processor, for prompts with images; only stored."""
 
     kind = "canvas"
     makes = "canvas"
@@ -87,10 +85,8 @@ class DiffusionGemmaModel(Model):
         """The embeddings of each row's image tokens, in reading order: [N, D], None where it has none. Raises
         ValueError for other images than the prompts' image tokens.
 
-        Args:
-            rows: prompts' ids, with an image token for each soft token of an image.
-            pixel_values, image_position_ids: from the model's processor, all images in the order of the rows.
-        """
+        rows: prompts' ids, with an image token for each soft token of an image.
+        pixel_values, image_position_ids: from the model's processor, all images in the order of the rows."""
         token = self.module.config.image_token_id
         counts = [row.count(token) for row in rows]
         if pixel_values is None:

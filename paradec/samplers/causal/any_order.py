@@ -57,11 +57,8 @@ def start(
 ) -> OrderedState:
     """Make the state of a request whose prompts hold masks.
 
-    Args:
-        others: arguments of causal models only; must be None. kind: of state.
-
-    Raises:
-        ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
+    others: arguments of causal models only; must be None. kind: of state.
+    Raises ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in others):
@@ -101,9 +98,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
     """The positions [n] of each row in order: the given ones, then the request's order. Raises ValueError for lists
     that are no orders of these rows.
 
-    Args:
-        undecided: [n] bool of each row. first_position: the position that orders count from.
-    """
+    undecided: [n] bool of each row. first_position: the position that orders count from."""
     sizes = np.array([len(row) - first_position for row in undecided])
     if isinstance(requested, tuple):
         row_cells = _listed_orders(requested, [row[first_position:] for row in undecided])

@@ -164,12 +164,10 @@ class NGramPool:
     pool's n-grams that begin with x are further drafts, verified in the same forward. All branches share the draws of
     their positions, so a step commits a prefix of the same text whichever branch holds it; the longest is taken.
 
-    Args:
-        pool: n-grams verified beside the window, at most; 0 to 256 (Jacobi Forcing's public setting is 4). Needs a
-            model with a key/value store whose queries may say which columns see which.
-        ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
-        pool_size: n-grams that a row keeps, 1 to 4096; the oldest go.
-    """
+    pool: n-grams verified beside the window, at most; 0 to 256 (Jacobi Forcing's public setting is 4). Needs a model
+        with a key/value store whose queries may say which columns see which.
+    ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
+    pool_size: n-grams that a row keeps, 1 to 4096; the oldest go."""
 
     pool: int = 0
     ngram: int = 4
@@ -235,9 +233,7 @@ def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
     """[R, count, length] int64: what follows a token in the newest n-grams that begin with it, -1 where there are
     fewer.
 
-    Args:
-        pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
-    """
+    pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R]."""
     size = pool.shape[1]
     matches = pool[:, :, 0] == token.unsqueeze(1)
     age = torch.arange(size, device=pool.device)
@@ -251,9 +247,7 @@ def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) 
     """[R, W - n + 1, n] int64: each draft of a step with the tokens drawn for the slots after it, -1 where not
     evaluated.
 
-    Args:
-        drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something.
-    """
+    drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something."""
     count = max(drafts.shape[1] - length + 1, 0)
     columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
     in_range = torch.arange(count, device=drafts.device) + length <= evaluated
@@ -273,13 +267,9 @@ def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
 def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The deepest node all of whose path the model has drawn.
 
-    Args:
-        drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
-
-    Returns:
-        Its depth, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path, then on the
-            chain.
-    """
+    drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
+    Returns its depth, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path, then on
+    the chain."""
     ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
     matches = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
     matches[:, 0] = True

@@ -33,10 +33,8 @@ def relaxed_probability(
     """m(x): a token's probability plus that of its neighbours, nearest first, as long as these stay within a limit
     together. Returns it, [...], and whether any neighbour was taken.
 
-    Args:
-        p: [..., V]. x: [...]. neighbour_ids: [..., K], -1 where there is none.
-        additive: the limit is `bound`; else (bound - 1) p(x).
-    """
+    p: [..., V]. x: [...]. neighbour_ids: [..., K], -1 where there is none.
+    additive: the limit is `bound`; else (bound - 1) p(x)."""
     p_x = probability(p, x)
     mass = p.gather(-1, neighbour_ids.clamp(min=0)).masked_fill(neighbour_ids < 0, 0).cumsum(-1)
     limit = torch.full_like(p_x, bound) if additive else (bound - 1) * p_x
@@ -146,11 +144,9 @@ class NodeRule(Sequential):
     q being what is left of the draft distribution; they are passed over where that is nothing. A rejected draft takes k
     + 1 neighbours along; where nothing is left every token is equally likely, as in that code.
 
-    Args:
-        codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed_probability`.
-        sampled: whether the drafts were drawn.
-        allowed: [V] bool: the tokens that are likely where nothing is left (that code: all); None is all.
-    """
+    codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed_probability`.
+    sampled: whether the drafts were drawn.
+    allowed: [V] bool: the tokens that are likely where nothing is left (that code: all); None is all."""
 
     distinct = True
 

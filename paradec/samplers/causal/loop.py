@@ -46,10 +46,8 @@ class CausalSampler(Sampler):
     Every draft carries the distribution q that it was drawn from. The output has the distribution of token-by-token
     decoding if `accept` is min(1, p / q). Temperature, top-k, top-p, guidance and structure are part of p.
 
-    Args:
-        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
-            16, on models of any order all.
-    """
+    window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is 16,
+        on models of any order all."""
 
     window: int | None = None
 
@@ -138,20 +136,16 @@ class CausalSampler(Sampler):
     ) -> CausalState:
         """Make the state of one request.
 
-        Args:
-            model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any
-                order, whose prompts hold masks.
-            prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
-            request: a `paradec.Request`; or its fields by name, with temperature 1 by default. Temperature 0 is greedy
-                decoding.
-            grid: what follows the prompt, for image models.
-            negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by
-                default the last id of the prompt.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range; the
-                message names it.
-        """
+        model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any order,
+            whose prompts hold masks.
+        prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
+        request: a `paradec.Request`; or its fields by name, with temperature 1 by default. Temperature 0 is greedy
+            decoding.
+        grid: what follows the prompt, for image models.
+        negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by default
+            the last id of the prompt.
+        Raises TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range;
+        the message names it."""
         self.check_model(model)
         self.check_request(model, grid)
         request = request_for(self, request, arguments)
@@ -201,10 +195,8 @@ class CausalSampler(Sampler):
     ) -> CausalState:
         """Make the state before its first drafts, of checked prompts.
 
-        Args:
-            contexts: the ids in each row of each branch. shift: as `CausalState.shift`.
-            starts, ends: [B] int64: where answers begin and end. width: of the window.
-        """
+        contexts: the ids in each row of each branch. shift: as `CausalState.shift`.
+        starts, ends: [B] int64: where answers begin and end. width: of the window."""
         facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = keys_of(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
@@ -275,12 +267,9 @@ class CausalSampler(Sampler):
         return propose_window(state, logits, queries, self.guesses)
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        """Verify the drafts, write those accepted and one token more, and draft the next window.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-            ValueError: a proposal made from an earlier state.
-        """
+        """Verify the drafts, write those accepted and one token more, and draft the next window. Raises
+        FloatingPointError: the model returned NaN or infinite logits. Nothing is written then. Raises ValueError: a
+        proposal made from an earlier state."""
         state.check_current(proposal)
         rows, verified = proposal.rows, self.verify(state, proposal)
         count, num_final = final_counts(state, proposal, verified.tokens, verified.accepted + 1)
@@ -395,9 +384,7 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
 
     Rows end at an end token or a stop string among the first `count` [R, 1] of tokens [R, W].
 
-    Raises:
-        FloatingPointError: NaN or infinite logits. Nothing is final then.
-    """
+    Raises FloatingPointError: NaN or infinite logits. Nothing is final then."""
     ended = torch.zeros_like(count, dtype=torch.bool)
     if len(state.ends):
         slot = torch.arange(tokens.shape[1], device=tokens.device)

@@ -229,9 +229,7 @@ def verify_queries(state: CausalState, evaluated: np.ndarray) -> list[CausalQuer
     drafts, causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model
     predicts shifted, the tokens answer for themselves.
 
-    Args:
-        evaluated: [R] int64: slots of each row's window.
-    """
+    evaluated: [R] int64: slots of each row's window."""
     is_first = state.row_step[state.rows] == 0  # prompts have a call of their own
     return [
         _verify_query(state, group, evaluated[group])

@@ -212,13 +212,10 @@ class Siblings:
 def follow_path(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """Continue a walk of the first slots along the chain.
 
-    Args:
-        nodes: [R, B + 1] int64: reached nodes of `tree.first`, -1 after the last. accepted: [R] int64.
-
-    Returns:
-        [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from slot B
-        on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes on.
-    """
+    nodes: [R, B + 1] int64: reached nodes of `tree.first`, -1 after the last. accepted: [R] int64.
+    Returns [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from
+    slot B on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes
+    on."""
     depth, device = tree.first.depth, nodes.device
     children, node_index = tree.first.children.to(device), tree.node_index.to(device)
     node, path = nodes[:, 0], [nodes[:, 0]]

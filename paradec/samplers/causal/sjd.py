@@ -53,14 +53,12 @@ def verify(
 ) -> Verified:
     """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
-    Args:
-        drafted: [R, W] bool: slots that hold a draft; the others take the token sampled from p.
-        acceptance: [R, W]: probability that a draft is accepted if all before it are (`accept`).
-        uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
-        refresh: the slots after the first rejection: "resample" and "gumbel" take the token sampled from p; "maximal"
-            draws with the drafts (`coupled`); "keep" leaves draft and q unchanged.
-        resample: False takes the sampled token instead of resampling (methods that accept equal tokens only).
-    """
+    drafted: [R, W] bool: slots that hold a draft; the others take the token sampled from p.
+    acceptance: [R, W]: probability that a draft is accepted if all before it are (`accept`).
+    uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
+    refresh: the slots after the first rejection: "resample" and "gumbel" take the token sampled from p; "maximal" draws
+        with the drafts (`coupled`); "keep" leaves draft and q unchanged.
+    resample: False takes the sampled token instead of resampling (methods that accept equal tokens only)."""
     p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
     accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
@@ -198,11 +196,7 @@ class SJD(CausalSampler):
 
 def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """SCD's maximal coupling (arXiv 2510.24211): each slot keeps its draft with probability min(1, p / q), else it is
-    resampled from the residual.
-
-    Returns:
-        [R, W] int64: the tokens, and the resampled token of each slot.
-    """
+    resampled from the residual. Returns [R, W] int64: the tokens, and the resampled token of each slot."""
     resampled = draw(residual(window.p, window.drafts.distributions()), uniform[..., 1])
     tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
     return torch.where(drafted, tokens, window.sampled), resampled

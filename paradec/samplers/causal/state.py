@@ -307,10 +307,8 @@ class CausalState(State):
     ) -> dict[str, Tensor]:
         """Quantities for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
 
-        Args:
-            p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.
-            logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: which of the N; None is all.
-        """
+        p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.
+        logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: which of the N; None is all."""
         quantities = {}
         if self.logprobs is not None:
             node_logits = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
@@ -337,10 +335,8 @@ class CausalState(State):
     def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
 
-        Args:
-            store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
-            pads: whether a call may hold rows of several lengths.
-        """
+        store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
+        pads: whether a call may hold rows of several lengths."""
         if store is None:
             spans = spans._replace(begin=np.zeros_like(spans.begin))
         return [self._call(store, spans, index) for index in self._groups(store, pads, spans)]

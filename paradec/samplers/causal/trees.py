@@ -52,9 +52,7 @@ class Rule(Protocol):
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if there is none.
 
-        Args:
-            p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K].
-        """
+        p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K]."""
 
 
 def normalized(weights: Tensor) -> Tensor:
@@ -214,12 +212,8 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
 class Tree:
     """A static tree of drafts. Node 0 is the last final token; the others come in order of depth, then of their paths.
 
-    Args:
-        paths: one for every node but the root: the index of the child at each depth.
-
-    Raises:
-        ValueError: a path whose parent or elder sibling is missing.
-    """
+    paths: one for every node but the root: the index of the child at each depth.
+    Raises ValueError: a path whose parent or elder sibling is missing."""
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -291,11 +285,8 @@ class Tree:
 class TreeLayout:
     """Trees of the rows. Parents come before children, siblings in the order of verification.
 
-    Args:
-        parents: [R, N] int64, or [1, N] where all rows have the same tree; -1 for the root, node 0.
-        depth: of the deepest possible node.
-        widest: the largest possible number of children.
-    """
+    parents: [R, N] int64, or [1, N] where all rows have the same tree; -1 for the root, node 0.
+    depth: of the deepest possible node. widest: the largest possible number of children."""
 
     parents: Tensor
     depth: int
@@ -333,14 +324,10 @@ class DynamicTree:
     likeliest tokens below each of the `top_k` nodes with the likeliest paths; then the likeliest `nodes - 1` remain.
     They are not drawn: only "naive" verifies them exactly.
 
-    Args:
-        nodes: the root and the drafts (the paper's 60 for 7B models).
-        depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
-        top_k: nodes per level, and tokens per node.
-
-    Raises:
-        ValueError: a number out of its range, or more nodes than candidates.
-    """
+    nodes: the root and the drafts (the paper's 60 for 7B models).
+    depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
+    top_k: nodes per level, and tokens per node.
+    Raises ValueError: a number out of its range, or more nodes than candidates."""
 
     nodes: int = 60
     depth: int = 6
@@ -399,13 +386,11 @@ def walk(
 ) -> Walk:
     """Verify a tree of drafts from the root down.
 
-    Args:
-        drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-        p: [R, N, V]: the target distribution after each node; or a function of the reached nodes [R].
-        q: [R, N, V]: the draft distributions after each node.
-        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
-        hits: whether the walk continues at a child that equals that draw; exact for `RULES`.
-    """
+    drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
+    p: [R, N, V]: the target distribution after each node; or a function of the reached nodes [R].
+    q: [R, N, V]: the draft distributions after each node.
+    uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
+    hits: whether the walk continues at a child that equals that draw; exact for `RULES`."""
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
     children = layout.children.to(device).expand(rows, -1, -1)
@@ -476,12 +461,9 @@ def tree_query(
 ) -> CausalQuery:
     """Evaluate final tokens, which enter the store, and after them drafts of a tree, which do not.
 
-    Args:
-        rows: [R]. drafts: [R, N] int64, -1 where a node has none.
-        begin: [branches, R] int64: position of the first final token to evaluate; the last one is the root.
-        num_drafts: drafts to evaluate, from node 1.
-        wanted_nodes: [W] int64: nodes whose logits are read.
-    """
+    rows: [R]. drafts: [R, N] int64, -1 where a node has none.
+    begin: [branches, R] int64: position of the first final token to evaluate; the last one is the root.
+    num_drafts: drafts to evaluate, from node 1. wanted_nodes: [W] int64: nodes whose logits are read."""
     device, branches = state.context.device, state.branches
     committed = (state.committed[rows] + state.shift[:, rows]).reshape(-1)
     num_new = committed - begin.reshape(-1)

@@ -110,9 +110,7 @@ class Verified(NamedTuple):
 def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery], guesses: bool) -> Proposal:
     """The target distribution of every slot and a token drawn from it: see `CausalSampler.propose`.
 
-    Args:
-        logits: [R, W, V], guided. guesses: whether slots that are new to the next window are guessed.
-    """
+    logits: [R, W, V], guided. guesses: whether slots that are new to the next window are guessed."""
     rows, guided = state.rows, logits
     positions = state.positions(rows)
     if state.constraint is not None:
@@ -177,12 +175,8 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 def move_window(
     state: CausalState, proposal: Proposal, verified: Verified, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the window on by `count` [R, 1] tokens; this step's p becomes the q of what was not committed.
-
-    Returns:
-        [R, W] bool: slots that hold drafts, in front; the drafts and their `DraftDistributions.source`, [R, W] int64
-            both.
-    """
+    """Move the window on by `count` [R, 1] tokens; this step's p becomes the q of what was not committed. Returns [R,
+    W] bool: slots that hold drafts, in front; the drafts and their `DraftDistributions.source`, [R, W] int64 both."""
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
     dense, source = p, slot.expand(len(rows), -1)
@@ -211,11 +205,9 @@ def guess_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 
-    Args:
-        num_known: [R, 1]: slots in front that hold drafts [R, W].
-        uniform: [R, W]: numbers for random guesses; None draws them.
-        init, distribution: see `SJD`. from_text: whether random guesses are tokens of the row's own text.
-    """
+    num_known: [R, 1]: slots in front that hold drafts [R, W].
+    uniform: [R, W]: numbers for random guesses; None draws them.
+    init, distribution: see `SJD`. from_text: whether random guesses are tokens of the row's own text."""
     if not state.guesses:
         return drafts, torch.full_like(drafts, ONE_HOT)
     if uniform is None:

@@ -429,10 +429,8 @@ class CausalConstraint:
     ) -> Tensor:
         """Logits [R, K, V] after the nodes of the rows' trees, without the tokens that fit no text.
 
-        Args:
-            parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
-            tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default.
-        """
+        parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
+        tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default."""
         parent_lists, token_lists = parents.tolist(), tokens.tolist()
         wanted_nodes = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()

@@ -27,11 +27,8 @@ class StopStrings:
     in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are decoded
     incrementally.
 
-    Args:
-        texts, tokenizer: the stop strings; the model's tokenizer.
-        first: [B] int64: the position from which on text counts.
-        mask: the id of undecided positions, in windows that have them.
-    """
+    texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: the position from which on text counts.
+    mask: the id of undecided positions, in windows that have them."""
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
     """The stop strings of each row."""

@@ -93,12 +93,9 @@ def bubbling_union(
 ) -> dict[str, list[int]]:
     """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
 
-    Args:
-        steps: schedules by module, in the order of evaluation.
-        errors: by module, the mean distance between its features at two steps.
-        feed_forward: names of feed-forward modules.
-        num_modules: n: modules that get the union (3 in the README, 5 in the simulations); below 2, none.
-    """
+    steps: schedules by module, in the order of evaluation.
+    errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
+    num_modules: n: modules that get the union (3 in the README, 5 in the simulations); below 2, none."""
     names = list(steps)
     united = {name: sorted(set(steps[name])) for name in names}
     if num_modules < 2:

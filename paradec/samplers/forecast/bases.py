@@ -37,11 +37,9 @@ class History(NamedTuple):
 class Basis(Checked):
     """Base of the bases.
 
-    Args:
-        order: O: orders beyond the last feature.
-        dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
-        guard: set by the sampler: the last step at which no differences are taken (`Rule.guard`).
-    """
+    order: O: orders beyond the last feature.
+    dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
+    guard: set by the sampler: the last step at which no differences are taken (`Rule.guard`)."""
 
     order: int = integer(1, low=0)
     dtype: torch.dtype | None = None

@@ -71,9 +71,7 @@ class ContinuousSampler(Sampler):
     def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> Any:
         """Make the state of a request.
 
-        Args:
-            num_left: [T + 1] int64, of `remaining_counts`. fields: of `ContinuousState`, all but `left`.
-        """
+        num_left: [T + 1] int64, of `remaining_counts`. fields: of `ContinuousState`, all but `left`."""
         raise NotImplementedError
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
@@ -89,17 +87,12 @@ class ContinuousSampler(Sampler):
     ) -> Any:
         """Make the state of one request.
 
-        Args:
-            model: a `paradec.models.images.mar.MARModel`.
-            prompt: the class labels, one per image.
-            request: a `paradec.Request`; or its fields by name. `steps` is T, 1 to S, 64 by default (the paper's fast
-                setting; 256 is its best); `guidance_scale` of the published models is 2.9, 3.0 and 3.2. In a trace a
-                token is its numbers.
-            order: [B, S] int64, the random order to use, last position first; None draws it.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
-        """
+        model: a `paradec.models.images.mar.MARModel`. prompt: the class labels, one per image.
+        request: a `paradec.Request`; or its fields by name. `steps` is T, 1 to S, 64 by default (the paper's fast
+            setting; 256 is its best); `guidance_scale` of the published models is 2.9, 3.0 and 3.2. In a trace a token
+            is its numbers.
+        order: [B, S] int64, the random order to use, last position first; None draws it.
+        Raises TypeError: a model of another kind. ValueError: an argument out of its range; the message names it."""
         self.check_model(model)
         if "temperature" in arguments:
             raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")

@@ -68,11 +68,9 @@ def verified(
     A rejected one is drawn again, y ~ p, and y is taken where another u < (p(y) - q(y) / Sigma)+ / p(y), else it waits
     for the next round. With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
 
-    Args:
-        x: [n, channels]. draft, target: distributions, each [n, channels]. uniform: [n], of acceptance.
-        redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
-        inner_temperature: T. max_rounds: of redrawing. mended: see `CSpD`.
-    """
+    x: [n, channels]. draft, target: distributions, each [n, channels]. uniform: [n], of acceptance.
+    redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
+    inner_temperature: T. max_rounds: of redrawing. mended: see `CSpD`."""
     x, mq, sq, mp, sp = (tensor.double() for tensor in (x, draft.mean, draft.std, target.mean, target.std))
     log_sigma = (target.half_log_variance.double() - draft.half_log_variance.double()).sum(-1)
     log_scales = (sq.log() - sp.log()).sum(-1)
@@ -131,9 +129,7 @@ class CounterDraws:
     ) -> tuple[Tensor, Tensor]:
         """Standard normal [m, channels] and uniform [m] numbers of a commit's round `round_index`.
 
-        Args:
-            rows, positions: [m] int64.
-        """
+        rows, positions: [m] int64."""
         step = torch.full_like(positions, commit)
         counter = (positions + round_index * self.size).unsqueeze(-1)
         uniform = rng.uniform(self.keys[rows], step, counter, channels + 1, REDRAW_STREAM).squeeze(1)

@@ -19,11 +19,7 @@ def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
 
 
 def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:
-    """Labels from 0 to `last`, one per picture.
-
-    Raises:
-        ValueError: none, or one out of its range.
-    """
+    """Labels from 0 to `last`, one per picture. Raises ValueError: none, or one out of its range."""
     labels = [prompt] if isinstance(prompt, int) else list(prompt)
     if not labels:
         raise ValueError("prompt is empty; give one class label at least")

@@ -61,27 +61,21 @@ class Spent:
 class Answering:
     """A paradec model for a harness. Arguments given here win over those of a task.
 
-    Args:
-        pretrained: source for `paradec.load`, or a model; None is the packaged model.
-        batch_size: rows decoded together (`generate_many`). Scores depend on it up to rounding only.
-        max_batch_size: not used; the harness gives one.
-        device, dtype, revision: as in `paradec.load`.
-        preset: a request, or a file of `Request.save`.
-        seed: of all draws.
-        until: whether the task's stop strings end an answer (`escape_until` of others).
-        max_length: tokens of prompt and answer; by default the model's.
-        likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal ones are
-            exact. mc_num, mc_batch, order: its `samples`, `stratum` and `order`.
-        check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, at a forward per token
-            (LAMBADA's accuracy needs it, tasks with choices do not).
-        choices: "score", or "decode": the model answers with one of a context's continuations under a constraint, whose
-            log-likelihood becomes 0, the others' -inf.
-        arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task's length
-            counts.
-
-    Raises:
-        ValueError, TypeError: an unknown argument, or one out of its range.
-    """
+    pretrained: source for `paradec.load`, or a model; None is the packaged model.
+    batch_size: rows decoded together (`generate_many`). Scores depend on it up to rounding only.
+    max_batch_size: not used; the harness gives one. device, dtype, revision: as in `paradec.load`.
+    preset: a request, or a file of `Request.save`. seed: of all draws.
+    until: whether the task's stop strings end an answer (`escape_until` of others).
+    max_length: tokens of prompt and answer; by default the model's.
+    likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal ones are
+        exact. mc_num, mc_batch, order: its `samples`, `stratum` and `order`.
+    check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, at a forward per token
+        (LAMBADA's accuracy needs it, tasks with choices do not).
+    choices: "score", or "decode": the model answers with one of a context's continuations under a constraint, whose
+        log-likelihood becomes 0, the others' -inf.
+    arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task's length
+        counts.
+    Raises ValueError, TypeError: an unknown argument, or one out of its range."""
 
     def __init__(
         self,
@@ -348,13 +342,9 @@ def decode_choices(
 
     A few forwards replace the log-likelihoods of all choices, a hundred forwards each on masked models.
 
-    Args:
-        request: decoding settings; the answer has the tokens of the longest continuation and an end token.
-        batch_size: rows decoded together.
-
-    Raises:
-        ValueError: no end token, or a request that cannot have a constraint.
-    """
+    request: decoding settings; the answer has the tokens of the longest continuation and an end token.
+    batch_size: rows decoded together.
+    Raises ValueError: no end token, or a request that cannot have a constraint."""
     if not model.facts.eos_token_ids:
         raise ValueError(f"choices='decode' needs an end token, and {model.facts.name} has none")
     entries = [

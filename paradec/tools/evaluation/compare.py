@@ -260,26 +260,21 @@ def compare(
 ) -> Comparison:
     """Decode every question with every configuration; count right answers and forwards.
 
-    Args:
-        model: from `paradec.load` or `paradec.wrap`; None is the packaged model.
-        questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
-        names: as in `configurations`; None is every masked sampler and `COMBINATIONS`, where the request suits them.
-            The baseline is always added.
-        defaults: as in `configurations`: one row for every sampler.
-        cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
-        attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
-        batch: prompts decoded together; changes the speed alone (in float32 up to near-ties).
-        seed: for samplers that draw.
-        constraint: for answers whose question has none; prompts decoded together share it.
-        resume: an earlier comparison with the same setup and version of the draws, whose results are reused, except for
-            samplers from a changed file.
-        progress: called after every batch.
-
-    Raises:
-        ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
-            `complete` False.
-    """
+    model: from `paradec.load` or `paradec.wrap`; None is the packaged model.
+    questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
+    names: as in `configurations`; None is every masked sampler and `COMBINATIONS`, where the request suits them. The
+        baseline is always added.
+    defaults: as in `configurations`: one row for every sampler.
+    cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
+    attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
+    batch: prompts decoded together; changes the speed alone (in float32 up to near-ties). seed: for samplers that draw.
+    constraint: for answers whose question has none; prompts decoded together share it.
+    resume: an earlier comparison with the same setup and version of the draws, whose results are reused, except for
+        samplers from a changed file.
+    progress: called after every batch.
+    Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
+    Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
+    `complete` False."""
     todo = configurations(names, defaults)
     caches.create(cache)
     suffix = Suffix.from_value(suffix)

@@ -64,13 +64,9 @@ def configurations(
 ) -> list[Configuration]:
     """List the baseline, then every sampler with its defaults and its `sweep`.
 
-    Args:
-        names: samplers, combinations as text, and `Configuration`s; None is every masked sampler and `COMBINATIONS`.
-        defaults: whether to leave out the settings of `sweep`.
-
-    Raises:
-        ValueError: an unknown sampler, one of another family, or a `sweep` with an unknown name.
-    """
+    names: samplers, combinations as text, and `Configuration`s; None is every masked sampler and `COMBINATIONS`.
+    defaults: whether to leave out the settings of `sweep`.
+    Raises ValueError: an unknown sampler, one of another family, or a `sweep` with an unknown name."""
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
         names += COMBINATIONS

@@ -157,16 +157,9 @@ def commit_of(recipe: Recipe) -> str | None:
 
 
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
-    """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens.
-
-    Returns:
-        JSON data: the recipe, the sampler with its settings, whether the harness knows the tasks, whether the weights
-            are
-        on this disk, versions, missing parts, and "memory", the bytes of a batch of answers.
-
-    Raises:
-        ValueError: as `tasks_of`.
-    """
+    """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens. Returns JSON data:
+    the recipe, the sampler with its settings, whether the harness knows the tasks, whether the weights are on this
+    disk, versions, missing parts, and "memory", the bytes of a batch of answers. Raises ValueError: as `tasks_of`."""
     method = recipe.method()
     missing: list[str] = []
     try:

@@ -21,17 +21,8 @@ DECAY = 3.0
 def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a share (E. B. Wilson, JASA 22, 1927), which stays inside [0, 1].
 
-    Args:
-        right: successes, in [0, asked].
-        asked: independent trials, at least 1.
-        confidence: coverage, in (0, 1).
-
-    Returns:
-        (low, high), shares in [0, 1].
-
-    Raises:
-        ValueError: an argument out of its range.
-    """
+    right: successes, in [0, asked]. asked: independent trials, at least 1. confidence: coverage, in (0, 1).
+    Returns (low, high), shares in [0, 1]. Raises ValueError: an argument out of its range."""
     check_int("asked", asked, low=1)
     check_int("right", right, low=0, high=asked)
     check_number("confidence", confidence, low=0, high=1, open_low=True)
@@ -55,13 +46,9 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
 
     with w_i = min(exp(-3 (1 - y_i / best)), 1).
 
-    Args:
-        points: (tokens per forward > 0, accuracy in per cent) of each setting, at least one.
-        best: the best accuracy of any method, in per cent; by default of `points`.
-
-    Raises:
-        ValueError: no points, or a number out of its range.
-    """
+    points: (tokens per forward > 0, accuracy in per cent) of each setting, at least one.
+    best: the best accuracy of any method, in per cent; by default of `points`.
+    Raises ValueError: no points, or a number out of its range."""
     ordered = sorted(points)
     if not ordered:
         raise ValueError("points is empty; the area needs the settings of a method, at least one")

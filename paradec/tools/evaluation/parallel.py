@@ -44,9 +44,7 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
 
     They come from `SWEEPS`, else from its class attribute `sweep`, the threshold's, or a schedule's if it plans steps.
 
-    Raises:
-        ValueError: an unknown name, another family, or too few known settings.
-    """
+    Raises ValueError: an unknown name, another family, or too few known settings."""
     check_int("settings", settings, low=2, high=MOST_SETTINGS)
     cls = samplers.get(name)
     if cls.family != "masked":

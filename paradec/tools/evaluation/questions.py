@@ -73,15 +73,10 @@ def read_questions(
     end. `regex` (Python's) must be found in the answer. `task` is "prompts" by default. `constraint` is the `to_dict`
     of a `paradec.Choice`, `Regex` or `JsonSchema`.
 
-    Args:
-        file: path of the file, UTF-8.
-        tasks: names of tasks; None is all.
-        limit: prompts of each task, at even distances; None is all.
-
-    Raises:
-        ValueError: a malformed line (the message has its number), an unknown task, or no prompts. OSError: an
-            unreadable file.
-    """
+    file: path of the file, UTF-8. tasks: names of tasks; None is all.
+    limit: prompts of each task, at even distances; None is all.
+    Raises ValueError: a malformed line (the message has its number), an unknown task, or no prompts. OSError: an
+    unreadable file."""
     check_int("limit", limit, low=1, none=True)
     questions = read_lines(file, _question)
     by_task: dict[str, list[Question]] = {}

@@ -179,11 +179,8 @@ class Recipe:
 def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
-    """Merge arguments and a preset into fields and their request; other names are settings of the sampler.
-
-    Raises:
-        TypeError: an unknown name. ValueError: a value out of its range, or settings of a sampler with settings.
-    """
+    """Merge arguments and a preset into fields and their request; other names are settings of the sampler. Raises
+    TypeError: an unknown name. ValueError: a value out of its range, or settings of a sampler with settings."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     request_fields = Request.merge_arguments(fields, preset)

@@ -88,11 +88,8 @@ class Task:
     def make(self, rng: Random, held_out: bool = False, size: int | None = None) -> Example:
         """Draw a prompt with one right answer.
 
-        Args:
-            rng: Source of randomness.
-            held_out: Draw from the evaluation side of the split.
-            size: Number of items; by default drawn from ``sizes``.
-        """
+        rng: Source of randomness. held_out: Draw from the evaluation side of the split.
+        size: Number of items; by default drawn from ``sizes``."""
         if size is not None and size not in self.sizes:
             raise ValueError(f"size={size} is not one that task {self.name!r} has: {self.sizes}")
         while True:
@@ -243,10 +240,8 @@ def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
     """Read the prompts shipped with the package, in the order of :data:`TASKS`; none was seen in training.
 
-    Args:
-        tasks: Name or names of the tasks; by default all.
-        limit: Prompts of each task, spread over its list lengths; by default all.
-    """
+    tasks: Name or names of the tasks; by default all.
+    limit: Prompts of each task, spread over its list lengths; by default all."""
     names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     task_names = {get_task(name).name for name in names}
     if limit is not None and limit < 1:

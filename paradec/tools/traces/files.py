@@ -57,14 +57,8 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:
     """The text of a page that shows one run, or several side by side that are stepped through together.
 
-    Args:
-        traces: up to 4.
-        names: what to call them; by default their samplers.
-        title: of the page; by default the names.
-
-    Raises:
-        TypeError: something else than traces. ValueError: too many of them, or names that are not as many.
-    """
+    traces: up to 4. names: what to call them; by default their samplers. title: of the page; by default the names.
+    Raises TypeError: something else than traces. ValueError: too many of them, or names that are not as many."""
     called = check_runs(traces, names)
     title = title or " beside ".join(called)
     runs = [run_data(trace, name) for trace, name in zip(traces, called, strict=True)]

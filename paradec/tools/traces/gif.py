@@ -27,15 +27,11 @@ def write(
 ) -> None:
     """Draw runs side by side, a frame after every step of all of them; 120 evenly spread steps of longer runs.
 
-    Args:
-        traces: up to 4. names: what to call them; by default their samplers.
-        row: of a text; of pictures the first 8 rows are drawn. width: of all panels, in pixels. seconds: of a frame.
-        font: a TrueType file; by default Pillow's own font, which has Latin letters only.
-
-    Raises:
-        ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or no font
-            file. OSError: the file cannot be written.
-    """
+    traces: up to 4. names: what to call them; by default their samplers.
+    row: of a text; of pictures the first 8 rows are drawn. width: of all panels, in pixels. seconds: of a frame.
+    font: a TrueType file; by default Pillow's own font, which has Latin letters only.
+    Raises ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or no font
+    file. OSError: the file cannot be written."""
     library, names = import_pillow(), check_runs(traces, names)
     from PIL import ImageFont
 

@@ -152,20 +152,13 @@ def collect(
     step records the block's features and which candidates agree with the first decoding, and commits those. A block
     whose candidates do not change is filled from the first decoding.
 
-    Args:
-        model: from `paradec.load` or `paradec.wrap`.
-        prompts: texts, chats or rows of ids.
-        block_length, max_new_tokens: by default the model's own.
-        caches: names; the second decoding uses each of them, and the filter will serve them.
-        batch: prompts decoded together.
-        resume: records of the same setup, whose prompts are not decoded again.
-        checkpoint: called with everything so far after a batch, about twice a minute.
-        progress: called after every step.
-
-    Raises:
-        ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches.
-    """
+    model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
+    block_length, max_new_tokens: by default the model's own.
+    caches: names; the second decoding uses each of them, and the filter will serve them.
+    batch: prompts decoded together. resume: records of the same setup, whose prompts are not decoded again.
+    checkpoint: called with everything so far after a batch, about twice a minute. progress: called after every step.
+    Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
+    Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches."""
     check_int("batch", batch, low=1)
     check_int("block_length", block_length, low=1, none=True)
     check_int("max_new_tokens", max_new_tokens, low=1, none=True)
@@ -278,21 +271,13 @@ def train(
         deals
     records, so that neighbouring steps of a prompt are in several sets).
 
-    Args:
-        kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
-        epochs: passes over all records; the paper's by default.
-        lr: AdamW's learning rate.
-        threshold: acceptance probability for the measured precision and recall.
-        false_accept_weight: weight of positions that are not final; 1 in the paper.
-        seed: of the split and the weights.
-        progress: called now and then.
-
-    Returns:
-        Facts with measurements, and the network of the best epoch.
-
-    Raises:
-        ValueError: an argument out of its range, or records of fewer than 10 prompts.
-    """
+    kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
+    epochs: passes over all records; the paper's by default. lr: AdamW's learning rate.
+    threshold: acceptance probability for the measured precision and recall.
+    false_accept_weight: weight of positions that are not final; 1 in the paper. seed: of the split and the weights.
+    progress: called now and then.
+    Returns facts with measurements, and the network of the best epoch. Raises ValueError: an argument out of its range,
+    or records of fewer than 10 prompts."""
     check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
     prompts = records.prompt.unique()
     if len(prompts) < 10:

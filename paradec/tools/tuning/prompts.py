@@ -56,13 +56,9 @@ def _of_line(line: str) -> Question:
 def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
     """Convert a caller's prompts to questions.
 
-    Args:
-        prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
-        answers: one for each text, chat or row of ids: a text, a list of texts, ids, or None.
-
-    Raises:
-        ValueError, TypeError: no prompts, another number of answers, or an answer of another kind.
-    """
+    prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
+    answers: one for each text, chat or row of ids: a text, a list of texts, ids, or None.
+    Raises ValueError, TypeError: no prompts, another number of answers, or an answer of another kind."""
     if isinstance(prompts, (str, os.PathLike)):
         if answers is not None:
             raise ValueError("answers go with a sequence of prompts; a file has them beside its prompts")

@@ -282,12 +282,8 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
     only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most `tolerance`
     below. Without hand-made settings all points count.
 
-    Args:
-        points: measured on the whole choosing half. groups: of every choosing prompt.
-
-    Returns:
-        (chosen, hand-made), twice the same where nothing replaces it, or nothing without points.
-    """
+    points: measured on the whole choosing half. groups: of every choosing prompt.
+    Returns (chosen, hand-made), twice the same where nothing replaces it, or nothing without points."""
     if not points:
         return []
 

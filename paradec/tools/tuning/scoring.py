@@ -52,14 +52,9 @@ class Scorer:
     ) -> float:
         """Score an answer, from 0 to 1.
 
-        Args:
-            tokens: ids of the filled positions, in order, up to the end token.
-            text: the same without special tokens; None without a tokenizer.
-            reference: the ids of one token per step.
-
-        Raises:
-            ValueError: a checker that returns something else.
-        """
+        tokens: ids of the filled positions, in order, up to the end token.
+        text: the same without special tokens; None without a tokenizer. reference: the ids of one token per step.
+        Raises ValueError: a checker that returns something else."""
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
         if self.kind == "answers":

@@ -168,15 +168,11 @@ def build_space(
 ) -> Space:
     """Build the space of a model and its prompts.
 
-    Args:
-        prompts: the first of them, encoded; each sampler starts on it to see whether it can.
-        base: arguments that all requests share.
-        names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
-
-    Raises:
-        ValueError: an unknown name, a sampler of another family, a named one that does not work here, or none that
-            does.
-    """
+    prompts: the first of them, encoded; each sampler starts on it to see whether it can.
+    base: arguments that all requests share.
+    names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
+    Raises ValueError: an unknown name, a sampler of another family, a named one that does not work here, or none that
+    does."""
     masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     selected = [*masked_names, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
@@ -315,14 +311,10 @@ def request_of(
 ) -> Request:
     """Build the request of a point.
 
-    Args:
-        positions: mean of the undecided positions of a row.
-        lengths: start and end of each row's answer; the row with most blocks shares the steps.
-        holes: whether prompts have masks.
-
-    Raises:
-        ValueError: settings that exclude each other.
-    """
+    positions: mean of the undecided positions of a row.
+    lengths: start and end of each row's answer; the row with most blocks shares the steps.
+    holes: whether prompts have masks.
+    Raises ValueError: settings that exclude each other."""
     configuration = candidate.configuration
     method = configuration.make()
     steps: dict[str, Any] = {}

@@ -49,11 +49,8 @@ def moves(steps: Steps, total: int) -> Iterator[Steps]:
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
     """Return the best of `starts`, and the best set found from there; of equal ones the earlier.
 
-    Args:
-        loss: of a set; cached by the caller.
-        runs: new sets beyond the starts, a third of them annealing, the others climbing.
-        seed: of the proposals.
-    """
+    loss: of a set; cached by the caller.
+    runs: new sets beyond the starts, a third of them annealing, the others climbing. seed: of the proposals."""
     rng, evaluated = random.Random(seed), set(starts)
     values = {steps: loss(steps, math.inf) for steps in starts}
     even = best = min(starts, key=values.__getitem__)

@@ -59,13 +59,10 @@ def _quiet() -> Iterator[None]:
 class Study:
     """An Optuna study, in a file or in memory, and this run's name in it.
 
-    Args:
-        file: an SQLite file, created if missing; None keeps the study in memory.
-        setup: facts that must be equal to those of an existing study.
-        directions: Optuna's, one per objective. seed: of the proposals.
-
-    Raises:
-        ValueError: a file of another kind or setup; the message names the difference. OSError: it cannot be written.
+    file: an SQLite file, created if missing; None keeps the study in memory.
+    setup: facts that must be equal to those of an existing study.
+    directions: Optuna's, one per objective. seed: of the proposals.
+    Raises ValueError: a file of another kind or setup; the message names the difference. OSError: it cannot be written.
     """
 
     def __init__(self, file: str | os.PathLike[str] | None, setup: Mapping[str, Any], directions: list[str], seed: int):

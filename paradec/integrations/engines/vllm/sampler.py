@@ -20,13 +20,10 @@ from paradec.integrations.engines.vllm.slots import Slot
 class BlockSampler:
     """A step of all rows of a batch.
 
-    Args:
-        base: vLLM's own sampler, for its buffers of requests.
-        slots: the requests of the engine by vLLM's slot numbers; None is one that could not be begun.
-        width: W, positions of a canvas. mask: the token that represents a request that has failed.
-        again: see `Slot.step`.
-        output: vLLM's `SamplerOutput`.
-    """
+    base: vLLM's own sampler, for its buffers of requests.
+    slots: the requests of the engine by vLLM's slot numbers; None is one that could not be begun.
+    width: W, positions of a canvas. mask: the token that represents a request that has failed. again: see `Slot.step`.
+    output: vLLM's `SamplerOutput`."""
 
     compute_nans = False
     penalties_state = SimpleNamespace(output_bin_counts=None)
@@ -96,9 +93,7 @@ class Left(nn.Module):
     The left neighbour of a block's first position was evaluated in an earlier forward: the last hidden state that a
     request stored is kept. All buffers stay where they are, as CUDA graphs need it.
 
-    Args:
-        requests: S, slots of vLLM. tokens: N, the most in a batch. hidden: D.
-    """
+    requests: S, slots of vLLM. tokens: N, the most in a batch. hidden: D."""
 
     kept: Tensor  # [S, D]
     source: Tensor

@@ -48,13 +48,9 @@ class Settings:
 def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
     """Read the settings of a request.
 
-    Args:
-        params: vLLM's `SamplingParams`. defaults: those of the server (`server_defaults`).
-        request_id: seeds a request without a seed, equal in all processes.
-
-    Raises:
-        ValueError, TypeError: an unknown name, or a value out of its range.
-    """
+    params: vLLM's `SamplingParams`. defaults: those of the server (`server_defaults`).
+    request_id: seeds a request without a seed, equal in all processes.
+    Raises ValueError, TypeError: an unknown name, or a value out of its range."""
     for name, neutral in PENALTIES.items():
         if getattr(params, name) != neutral:
             raise ValueError(f"{name}={getattr(params, name)} is not served for diffusion models: leave it out")

@@ -148,14 +148,10 @@ class Slot:
 def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row's query where its blocks end.
 
-    Args:
-        begins: [R + 1] int: where the rows' queries begin in the batch, and where the last one ends.
-        computed: [R] int: positions left of each row's query.
-
-    Returns:
-        rows [P], begins [P + 1] and ends [P], int32: whose piece it is, where it begins in the batch, and the position
-        after it in its row.
-    """
+    begins: [R + 1] int: where the rows' queries begin in the batch, and where the last one ends.
+    computed: [R] int: positions left of each row's query.
+    Returns rows [P], begins [P + 1] and ends [P], int32: whose piece it is, where it begins in the batch, and the
+    position after it in its row."""
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):
         first, position = int(begins[row]), int(computed[row])

@@ -61,10 +61,8 @@ def draft_in_order(
 ) -> tuple[Tensor, Tensor]:
     """Draft [R, n] at positions [R, n] from left to right; also return q [R, n, V].
 
-    Args:
-        logits: called with a slot and the tokens before it [R]; returns [R, V].
-        candidates: called with a slot; returns the ids [R, K] outside of which these are -inf, or None for the
-            vocabulary.
+    logits: called with a slot and the tokens before it [R]; returns [R, V].
+    candidates: called with a slot; returns the ids [R, K] outside of which these are -inf, or None for the vocabulary.
     """
     drafting, device = state.drafting, positions.device
     last_position = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
@@ -96,12 +94,8 @@ def block_query(
 ) -> tuple[CausalQuery, np.ndarray]:
     """Query of final tokens that the drafter has not read, right-aligned, then the last final token and masks.
 
-    Args:
-        fed: [R] int64: final tokens that it has read. size: columns of the block.
-
-    Returns:
-        The query, and how many columns each row of the call has before the block, [branches * R] int64.
-    """
+    fed: [R] int64: final tokens that it has read. size: columns of the block.
+    Returns the query, and how many columns each row of the call has before the block, [branches * R] int64."""
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
     last_position = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token

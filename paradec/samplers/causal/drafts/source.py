@@ -24,10 +24,8 @@ class DraftSource(Protocol):
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows [R]; each takes at least one draft.
 
-        Args:
-            features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the
-                first that the drafter has not read; None for drafters that read none.
-        """
+        features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the first
+            that the drafter has not read; None for drafters that read none."""
 
 
 def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
@@ -124,10 +122,8 @@ def run_drafter_on_tree(
 ) -> tuple[Tensor, Tensor | None]:
     """The drafter's guided logits, and its hidden states at the wanted nodes [branches * R, W, D] if it reads features.
 
-    Args:
-        num_drafts: drafts in the query. num_new: [branches, R]: its final tokens.
-        features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent.
-    """
+    num_drafts: drafts in the query. num_new: [branches, R]: its final tokens.
+    features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent."""
     if features is None or hidden is None:
         return run_drafter(state, [query]), None
     drafting = state.drafting

@@ -107,9 +107,7 @@ class DraftLayers:
     def _align_states(self, state: CausalState, query: Any, first_unread: Tensor, features: Tensor) -> Tensor:
         """[branches * R, Q, D]: the hidden states left of the query's columns; those of the last columns are kept.
 
-        Args:
-            first_unread: [branches * R, 1]: the first position that was never read; `features` begin left of it.
-        """
+        first_unread: [branches * R, 1]: the first position that was never read; `features` begin left of it."""
         drafting, row_index = state.drafting, query.store.rows
         assert drafting.features is not None  # `DraftingSampler.open` has made them
         num_reread = drafting.features.shape[1]

@@ -107,14 +107,10 @@ def look_up(
 ) -> tuple[Tensor, Tensor]:
     """Find what followed the last tokens of rows where they occurred before.
 
-    Args:
-        tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
-        usable: [R, L] bool: which tokens may be drafted. end_ids: [E] int64: ids after which no draft follows.
-        size: the longest match, at least 1. max_drafts: limit of drafts.
-
-    Returns:
-        [R, max_drafts] int64 drafts, 0 for none, and the number of each row, [R] int64.
-    """
+    tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
+    usable: [R, L] bool: which tokens may be drafted. end_ids: [E] int64: ids after which no draft follows.
+    size: the longest match, at least 1. max_drafts: limit of drafts.
+    Returns [R, max_drafts] int64 drafts, 0 for none, and the number of each row, [R] int64."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     # [R, L] bool: whether the n tokens left of a column are the row's last n; the column must hold a token
     is_match = (column < length).expand_as(tokens)

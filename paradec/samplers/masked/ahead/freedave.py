@@ -37,17 +37,12 @@ def accept_drafts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the drafts that are accepted beyond the first one, which is the row itself.
 
-    Args:
-        drafts: [K, R, W] int64 windows, each an extension of the one before.
-        written: [K, R, W] int64: the windows after the base's step from each draft.
-        num_drafts: [R] int64: how many of a row's drafts were evaluated.
-        mask: the mask id.
-        subset: False accepts a draft that equals the base's step from the accepted one before it; True the furthest one
-            whose tokens are all among those of an accepted one's step.
-
-    Returns:
-        The number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64.
-    """
+    drafts: [K, R, W] int64 windows, each an extension of the one before.
+    written: [K, R, W] int64: the windows after the base's step from each draft.
+    num_drafts: [R] int64: how many of a row's drafts were evaluated. mask: the mask id.
+    subset: False accepts a draft that equals the base's step from the accepted one before it; True the furthest one
+        whose tokens are all among those of an accepted one's step.
+    Returns the number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64."""
     count = len(drafts)
     depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
     judge_of_draft = np.broadcast_to(depth, (count, len(rows)))

@@ -79,11 +79,8 @@ class DraftingSampler(MaskedSampler):
     ) -> tuple[list[DraftState], list[BaseStep], np.ndarray]:
         """The drafts of a call, the base's step from each, and how many drafts of each row were evaluated [R] int64.
 
-        Args:
-            reader: the sampler that reads candidates and quantities from logits.
-            outputs: logits [R, W, V], one per query.
-            chain: whether a step's memory comes from the step from the draft before it, or from the state.
-        """
+        reader: the sampler that reads candidates and quantities from logits. outputs: logits [R, W, V], one per query.
+        chain: whether a step's memory comes from the step from the draft before it, or from the state."""
         window, base = state.window, self.base
         draft_windows = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         drafts = draft_windows[0].drafts if draft_windows else [DraftState(state, 0, window.read(state.canvas))]

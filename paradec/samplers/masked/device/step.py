@@ -68,16 +68,12 @@ def decode(
 ) -> MaskedState:
     """Decode a request from its start to its end, as `protocol.decode` does.
 
-    Args:
-        capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
-        poll_every: steps between two looks of the host at the device. More than one saves waits, and may replay up to
-            that many steps less one for nothing at every block's end.
-
-    Raises:
-        ValueError: a request that the device-side step cannot serve or that has begun, or `capture` without a CUDA
-            device.
-        FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written to.
-    """
+    capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
+    poll_every: steps between two looks of the host at the device. More than one saves waits, and may replay up to that
+        many steps less one for nothing at every block's end.
+    Raises ValueError: a request that the device-side step cannot serve or that has begun, or `capture` without a CUDA
+    device. Raises FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written
+    to."""
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":

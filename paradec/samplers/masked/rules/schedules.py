@@ -11,9 +11,7 @@ import torch
 def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """LLaDA's linear schedule: equal counts, the first `masks % steps` steps one more. All arrays: [R] int64.
 
-    Args:
-        masks_at_open: undecided positions when the block opened.
-        step, steps: steps taken in the block, and planned for it.
+    masks_at_open: undecided positions when the block opened. step, steps: steps taken in the block, and planned for it.
     """
     steps = steps.clip(1)  # of tensors too
     return masks_at_open // steps + (step < masks_at_open % steps)
