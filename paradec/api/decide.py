@@ -226,8 +226,7 @@ def decide(
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
     _check(model, state, questions, rotate, template)
-    if prior is not None:
-        check_choice("prior", prior, ("empty",))
+    check_choice("prior", prior, (None, "empty"))
     check_int("seeds", seeds, low=1, high=1024)
     check_int("batch_size", batch_size, low=1)
     if not isinstance(temperature, Mapping):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paradec.api.decide import TYPES, Decision, Question, check_json, decide, import_decision
+from paradec.api.decide import TYPES, Question, check_json, decide, import_decision
 from paradec.batching.slots import Cancelled
 from paradec.core.checks import shown
 from paradec.integrations.server.engine import Engine
@@ -27,30 +27,11 @@ class DecisionBody(BaseModel):
     assets: dict[str, Any] = {}
 
 
-def build_questions(body: DecisionBody, config: Any) -> dict[str, Question]:
-    """Build questions for `paradec.decide`. Raises ApiError, and ValueError for text that is not UTF-8."""
-    check_json("questions", body.questions)
-    try:
-        parsed = import_decision().parse_questions(body.questions, config)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ApiError(f"questions: {error}", 422, "questions") from error
-    questions = {}
-    for question in parsed:
-        values = {"noul": [option == "true" for option in question.options], "choice": question.options}
-        options = tuple(values.get(question.type, range(len(question.options))))
-        fields = (question.type, question.instructions, question.labels, question.descriptions)
-        questions[question.name] = Question(*fields, options)
-    return questions
-
-
-def to_answer(question: Question, decision: Decision) -> dict[str, Any]:
-    """Write a decision as transformers' server does."""
-    if question.type == "noul":
-        return {"type": "noul", "noul": decision.probabilities[True]}
-    answer: dict[str, Any] = {"type": question.type, question.type: decision.value}
-    answer |= {"legend": dict(zip(question.options, question.descriptions))} if question.type == "score" else {}
-    probabilities = {str(option): p for option, p in decision.probabilities.items()}
-    return answer | {"confidence": decision.confidence, "probabilities": probabilities}
+def build_question(parsed: Any) -> Question:
+    """Build a question for `paradec.decide` from transformers'."""
+    values = {"noul": [option == "true" for option in parsed.options], "choice": parsed.options}
+    options = tuple(values.get(parsed.type, range(len(parsed.options))))
+    return Question(parsed.type, parsed.instructions, parsed.labels, parsed.descriptions, options)
 
 
 class Decisions:
@@ -84,7 +65,12 @@ class Decisions:
             counts.append(tokens)
 
         check_json("state", body.state)
-        questions = build_questions(body, self.config)
+        check_json("questions", body.questions)
+        try:
+            parsed = import_decision().parse_questions(body.questions, self.config)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ApiError(f"questions: {error}", 422, "questions") from error
+        questions = {question.name: build_question(question) for question in parsed}
         if self.config.chat_template is not None:
             raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
         state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
@@ -92,5 +78,7 @@ class Decisions:
         ask = partial(decide, self.engine.model, state, questions, temperature=temperature, before_call=before_call)
         async with self._turn:  # several together would share the machine's memory
             decisions = await asyncio.to_thread(ask)
-        answers = {name: to_answer(question, decisions[name]) for name, question in questions.items()}
+        answers = {
+            question.name: question.answer([*decisions[question.name].probabilities.values()]) for question in parsed
+        }
         return {"answers": answers, "usage": {"input_tokens": decisions.input_tokens, "output_tokens": 0}}

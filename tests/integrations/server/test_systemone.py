@@ -82,19 +82,18 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 @pytest.mark.parametrize("name", named("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
-    from transformers.decision import DecisionConfig
+    from transformers.decision import DecisionConfig, parse_questions
 
-    from paradec.integrations.server.decisions import DecisionBody, build_questions, to_answer
+    from paradec.integrations.server.decisions import build_question
 
     case = CASES[name]
-    body = DecisionBody.model_validate({"state": "x", "questions": plain(case["questions"], read=True)})
-    for key, question in build_questions(body, DecisionConfig()).items():
-        expected = case["expected"]
+    for parsed in parse_questions(plain(case["questions"], read=True), DecisionConfig()):
+        key, question, expected = parsed.name, build_question(parsed), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [chat_ids(label)[0] for label in question.labels]
         model = chat_model("bidirectional", module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
         found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
-        assert close(to_answer(question, found[key]), expected["answers"][key], 1e-9)
+        assert close(parsed.answer([*found[key].probabilities.values()]), expected["answers"][key], 1e-9)
 
 
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
