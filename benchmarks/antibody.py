@@ -9,21 +9,17 @@ with its `sweep` settings; what counts is the share of masked residues that come
 
 The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so that no
 method wins or loses by stopping early. `adablock` is left out, since its blocks end at delimiters and proteins have
-none, and `maskgit` and its kin, which are made to draw.
-
-One residue a step, the default of the rules with a fixed schedule, is measured for `low_confidence` alone: it costs
-more than everything else together. For the same reason a configuration
-that makes fewer than three residues final per forward under the first seed is measured under that seed only; results
-say how many fillings each line rests on.
+none, and `maskgit` and its kin, which are made to draw. One residue a step, the default of the rules with a fixed
+schedule, is measured for `low_confidence` alone, for time. A configuration that makes fewer than three residues final
+per forward under the first seed is measured under that seed only; results say how many fillings each line rests on.
 
 Every configuration fills the same sequences under the same masks, and is compared with the baseline on what both have
 filled. Intervals are percentile bootstraps over sequences (95 %; the mean over a sequence's seeds is one number);
 "versus baseline" is the interval of the paired difference.
 
 Work is done in units: four heavy or four light chains under one seed, by all configurations. `--draw` makes
-docs/figures/antibody.svg from the results that are there.
-A canvas that was evaluated before, by whatever sampler, is looked up instead of evaluated again: rules that agree visit
-the same ones. Forwards are counted as if it were not so, and no times are reported.
+docs/figures/antibody.svg from the results that are there. A canvas that was evaluated before, by whatever sampler, is
+looked up; forwards are counted all the same, and no times are reported.
 """
 
 from __future__ import annotations
@@ -105,13 +101,25 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
     """The chains as prompts with their masks under seed 0 and what belongs there, for `paradec tune` and rankings; and
     the tokens that none of them has."""
-    mask, asked = model.facts.mask_token_id, []
+    asked = []
     for chain in chains:
-        ids = model.tokenizer(" ".join(chain.residues))["input_ids"]
-        at = (chain.masked(0) + 1).tolist()
-        masked = [mask if k in set(at) else i for k, i in enumerate(ids)]
-        asked.append(Question(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
-    return asked, [i for i in model.tokenizer.all_special_ids if i != mask]
+        row, _, truth = masked_row(model, chain, 0)
+        asked.append(Question(row, chain.name, None, tuple(truth.tolist()), chain.kind, chain.antibody))
+    return asked, special_ids(model)
+
+
+def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """A chain's tokens with its masks under a seed, the places of the masks, and the tokens that belong there."""
+    row = np.array(model.tokenizer(" ".join(chain.residues))["input_ids"])  # [CLS] residues [SEP]
+    places = chain.masked(seed) + 1
+    truth = row[places]
+    row[places] = model.facts.mask_token_id
+    return row.tolist(), places, truth
+
+
+def special_ids(model: Any) -> list[int]:
+    """The tokens that no chain has."""
+    return [i for i in model.tokenizer.all_special_ids if i != model.facts.mask_token_id]
 
 
 class Remembering:
@@ -222,7 +230,7 @@ def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {sampler: aup(curve, best) for sampler, curve in curves.items() if len(curve) == settings}
 
 
-def plot(result: dict[str, Any], file: Path) -> None:
+def plot(result: dict[str, Any]) -> None:
     """Recovery over forwards, a panel for each kind of chain."""
     from paradec.tools.evaluation.plot import Panel, draw
 
@@ -232,28 +240,18 @@ def plot(result: dict[str, Any], file: Path) -> None:
         for row in result[kind]:
             curves.setdefault(row["sampler"], []).append((row["forwards"], row["recovery"], *row["interval"]))
         panels.append(Panel(title, curves, curves[result[kind][0]["sampler"]][0]))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draw(panels, file, "forwards per sequence", "masked residues recovered, %")
+    draw(panels, ROOT / "docs" / "figures" / "antibody.svg", "forwards per sequence", "masked residues recovered, %")
 
 
 def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: int) -> tuple[list[int], list[int]]:
     """Fill masked chains with one configuration: (residues that came back, forwards) of each."""
-    given, truth, holes = [], [], []
-    for chain in chains:
-        ids = model.tokenizer(" ".join(chain.residues))["input_ids"]  # [CLS] residues [SEP]
-        at = chain.masked(seed) + 1
-        row = np.array(ids)
-        truth.append(row[at].copy())
-        row[at] = model.facts.mask_token_id
-        given.append(row.tolist())
-        holes.append(at)
-    special = [i for i in model.tokenizer.all_special_ids if i != model.facts.mask_token_id]
+    given, holes, truth = zip(*(masked_row(model, chain, seed) for chain in chains), strict=True)
     output = paradec.generate(
         model,
-        given,
+        list(given),
         sampler=configuration.make(),
         seed=seed,
-        suppress_tokens=special,
+        suppress_tokens=special_ids(model),
         **configuration.request(round(float(np.mean([len(at) for at in holes])))),
     )
     width = output.sequences.shape[1]  # rows end at the right edge
@@ -264,22 +262,23 @@ def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: in
     return [int((a == b).sum()) for a, b in zip(found, truth, strict=True)], output.row_nfe
 
 
-def measured(names: list[str] | None, sequential: bool, model: Model | None = None) -> list[Configuration]:
-    """What is compared; with `sequential`, every sampler's defaults. With a `model`, samplers that do not fit it
-    (`learn2pd` without a filter for it) are left out, unless they were asked for by name, and a line says so."""
+def fitting(
+    model: Any, prompt: Any, every: Iterable[Configuration], left_out: Sequence[str], sequential: Sequence[str]
+) -> list[Configuration]:
+    """The configurations of samplers that fit a model; for the others (`learn2pd` without a filter for it) a line says
+    why. Defaults that make one token a step are measured for the `sequential` samplers alone."""
     found = []
-    for configuration in configurations(names):
+    for configuration in every:
         method = configuration.make()
         one_by_one = not configuration.changes and method.uses_steps and configuration.sampler not in COMBINATIONS
-        if configuration.sampler in LEFT_OUT or one_by_one and not sequential and configuration.sampler != SEQUENTIAL:
+        if configuration.sampler in left_out or one_by_one and configuration.sampler not in sequential:
             continue
-        if model is not None and names is None:
-            try:
-                method.start(model, [[model.facts.mask_token_id]])
-            except ValueError as error:
-                if not configuration.changes:
-                    print(f"{configuration.sampler} is left out: {error}", file=sys.stderr)
-                continue
+        try:
+            method.start(model, prompt)
+        except ValueError as error:
+            if not configuration.changes:
+                print(f"{configuration.sampler} is left out: {error}", file=sys.stderr)
+            continue
         found.append(configuration)
     return found
 
@@ -300,10 +299,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="mask patterns per sequence")
     parser.add_argument("--skip", type=int, default=0, help="antibodies to leave out at the start of the file")
     parser.add_argument("--limit", type=int, help="antibodies, from there on; by default all")
-    parser.add_argument("--samplers", help="names, separated by commas; by default every masked one")
     parser.add_argument("--out", type=Path, default=RESULTS / "antibody.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.svg")
-    parser.add_argument("--draw", action="store_true", help="only --plot, from what --out holds")
+    parser.add_argument("--draw", action="store_true", help="only the figure, from what --out holds")
     arguments = parser.parse_args()
     for name, low in (("seeds", 1), ("skip", 0), ("limit", 1)):
         value = getattr(arguments, name)
@@ -311,12 +308,11 @@ def main() -> None:
             parser.error(f"--{name} {value} must be at least {low}")
 
     if arguments.draw:
-        plot(read_result(arguments.out), arguments.plot)
+        plot(read_result(arguments.out))
         return
     from antibody_model import load_antiberty
 
     torch.set_num_threads(1)
-    names = arguments.samplers.split(",") if arguments.samplers else None
     chains = read_chains()
     kept = list(dict.fromkeys(chain.antibody for chain in chains))[arguments.skip :][: arguments.limit]
     if not kept:
@@ -327,7 +323,7 @@ def main() -> None:
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()
-    wanted = measured(names, False, model)
+    wanted = fitting(model, [[model.facts.mask_token_id]], configurations(), LEFT_OUT, [SEQUENTIAL])
     benchmark = Benchmark(masked, [Record(configuration) for configuration in wanted])
     todo = benchmark.records
     for seed, group in work:
@@ -341,8 +337,8 @@ def main() -> None:
         print(f"seed {seed}: {', '.join(chain.name for chain in group)}", file=sys.stderr, flush=True)
     result = {"setup": setup} | benchmark.result()
     write_result(arguments.out, result)
-    print(antibody_table(result, defaults_only=False))
-    plot(result, arguments.plot)
+    print(antibody_table(result))
+    plot(result)
 
 
 if __name__ == "__main__":

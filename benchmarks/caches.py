@@ -36,7 +36,7 @@ import paradec
 from paradec.caches.cost import CacheCost
 from paradec.caches.table import REFUSED, verdict
 from paradec.models.adapter import Model
-from paradec.tools.evaluation.tasks import TASKS, load_prompts
+from paradec.tools.evaluation.tasks import TASKS, Example, load_prompts
 
 SHAPES = (
     {"rows": 1, "prompt": 448, "new": 64, "block": 32, "steps": 16},
@@ -178,16 +178,17 @@ def prefix() -> None:
     found: list[dict[str, Any]] = []
 
     def note(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
-        entry = {
-            "what": what,
-            "seconds_without": sum(plain) / len(plain),
-            "seconds": reused,
-            "positions_without": before.forwarded_tokens,
-            "positions": after.forwarded_tokens,
-            "store_bytes_without": before.cost.store_bytes,
-            "store_bytes": after.cost.store_bytes,
-        }
-        found.append(entry)
+        found.append(
+            {
+                "what": what,
+                "seconds_without": sum(plain) / len(plain),
+                "seconds": reused,
+                "positions_without": before.forwarded_tokens,
+                "positions": after.forwarded_tokens,
+                "store_bytes_without": before.cost.store_bytes,
+                "store_bytes": after.cost.store_bytes,
+            }
+        )
 
     run(ids(1, 32))
     for common in (128, 512):
@@ -207,15 +208,22 @@ def prefix() -> None:
     print(caches_prefix_table(result))
 
 
+def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tuple[float, float, float]:
+    """Answer the packaged prompts, 16 at once: share of right answers, positions and forwards of an answer."""
+    right = positions = forwards = 0
+    for begin in range(0, len(examples), 16):
+        batch = examples[begin : begin + 16]
+        out = paradec.generate(model, [example.prompt for example in batch], seed=0, **request)
+        right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
+        positions, forwards = positions + out.forwarded_tokens, forwards + sum(out.row_nfe)
+    return right / len(examples), positions / len(examples), forwards / len(examples)
+
+
 def accuracy(limit: int) -> None:
     """One and several tokens per step, every cache, blocks of 16."""
     torch.set_num_threads(1)
     model = paradec.load()
-    rules = {
-        "low_confidence": paradec.samplers.create("low_confidence"),
-        "threshold": paradec.samplers.create("threshold"),
-        "random": paradec.samplers.create("random"),
-    }
+    rules = {name: paradec.samplers.create(name) for name in ("low_confidence", "threshold", "random")}
     examples = load_prompts(None, limit=limit)
     settings = [(name, {}) for name in paradec.caches.names()] + list(VARIANTS)
     entries = {
@@ -227,33 +235,12 @@ def accuracy(limit: int) -> None:
             cache = paradec.caches.create(name, **given)
             if verdict(sampler, cache, model.facts).status == REFUSED:
                 continue
-            right = forwarded = forwards = 0
-            for begin in range(0, len(examples), 16):
-                batch = examples[begin : begin + 16]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    out = paradec.generate(
-                        model,
-                        [example.prompt for example in batch],
-                        sampler=sampler,
-                        cache=cache,
-                        max_new_tokens=32,
-                        block_length=16,
-                        seed=0,
-                    )
-                forwarded, forwards = forwarded + out.forwarded_tokens, forwards + sum(out.row_nfe)
-                right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
-            count = len(examples)
-            rows.append(
-                {
-                    "sampler": rule,
-                    "cache": label,
-                    "prompts": count,
-                    "right": right / count,
-                    "positions_per_answer": forwarded / count,
-                    "forwards_per_answer": forwards / count,
-                }
-            )
+            request = {"sampler": sampler, "cache": cache, "max_new_tokens": 32, "block_length": 16}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                right, positions, forwards = answer_packaged(model, examples, **request)
+            row = {"sampler": rule, "cache": label, "prompts": len(examples), "right": right}
+            rows.append(row | {"positions_per_answer": positions, "forwards_per_answer": forwards})
             print(rows[-1], flush=True)
     result = {"model": "packaged", "block_length": 16, "rows": rows}
     write_result(RESULTS / "caches_accuracy.json", result)

@@ -22,7 +22,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from canvas_model import ENDS, FIRST_TOKEN, PAD, small_module
 from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import canvases_memory_table, canvases_table, canvases_wait_table
+from timing import forget_peak, resident, timed
 
 import paradec
 
@@ -45,6 +45,64 @@ WAITS = (0, 1, 2, 3, 5)
 SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
 """Entropy bound and confidence threshold; the last are the checkpoint's own."""
 VOCABULARY, CANVAS = 262_144, 256
+PAD, ENDS = 0, [1, 2, 3]
+FIRST_TOKEN = 8
+"""Ids below are the padding, ends and those of images."""
+
+
+def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
+    """A random `DiffusionGemmaForBlockDiffusion` of two layers, a sliding and a full one, and four experts, float32.
+
+    Logits are products of the last hidden state with the embeddings. These have std 1, other matrices 0.1: with the
+    usual small weights every canvas would run to its last step.
+    """
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    config = DiffusionGemmaConfig(
+        text_config={
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "max_position_embeddings": 4096,
+            "pad_token_id": PAD,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        canvas_length=canvas,
+        image_token_id=5,
+        boi_token_id=6,
+        eoi_token_id=7,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = DiffusionGemmaForBlockDiffusion(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.0 if "embed_tokens" in name else 0.1, generator=generator)
+        for name, buffer in module.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
+    module.generation_config.pad_token_id = PAD
+    return module.eval()
 
 
 # ---- schedule -------------------------------------------------------------------------------------------------------
@@ -83,18 +141,13 @@ def prompts(module: Any, seed: int) -> list[list[int]]:
     return [torch.randint(FIRST_TOKEN, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def sampler(settling: str, **settings: Any) -> Any:
-    bound, confidence = SETTLING[settling]
-    return paradec.samplers.create("diffusion_gemma", entropy_bound=bound, confidence_threshold=confidence, **settings)
-
-
 def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None, **settings: Any) -> Any:
     """One request of `paradec.generate`."""
     new = CANVASES * module.config.canvas_length
-    method = sampler(settling, **settings)
-    return paradec.generate(
-        model, prompts(module, seed), max_new_tokens=new, sampler=method, seed=seed, callback=callback
-    )
+    settings |= dict(zip(("entropy_bound", "confidence_threshold"), SETTLING[settling], strict=True))
+    method = paradec.samplers.create("diffusion_gemma", **settings)
+    shared = {"max_new_tokens": new, "seed": seed, "callback": callback}
+    return paradec.generate(model, prompts(module, seed), sampler=method, **shared)
 
 
 def theirs(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
@@ -139,20 +192,11 @@ class Paths:
         return np.array([sum(longest), rows * sum(longest), canvases])
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and processor seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def timed_turns(
-    model: Any, module: Any, settling: str, ends: list[int], seeds: tuple[int, ...], turns: int
-) -> dict[str, Any]:
+def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: int) -> dict[str, Any]:
     """Wall and processor time of transformers over ours, over turns that each answer every seed."""
     runs: tuple[Callable[[int], Any], ...] = (
         lambda seed: ours(model, module, settling, seed),
@@ -160,93 +204,72 @@ def timed_turns(
     )
     took = np.zeros((turns, 2, 2))
     for turn in range(turns):
-        for seed in seeds:
+        for seed in SEEDS:
             for which in (0, 1) if turn % 2 else (1, 0):
-                took[turn, which] += timed(partial(runs[which], seed))
+                took[turn, which] += timed(partial(runs[which], seed))[1:]
     found: dict[str, Any] = {}
-    for place, clock in enumerate(("wall", "cpu") if turns else ()):
+    for place, clock in enumerate(("cpu", "wall") if turns else ()):
         ratios = spread((took[:, 1, place] / took[:, 0, place]).tolist())
         found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in ratios.items()}
     return found
 
 
-def schedule(
-    module: Any,
-    turns: int,
-    seeds: tuple[int, ...] = SEEDS,
-    waits: tuple[int, ...] = WAITS,
-    settlings: tuple[str, ...] = tuple(SETTLING),
-) -> list[dict[str, Any]]:
+def schedule(turns: int) -> dict[str, Any]:
     """The counts and times of every setting."""
+    module = small_module()
     found = []
     default = paradec.samplers.create("diffusion_gemma").encode_wait
-    for settling in settlings:
+    for settling in SETTLING:
         for ends in ([], ENDS):
             model = paradec.wrap(module, eos_token_id=ends, pad_token_id=PAD)
             locked, same, steps = np.zeros(3, int), np.zeros(3, int), []
-            for seed in seeds:
+            for seed in SEEDS:
                 with Counted(module) as counted:
                     theirs(module, settling, seed, ends)
                 locked += counted.counts()
             by_wait = {}
-            for wait in waits:
+            for wait in WAITS:
                 total = np.zeros(3, int)
-                for seed in seeds:
+                for seed in SEEDS:
                     paths = Paths()
                     with Counted(module) as counted:
                         ours(model, module, settling, seed, paths, encode_wait=wait)
                     total += counted.counts()
-                    if wait == waits[0]:
+                    if wait == WAITS[0]:
                         same += paths.lock_step(len(LENGTHS))
                         steps += [count for row in paths.steps.values() for count in row]
                 by_wait[wait] = total
-            times = timed_turns(model, module, settling, ends, seeds, turns)
+            times = timed_turns(model, module, settling, ends, turns)
             model.unwrap()
             entry: dict[str, Any] = {
                 "settles": settling,
                 "ends": bool(ends),
                 "steps_per_canvas": {"mean": round(statistics.mean(steps), 1), "low": min(steps), "high": max(steps)},
                 "transformers": _named(locked),
-                "encode_wait": [{"wait": wait, **_compared(total, locked, same)} for wait, total in by_wait.items()],
+                "encode_wait": [
+                    {
+                        "wait": wait,
+                        **_named(total),
+                        "rows_fewer": float(locked[1] / total[1]),
+                        "calls_times": float((total[0] + total[2]) / (locked[0] + locked[2])),
+                        "rows_fewer_same_paths": float(same[1] / total[1]),
+                    }
+                    for wait, total in by_wait.items()
+                ],
                 "default_wait": default,
                 **times,
             }
             found.append(entry)
             print(entry, flush=True)
-    return found
-
-
-def schedules(turns: int) -> dict[str, Any]:
     settings = {"prompts": LENGTHS, "canvases": CANVASES, "seeds": SEEDS, "settling": SETTLING, "turns": turns}
-    return {**settings, "rows": schedule(small_module(), turns)}
+    return {**settings, "rows": found}
 
 
 def _named(counts: np.ndarray) -> dict[str, int]:
     return dict(zip(("decoder_calls", "rows", "encoder_calls"), counts.tolist(), strict=True))
 
 
-def _compared(total: np.ndarray, locked: np.ndarray, same: np.ndarray) -> dict[str, Any]:
-    """How many times fewer rows, and how many times as many calls of both kinds."""
-    return {
-        **_named(total),
-        "rows_fewer": float(locked[1] / total[1]),
-        "calls_times": float((total[0] + total[2]) / (locked[0] + locked[2])),
-        "rows_fewer_same_paths": float(same[1] / total[1]),
-    }
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
-
-
-def resident(name: str) -> int:
-    """Bytes: "VmRSS" now, or "VmHWM", the most since `begin_peak`."""
-    text = Path("/proc/self/status").read_text()
-    line = next(line for line in text.splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])
-
-
-def begin_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Peaks:
@@ -260,26 +283,26 @@ class Peaks:
     def stage(self, name: str, outside: str) -> Iterator[None]:
         """Inside it is `name`, until then it was `outside`."""
         self.note(outside)
-        begin_peak()
+        forget_peak()
         yield
         self.note(name)
-        begin_peak()
+        forget_peak()
 
     def note(self, name: str) -> None:
         self.most[name] = max(self.most.get(name, 0), resident("VmHWM") - self.base)
 
 
-def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int = 2) -> dict[str, Any]:
-    """Bytes above the loaded model of one canvas of `rows` rows, that takes so many steps. In a process of its own."""
+def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str, Any]:
+    """Bytes above the loaded model of one canvas of `rows` rows in two steps. In a process of its own."""
     torch.set_num_threads(1)
     module = small_module(vocab, canvas, hidden)
     ids = torch.randint(FIRST_TOKEN, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))
     if who == "ours":
         model = paradec.wrap(module)
-    begin_peak()
+    forget_peak()
     peaks = Peaks()
     if who == "ours":
-        method = paradec.samplers.create("diffusion_gemma", max_denoising_steps=steps, early_stop=False)
+        method = paradec.samplers.create("diffusion_gemma", max_denoising_steps=2, early_stop=False)
         state = method.start(model, ids, max_new_tokens=canvas, seed=0)
         with torch.inference_mode():
             while not state.done:
@@ -293,14 +316,8 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int =
                     method.commit(state, proposal)
                 del proposal
     else:
-        forward = module.forward
-
-        def staged(*args: Any, **kwargs: Any) -> Any:
-            with peaks.stage("model", "else"):
-                return forward(*args, **kwargs)
-
-        module.forward = staged
-        module.generate(ids, max_new_tokens=canvas, max_denoising_steps=steps, stability_threshold=steps)
+        module.forward = peaks.stage("model", "else")(module.forward)
+        module.generate(ids, max_new_tokens=canvas, max_denoising_steps=2, stability_threshold=2)
     peaks.note("else")
     return {"who": who, "rows": rows, "peak": max(peaks.most.values()), "stages": peaks.most}
 
@@ -310,18 +327,17 @@ def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *map(str, sizes)]
     environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, rows: tuple[int, ...] = (1, 2)) -> Any:
+def memory() -> dict[str, Any]:
     """The peaks of both, in logits of one row (canvas x vocabulary float32)."""
-    unit = 4 * vocab * canvas
-    found = []
-    for count in rows:
+    found, hidden = [], 64
+    for count in (1, 2):
         for who in ("ours", "transformers"):
-            found.append(peak_alone(who, count, vocab, canvas, hidden))
-    return {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "logits_of_a_row": unit, "peaks": found}
+            found.append(peak_alone(who, count, VOCABULARY, CANVAS, hidden))
+    sizes = {"vocabulary": VOCABULARY, "canvas": CANVAS, "hidden": hidden}
+    return {**sizes, "logits_of_a_row": 4 * VOCABULARY * CANVAS, "peaks": found}
 
 
 def main() -> None:
@@ -343,7 +359,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"schedule": lambda: schedules(arguments.turns), "memory": memory}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"schedule": lambda: schedule(arguments.turns), "memory": memory}
     for name, measure in parts.items():
         if arguments.part in (name, "all"):
             report[name] = {"commit": COMMIT, **measure()}

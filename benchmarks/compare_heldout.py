@@ -80,6 +80,10 @@ def other_questions(per_task: int = 12) -> list[evaluation.Question]:
     return found
 
 
+def show_progress(comparison: Any, configuration: Any, share: float) -> None:
+    print(f"{share:5.1%} {configuration.name}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parts = ("compare", "heldout", "parallel")
@@ -88,10 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    def show(comparison: Any, configuration: Any, share: float) -> None:
-        print(f"{share:5.1%} {configuration.name}", flush=True)
-
-    request: dict[str, Any] = {"batch": arguments.batch, "progress": show}
+    request: dict[str, Any] = {"batch": arguments.batch, "progress": show_progress}
     if "compare" in arguments.parts:
         comparison = evaluation.compare(questions=evaluation.packaged_questions(limit=12), **request)
         write_result(RESULTS / "compare.json", published(comparison))

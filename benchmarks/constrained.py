@@ -50,17 +50,6 @@ def answers(limit: int) -> None:
                 found.append((100 * right / len(examples), sum(out.nfe for out in outputs) / len(outputs)))
             said = " -> ".join(f"{share:5.1f} % in {forwards:4.1f} forwards" for share, forwards in found)
             print(f"{name:14} {way:12} {said}", flush=True)
-    template(model)
-
-
-def template(model: Any) -> None:
-    """Five fields of a number each, whose names are given: their tokens take no forward."""
-    names = ["apple", "banana", "cherry", "date", "fig"]
-    held = paradec.Regex(", ".join(f"{name}: [0-9]" for name in names))
-    for way in ("one a step", "threshold"):
-        asked: dict[str, Any] = {"max_new_tokens": 64, "block_length": 64, **WAYS[way]}
-        out = paradec.generate(model, "Copy: " + " ".join(names), constraint=held, **asked)
-        print(f"five fields    {way:12} {out.tokens[0]} tokens in {out.nfe} forwards: {out.text}")
 
 
 def main() -> None:

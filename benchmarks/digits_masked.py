@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from digit_quality import load_classifier
-from digits import BATCH, judged
+from digits import batches, judged
 from provenance import RESULTS, read_result, write_result
 from tables import evaluations_table, evenly_table
 from torch import Tensor
@@ -107,12 +107,11 @@ def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
 @torch.inference_mode()
 def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]:
     _, _, name, settings, steps = setting
-    pictures, labels, evaluations, full = [], [], [], []
-    for start in range(0, images, BATCH):
-        wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
+    pictures, evaluations, full = [], [], []
+    for start, labels in batches(images):
         out = paradec.generate_images(
             model,
-            class_labels=wanted,
+            class_labels=labels,
             sampler=paradec.samplers.create(name, **settings),
             steps=steps,
             seed=seed + start,
@@ -121,15 +120,9 @@ def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, 
         read = np.array([step.forwarded for step in out.trace.steps])  # [steps, B]
         whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)  # of all guidance branches
         pictures.append(out.images)
-        labels += wanted
         evaluations += (read.sum(0) / whole).tolist()
         full += (read == whole).sum(0).tolist()
-    return {
-        "pictures": torch.cat(pictures),
-        "labels": torch.tensor(labels),
-        "forwards": np.array(evaluations),
-        "full": float(np.mean(full)),
-    }
+    return {"pictures": torch.cat(pictures), "forwards": np.array(evaluations), "full": float(np.mean(full))}
 
 
 @torch.inference_mode()
@@ -138,31 +131,24 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
     session = None
     if settings is not None:
         session = paradec.accelerate(pipe, Forecast(**settings))
-    pictures, labels, full, evaluations = [], [], [], []
-    for start in range(0, images, BATCH):
-        wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
+    pictures, full, evaluations = [], [], []
+    for start, labels in batches(images):
         draw = torch.Generator().manual_seed(seed + start)
-        pictures.append(pipe(wanted, num_inference_steps=steps, generator=draw, output_type="pt").images)
-        labels += wanted
-        full += [steps if session is None else len(session.report().full_steps)] * len(wanted)
-        verified = settings is not None and isinstance(settings.get("refresh"), Verification)
+        pictures.append(pipe(labels, num_inference_steps=steps, generator=draw, output_type="pt").images)
+        full += [steps if session is None else len(session.report().full_steps)] * len(labels)
+        verified = settings is not None and isinstance(settings.get("when"), Verification)
         share = 1 / pipe.transformer.config.num_layers if verified else 0.0  # it evaluates the last block
-        evaluations += [full[-1] + share * (steps - full[-1])] * len(wanted)
+        evaluations += [full[-1] + share * (steps - full[-1])] * len(labels)
     if session is not None:
         session.detach()
-    return {
-        "pictures": torch.cat(pictures),
-        "labels": torch.tensor(labels),
-        "forwards": np.array(evaluations),
-        "full": float(np.mean(full)),
-    }
+    return {"pictures": torch.cat(pictures), "forwards": np.array(evaluations), "full": float(np.mean(full))}
 
 
 REFERENCES = {f"ddim, {steps} steps": steps for steps in INTERVALS}
 """Runs that evaluate every step: how many."""
 
 
-def measure(part: str, images: int, seed: int, classifier: Any) -> list[dict[str, Any]]:
+def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
     """A row for each setting."""
     if part == "masked":
         model, settings, run = paradec.load("digits-maskgit"), MASKED, run_masked
@@ -173,7 +159,7 @@ def measure(part: str, images: int, seed: int, classifier: Any) -> list[dict[str
     for index, setting in enumerate(settings):
         label, curve, steps = setting[:3]
         # masked settings draw other numbers each; diffusion ones begin with the same noise
-        found = run(model, setting, images, seed + (1_000_000 * index if part == "masked" else 0))
+        found = run(model, setting, images, 1_000_000 * index if part == "masked" else 0)
         judgement = judged(found, classifier)[0]
         row = {"label": label, "curve": curve, "full": found["full"], "evaluations": judgement.pop("forwards")}
         rows.append(row | judgement)
@@ -264,7 +250,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--part", choices=PARTS, default="masked")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draw", action="store_true", help="only the plots and the pictures")
     args = parser.parse_args()
 
@@ -273,7 +258,7 @@ def main() -> None:
         draw(read_result(FILE))
         return
     result = read_result(FILE) if FILE.exists() else {}  # the other part's
-    result[args.part] = rows = measure(args.part, args.images, args.seed, load_classifier())
+    result[args.part] = rows = measure(args.part, args.images, load_classifier())
     result.pop("commit", None)
     write_result(FILE, result)
     print(evaluations_table(rows))

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from digit_quality import frechet_distance, load_classifier, moments
-from digits import BATCH, judged
+from digits import batches, judged
 from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import digits_scales_table
 
@@ -84,23 +84,25 @@ METHODS: list[Method] = [
 ]
 
 
+def create(sampler: str, settings: dict[str, Any]) -> Any:
+    """The sampler; `code` drafts with the large model."""
+    extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
+    return paradec.samplers.create(sampler, **settings, **extra)
+
+
 @torch.inference_mode()
 def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
     """`images` pictures, all classes equally often."""
     settings, request = setting
-    extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
-    model, method = paradec.load(name), paradec.samplers.create(sampler, **settings, **extra)
-    pictures, labels, forwards, drafted, positions, cpu = [], [], [], [], 0, 0.0
-    for start in range(0, images, BATCH):
-        wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
+    model, method = paradec.load(name), create(sampler, settings)
+    pictures, forwards, drafted, positions, cpu = [], [], [], 0, 0.0
+    for start, labels in batches(images):
         begin = time.process_time()
         out = paradec.generate_images(
-            model, class_labels=wanted, sampler=method, seed=seed + start, output_type="latent", **request
+            model, class_labels=labels, sampler=method, seed=seed + start, output_type="latent", **request
         )
         cpu += time.process_time() - begin
-        grid = model.grid()
-        pictures.append(model.decode(out.tokens, grid))
-        labels += wanted
+        pictures.append(model.decode(out.tokens, model.grid()))
         forwards += out.row_nfe
         drafted += out.draft_nfe
         positions += out.forwarded_tokens
@@ -110,7 +112,6 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
         positions += images * branches * ends[split - 1]
     return {
         "pictures": torch.cat(pictures),
-        "labels": torch.tensor(labels),
         "forwards": torch.tensor(forwards).numpy(),
         "draft_forwards": sum(drafted) / images,
         "positions": positions / images,
@@ -140,12 +141,9 @@ def figure(results: list[dict[str, Any]]) -> None:
     """A row of two pictures of every digit for each method, in the order of the table."""
     rows: list[Any] = []
     for entry in results:
-        settings, request = entry["settings"], entry["request"]
-        extra = {"drafter": paradec.load("digits-var")} if entry["sampler"] == "code" else {}
-        method = paradec.samplers.create(entry["sampler"], **settings, **extra)
+        method, model = create(entry["sampler"], entry["settings"]), paradec.load(entry["model"])
         labels = [label for label in range(10) for _ in range(2)]
-        model = paradec.load(entry["model"])
-        out = paradec.generate_images(model, class_labels=labels, sampler=method, seed=1, **request)
+        out = paradec.generate_images(model, class_labels=labels, sampler=method, seed=1, **entry["request"])
         rows += [image.convert("RGB").resize((56, 56)) for image in out.images]
     contact_sheet(rows, columns=20).save(FIGURE)
 

@@ -48,6 +48,17 @@ FEWEST = 8
 """Expected answers below which cells are pooled."""
 
 
+def seen_token(tokens: Tensor, sees: Tensor) -> Tensor:
+    """[R, W]: the token of [R, T] that each column sees ([R, W, T]), -1 for none.
+
+    Raises:
+        RuntimeError: a column sees several.
+    """
+    if (sees.sum(-1) > 1).any():
+        raise RuntimeError("a column sees two tokens at one place")
+    return torch.where(sees, tokens.unsqueeze(1), -1).amax(-1)
+
+
 class TableModel:
     """A causal model of order two: the logits of the next token depend on the last two tokens alone.
 
@@ -98,9 +109,7 @@ class TableModel:
             sees = sees & mask.squeeze(1)
         if query.valid is not None:
             sees = sees & query.valid.unsqueeze(-1)
-        if (sees.sum(-1) > 1).any():
-            raise RuntimeError("a column sees two tokens before it")
-        before = torch.where(sees, tokens.unsqueeze(1), -1).amax(-1)
+        before = seen_token(tokens, sees)
         logits = self.table[torch.where(before < 0, len(self.table) - 1, before), query.tokens]
         return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
 
@@ -139,12 +148,8 @@ class OwnDrafter(TableModel):
             return super().__call__(query, store)
         mask, keys = store.bind(query).visible(query)
         stored = store.token_at_write[query.store.rows, : query.store.visible_length]
-        tokens, found = torch.cat((stored, query.tokens), 1).unsqueeze(1), []
-        for back in (2, 1):
-            sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - back) & mask.squeeze(1)
-            if (sees.sum(-1) > 1).any():
-                raise RuntimeError("a column sees two tokens at one place")
-            found.append(torch.where(sees, tokens, -1).amax(-1))
+        tokens, at = torch.cat((stored, query.tokens), 1), query.positions.unsqueeze(-1)
+        found = [seen_token(tokens, (keys.unsqueeze(-2) == at - back) & mask.squeeze(1)) for back in (2, 1)]
         before = torch.where(found[0] < 0, len(self.table) - 1, found[0])
         return self.table[before, found[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
 
@@ -165,12 +170,8 @@ class BlockTable(TableModel):
         seen = query.visible & (tokens != self.facts.mask_id).unsqueeze(1)
         if query.valid is not None:
             seen = seen & query.valid.unsqueeze(1)
-        before = []
-        for back in range(1, self.drafts.shape[1] + 2):
-            there = seen & (at.unsqueeze(1) == at.unsqueeze(2) - back)
-            if (there.sum(-1) > 1).any():
-                raise RuntimeError("a column sees two tokens at one place")
-            before.append(torch.where(there, tokens.unsqueeze(1), -1).amax(-1))
+        places = range(1, self.drafts.shape[1] + 2)
+        before = [seen_token(tokens, seen & (at.unsqueeze(1) == at.unsqueeze(2) - back)) for back in places]
         logits = self.table[torch.where(before[1] < 0, len(self.table) - 1, before[1]), before[0].clamp(min=0)]
         known = before[0] >= 0
         for back, token in enumerate(before[1:]):
@@ -419,10 +420,9 @@ def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, sampler, request) of S2D2 as published. At temperature 0 its answers are random; they are compared with
     those of temperature 1, whose probabilities judge its drafts."""
     create = paradec.samplers.create
-    for name in paradec.samplers.get("s2d2").presets:
-        yield f"s2d2, preset {name}, temperature 0", create("s2d2", preset=name), {"temperature": 0.0}
-    for name in paradec.samplers.get("s2d2").presets:
-        yield f"s2d2, preset {name}, temperature 1", create("s2d2", preset=name), {"temperature": 1.0}
+    for temperature, name in itertools.product((0, 1), paradec.samplers.get("s2d2").presets):
+        request = {"temperature": float(temperature)}
+        yield f"s2d2, preset {name}, temperature {temperature}", create("s2d2", preset=name), request
     yield "s2d2, always verified, one step a block", create("s2d2", route="span", block_steps=1), {"temperature": 1.0}
     yield "s2d2, never verified", create("s2d2", route="span", min_span=99), {"temperature": 1.0}
 

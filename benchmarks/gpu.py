@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from typing import Any
 import gpu_sparsed
 import numpy as np
 import torch
+from tables import replace_marked
 from timing import Section, markdown, milliseconds
 from torch import Tensor
 
@@ -116,9 +116,6 @@ class Scale:
     dtype: torch.dtype = torch.bfloat16
     tiny: bool = False
 
-    def repeated(self, most: int) -> int:
-        return min(most, self.repeats)
-
 
 DRY = Scale(
     checked_vocabularies=(8193,),
@@ -137,13 +134,9 @@ DRY = Scale(
 )
 
 
-class CheckFailed(AssertionError):
-    """A result that differs from its reference."""
-
-
 def check(holds: bool, what: str) -> None:
     if not holds:
-        raise CheckFailed(what)
+        raise AssertionError(what)
 
 
 def copy_bandwidth(device: torch.device, scale: Scale) -> float:
@@ -203,7 +196,7 @@ def time_statistics(vocabulary: int, count: int, device: torch.device, copied: f
     logits = [torch.randn(count, vocabulary, device=device).bfloat16() for _ in range(many)]
     fields, path = tuple(IN_ONE_READ), kernel_path(device)
     kernel = milliseconds(lambda i: token_stats(logits[i % many], fields=fields, path=path), device, scale.repeats)
-    plain = milliseconds(lambda i: reference_statistics(logits[i % many]), device, scale.repeated(5))
+    plain = milliseconds(lambda i: reference_statistics(logits[i % many]), device, min(5, scale.repeats))
     rate = logits[0].nbytes / (kernel * 1e-3)
     return {
         "kernel_ms": kernel,
@@ -363,17 +356,17 @@ class Steps:
             layout = graphs.StepLayout.from_state(self.sampler, state, table[0], self.device.type == "cuda")
             device = DeviceEngine(layout)
             device.load(self.model, state, table)
-            device._play("full", batch, device.columns)
-            width = device._width(int(device.flags[2]))
-            device._play("window", batch, width)  # captured here
+            device._run_step("full", batch, device.columns)
+            width = device.max_block + device.facts.shift  # what the cache `dual` reads again
+            device._run_step("window", batch, width)  # captured here
             times = []
             while device.running.any():
                 begin = time.perf_counter()
-                device._play("window", batch, width)
+                device._run_step("window", batch, width)
                 device.flags.tolist()  # what the host waits for at every step
                 times.append(time.perf_counter() - begin)
             # surplus steps take as long, and change nothing
-            replayed = milliseconds(lambda _: device._play("window", batch, width), self.device, self.scale.repeats)
+            replayed = milliseconds(lambda _: device._run_step("window", batch, width), self.device, self.scale.repeats)
             seconds = statistics.median(times[1:]) if len(times) > 1 else replayed * 1e-3
             if shorter:
                 return {"padded_per_second": 1 / seconds}
@@ -422,7 +415,7 @@ class Steps:
             x.scatter_(1, at, token.gather(1, at))
 
         with torch.inference_mode():
-            return {"plain_loop_per_second": 1e3 / milliseconds(step, self.device, self.scale.repeated(6), 2)}
+            return {"plain_loop_per_second": 1e3 / milliseconds(step, self.device, min(6, self.scale.repeats), 2)}
 
 
 def time_steps(section: Section, name: str, model: Any, batch: int, peaks: Any, scale: Scale) -> dict[str, Any]:
@@ -477,13 +470,6 @@ def tables(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_tables(text: str) -> None:
-    """Between the marks in docs/results.md."""
-    file = ROOT / "docs" / "results.md"
-    marked = re.compile("(<!-- gpu -->\n).*?(<!-- /gpu -->)", re.DOTALL)
-    file.write_text(marked.sub(lambda match: f"{match[1]}{text}\n{match[2]}", file.read_text()))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(HEADINGS), default=tuple(HEADINGS))
@@ -531,7 +517,8 @@ def main() -> int:
         out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {out}")
     if out == RESULTS and not dry:
-        write_tables(tables(result))
+        page = ROOT / "docs" / "results.md"
+        page.write_text(replace_marked(page.read_text(), "gpu", tables(result)))
     failed = [problem for section in arguments.only for problem in result[section]["problems"]]
     for problem in failed:
         print(f"PROBLEM: {problem}", file=sys.stderr)

@@ -18,7 +18,7 @@ import argparse
 from typing import Any
 
 import torch
-from compare_heldout import FEWER, other_questions
+from compare_heldout import FEWER, other_questions, show_progress
 from provenance import COMMIT, RESULTS, write_result
 
 import paradec
@@ -71,11 +71,9 @@ def main() -> None:
     questions = evaluation.packaged_questions(limit=12)
 
     def measured(configurations: list[Configuration], asked: Any) -> list[dict[str, Any]]:
-        found = evaluation.compare(model, names=configurations, questions=asked, batch=arguments.batch, progress=told)
+        shared = {"batch": arguments.batch, "progress": show_progress}
+        found = evaluation.compare(model, names=configurations, questions=asked, **shared)
         return [row(result) for result in found.results]
-
-    def told(comparison: Any, configuration: Configuration, share: float) -> None:
-        print(f"{share:5.1%} {configuration.name}", flush=True)
 
     choosing = measured([each for name in SCHEDULES for each in candidates(name, end)], questions)
     least = choosing[0]["right"] - FEWER
@@ -85,12 +83,11 @@ def main() -> None:
         own = [row for row in choosing[1:] if row["sampler"] == name]
         if any(row["right"] >= least for row in own):
             taken.append(best(own, least))
-    wanted = [Configuration(row["sampler"], row["changes"]) for row in taken if "blocks" not in row["changes"]]
-    wanted += [
-        Configuration(row["sampler"], {"blocks": AdaptiveBlocks(32, delimiters=(end,))})
-        for row in taken
-        if "blocks" in row["changes"]
-    ]
+    named = {"end at the end token": AdaptiveBlocks(32, delimiters=(end,))}
+    wanted = []
+    for row_ in sorted(taken, key=lambda row: "blocks" in row["changes"]):
+        changes = {name: named.get(value, value) for name, value in row_["changes"].items()}
+        wanted.append(Configuration(row_["sampler"], changes))
     wanted.append(Configuration(BASELINE, {"block_length": 32}))  # what it takes to fill whole blocks
     reporting = measured(wanted, other_questions())
     result = {"baseline": taken[0]["changes"], "fewer": FEWER, "choosing": choosing, "reporting": reporting}

@@ -87,12 +87,12 @@ class Run:
         }
 
 
-def overhead(model: Any, steps: int) -> dict[str, dict[str, float]]:
+def overhead(model: Any) -> dict[str, dict[str, float]]:
     """Every setting, over steps of a full window."""
     runs = {name: Run(model, name) for name in SAMPLERS}
     warm_up = 2  # the first step evaluates the prompt
     with torch.inference_mode():
-        for _ in range(min(steps, MOST_TOKENS // WINDOW - 1 - warm_up) + warm_up):
+        for _ in range(20 + warm_up):
             for run in runs.values():
                 run.step()
     return {name: run.found(warm_up) for name, run in runs.items()}
@@ -101,7 +101,6 @@ def overhead(model: Any, steps: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "jacobi.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,7 +108,7 @@ def main() -> None:
     module = llama()
     model = paradec.wrap(module, topology="causal", prediction="shifted")
     model.codebook = lambda: module.get_input_embeddings().weight[:, :8]  # LlamaGen's codes have 8 numbers
-    found["overhead"] = overhead(model, options.steps)
+    found["overhead"] = overhead(model)
     for name, entry in found["overhead"].items():
         print(f"{name}: {entry}", flush=True)
     found["parameters"] = sum(parameter.numel() for parameter in module.parameters())

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import platform
 import random
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from provenance import write_result
 from tables import many_table, occupancy_table
+from timing import resident
 
 import paradec
 from paradec.batching.batch import Batch
@@ -135,12 +135,6 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
     }
 
 
-def resident() -> int:
-    """Bytes of the process in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
     """What the process holds while prompts come and go."""
 
@@ -163,10 +157,10 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
     }
 
 
-def occupancy(model: Any, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
+def occupancy(model: Any, longest: int) -> list[dict[str, Any]]:
     """How full batches of several sizes are, with their empty end; each has eight prompts a slot."""
     found = []
-    for size in sizes:
+    for size in (1, 2, 4, 8, 16, 32, 64):
         meter = Meter(model, size, **REQUEST)
         meter.run(prompts(8 * size, longest), fixed=False)
         found.append({"batch_size": size, "prompts": 8 * size, **meter.result()})
@@ -180,20 +174,16 @@ def main() -> None:
     parser.add_argument("--flat", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=LONGEST)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--dtype", default="float64", help="float32 takes half the time; answers may have near-ties")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model = paradec.load(dtype=given.dtype)
+    model = paradec.load(dtype="float64")  # float32 takes half the time; answers may have near-ties
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    result["dtype"] = given.dtype
-    result["beside"] = {}
-    for name in given.cases:
-        result["beside"][name] = beside(model, given.prompts, given.batch, given.longest, **CASES[name])
+    result["dtype"] = "float64"
+    sizes = (given.prompts, given.batch, given.longest)
+    result["beside"] = {name: beside(model, *sizes, **case) for name, case in CASES.items()}
     result["flat"] = flat(model, given.flat, given.batch, min(given.longest, 16))
-    result["occupancy"] = occupancy(model, given.longest, given.sizes)
+    result["occupancy"] = occupancy(model, given.longest)
     write_result(given.out, result)
     print(many_table(result), occupancy_table(result), sep="\n\n")
 

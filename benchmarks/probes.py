@@ -15,7 +15,6 @@ Settings as they were published are reported beside, as they are.
 - blocks: share of the full run's block evaluations, with those of probes.
 - CPU seconds of a run, as a share of the full run's, one thread: on every seed all contestants and the full run take
   turns; median of the ratios within a turn.
-- right class: digits that the packaged classifier reads as what was asked for, of those reported.
 
 Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean of
 the runs that choose. Writes benchmarks/results/probes.json.
@@ -34,10 +33,9 @@ from typing import Any
 
 import diffusers
 import torch
-from digit_quality import load_classifier
 from provenance import RESULTS, write_result
 from taylorseer import build as smaller
-from taylorseer import denoise, inputs
+from taylorseer import denoise, forecasting, inputs
 from torch import Tensor, nn
 
 import paradec
@@ -88,11 +86,7 @@ def build(name: str) -> nn.Module:
             caption_channels=32, in_channels=4, cross_attention_dim=48, out_channels=4, num_embeds_ada_norm=1000,
             use_additional_conditions=False,
         )  # fmt: skip
-    for parameter in made.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    module: nn.Module = made.eval().requires_grad_(False)
-    return module
+    return forecasting.randomise(made)
 
 
 def given(name: str, seed: int) -> dict[str, Tensor]:
@@ -248,7 +242,6 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         key: [away(name, one["latent"], seed, plain) for one, seed in zip(runs[key], reporting, strict=True)]
         for key in contestants
     }
-    classifier = load_classifier() if name == "digits" else None
     found = []
     for way, budget in contestants:
         mine = runs[way, budget]
@@ -263,18 +256,9 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         }
         if budget is not None:
             row["over_even"] = ratio(errors[way, budget], errors[EVEN, budget])
-        if classifier is not None:
-            judged = [right(classifier, one["latent"], seed) for one, seed in zip(mine, reporting, strict=True)]
-            row |= {"right": sum(judged), "pictures": sum(len(one["latent"]) for one in mine)}
         found.append(row)
         print(row, flush=True)
     return found
-
-
-def right(classifier: Any, latent: Tensor, seed: int) -> int:
-    """Digits of a latent that are read as what was asked for."""
-    images = (latent / 2 + 0.5).clamp(0, 1)
-    return int((classifier(images).argmax(-1) == given("digits", seed)["class_labels"]).sum())
 
 
 def main() -> None:

@@ -14,17 +14,15 @@ beside it what the steps themselves said when they wrote (which is flattered whe
 The baseline is `random`: one residue a step in a random order, which is how the public code decodes. Every sampler is
 run with its defaults and the settings of its `sweep` on five chains at temperature 0. Of each the setting that makes
 the most residues per forward is chosen, among those that lose at most `LOSS` points of recovery to the baseline there.
-These are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. A setting that
-makes fewer than `SLOW` residues per forward on the first chain is measured there alone: it costs as much as one residue
-a step, and results say how many chains a line rests on. One residue a step, the default of rules with a schedule,
-is measured for `random` and `low_confidence` alone. Left out are rules that do not fit (the reason is printed),
-`adablock`, whose blocks end at delimiters, and `freedave`, which makes the tokens of the rule that it drafts for.
-Intervals are percentile bootstraps over chains (95 %) of the paired difference; five chains are few.
+These are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. A setting below
+`SLOW` residues per forward on the first chain is measured there alone, for time; results say how many chains a line
+rests on. One residue a step, the default of rules with a schedule, is measured for `SEQUENTIAL` alone. Left out are
+rules that do not fit (the reason is printed), `adablock`, whose blocks end at delimiters, and `freedave`, which makes
+the tokens of the rule that it drafts for. Intervals are percentile bootstraps over chains (95 %).
 
 With `--few` the chains that others are measured on are designed in ever fewer steps, down to one, by `FEW`.
-
-Work is done chain by chain, by all configurations. A call that
-was made before, with the same letters in the same order, is looked up; forwards are counted all the same.
+Work is done chain by chain, by all configurations. A call that was made before, with the same letters in the same
+order, is looked up; forwards are counted all the same.
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from antibody import fitting
 from provenance import RESULTS, write_result
 from torch import Tensor
 
@@ -47,7 +46,6 @@ from paradec.core.registry import to_data
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations
-from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import bootstrap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +110,11 @@ class Design:
     residues: int
 
 
+def natural_letters(structure: Structure) -> Tensor:
+    """[1, L]."""
+    return torch.tensor([[LETTERS.index(letter) for letter in structure.sequence]])
+
+
 def design(model: Any, configuration: Configuration, structure: Structure, temperature: float) -> Design:
     """Decode one chain with one configuration."""
     prompt, size = model.prompt(), len(structure)
@@ -126,9 +129,8 @@ def design(model: Any, configuration: Configuration, structure: Structure, tempe
     )
     assert out.logprobs is not None
     letters = out.sequences[:, 1:]
-    natural = torch.tensor([LETTERS.index(letter) for letter in structure.sequence])
     return Design(
-        100 * (letters[0] == natural).double().mean().item(),
+        100 * (letters == natural_letters(structure)).double().mean().item(),
         score(model, letters),
         out.logprobs.sums()[0].item() / size,
         out.nfe,
@@ -144,24 +146,6 @@ def score(model: Any, letters: Tensor) -> float:
         logits = model.module(model.encodings[0], letters.expand(ORDERS, -1), rank)
     log_probs = logits[..., : LETTERS.index("X")].double().log_softmax(-1)
     return log_probs.gather(2, letters.expand(ORDERS, -1).unsqueeze(2)).mean().item()
-
-
-def wanted(model: Any) -> list[Configuration]:
-    """What is compared, the baseline first; samplers that do not fit the model are left out, and a line says so."""
-    found = []
-    for configuration in [*configurations(), *FURTHER]:
-        method = configuration.make()
-        sequential = not configuration.changes and method.uses_steps and configuration.sampler not in COMBINATIONS
-        if configuration.sampler in LEFT_OUT or sequential and configuration.sampler not in SEQUENTIAL:
-            continue
-        try:
-            method.start(model, model.prompt())
-        except ValueError as error:
-            if not configuration.changes:
-                print(f"{configuration.sampler} is left out: {error}", file=sys.stderr)
-            continue
-        found.append(configuration)
-    return sorted(found, key=lambda each: each.name != BASELINE)
 
 
 def line(configuration: Configuration, designs: list[Design], base: list[Design]) -> dict[str, Any]:
@@ -234,11 +218,13 @@ def main() -> None:
             few[f"at {temperature:g}"] = run(measuring, asked, temperature)
         write_result(out, few)
         return
-    choosing = run({name: models[name] for name in CHOOSING}, wanted(first), 0.0)
+    asked = fitting(first, first.prompt(), [*configurations(), *FURTHER], LEFT_OUT, SEQUENTIAL)
+    asked.sort(key=lambda each: each.name != BASELINE)
+    choosing = run({name: models[name] for name in CHOOSING}, asked, 0.0)
     result: dict[str, Any] = {
         "model": arguments.weights.stem,
         "residues": {name: len(structure) for name, structure in structures.items()},
-        "natural_score": {name: score(models[name], _letters(structures[name])) for name in structures},
+        "natural_score": {name: score(models[name], natural_letters(structures[name])) for name in structures},
         "choosing": choosing,
     }
     write_result(out, result)
@@ -249,11 +235,6 @@ def main() -> None:
         measured = run({name: models[name] for name in MEASURING}, picked, temperature)
         result[f"measuring at {temperature:g}"] = measured
         write_result(out, result)
-
-
-def _letters(structure: Structure) -> Tensor:
-    """[1, L]."""
-    return torch.tensor([[LETTERS.index(letter) for letter in structure.sequence]])
 
 
 if __name__ == "__main__":

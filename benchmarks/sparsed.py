@@ -1,6 +1,6 @@
 """SparseD's portable path on the CPU, beside PyTorch's dense attention.
 
-    python benchmarks/sparsed.py [--lengths 2048 4096 8192] [--repeats 5]
+    python benchmarks/sparsed.py [--repeats 5]
 
 One thread, one run, float32, 4 heads of 64 over 4 key/value heads, an answer of 512 positions, blocks of 128. Queries
 and keys are random, so lists are random too: what counts is how many blocks they hold. Each path runs `--repeats` times
@@ -78,12 +78,11 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = [row for length in options.lengths for row in measure(length, options.repeats)]
+        rows = [row for length in (2048, 4096, 8192) for row in measure(length, options.repeats)]
     device = f"cpu ({platform.machine()}), 1 thread"
     shape = {"heads": HEADS, "head_dim": WIDTH, "new": NEW, "block_size": SIZE, "dtype": "float32"}
     write_result(RESULTS / "sparsed.json", {"device": device, "torch": torch.__version__, **shape, "rows": rows})

@@ -1,6 +1,6 @@
 """What a suffix window saves, beside the same cache without, and what it does to answers.
 
-    python benchmarks/suffix.py cost [--answers 128 512]
+    python benchmarks/suffix.py cost
     python benchmarks/suffix.py accuracy [--limit 8]
 
 `cost`: one thread, one process, a random model of hidden size 64 with 8 layers, a prompt of 128 tokens, blocks of 32 in
@@ -21,13 +21,13 @@ import time
 from typing import Any
 
 import torch
-from caches import random_model
+from caches import answer_packaged, random_model
 from provenance import RESULTS, write_result
 from tables import suffix_accuracy_table, suffix_table
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.tools.evaluation.tasks import TASKS, load_prompts
+from paradec.tools.evaluation.tasks import load_prompts
 
 PROMPT, BLOCK, STEPS = 128, 32, 4
 """Positions of the prompt and of a block; steps of a block."""
@@ -63,12 +63,12 @@ def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str |
     return {"cpu": time.process_time() - begin, "positions": out.forwarded_tokens, "nfe": out.nfe}
 
 
-def cost(answers: list[int]) -> None:
+def cost() -> None:
     torch.set_num_threads(1)
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
     model, rows = random_model(vocab_size=VOCAB, **sizes), []
     prompt = torch.randint(1, VOCAB - 1, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-    for answer in answers:
+    for answer in ANSWERS:
         turns: dict[Any, list[dict[str, float]]] = {way: [] for way in WAYS}
         for _ in range(3 if answer <= 512 else 1):
             for way in WAYS:
@@ -93,15 +93,10 @@ def accuracy(limit: int | None) -> None:
     model, rows = paradec.load(), []
     prompts = load_prompts(limit=limit)
     for slots, suffix in QUALITY:
-        right = positions = forwards = 0
-        for begin in range(0, len(prompts), 16):
-            batch = prompts[begin : begin + 16]
-            request: dict[str, Any] = {"max_new_tokens": slots, "block_length": 8, "suffix": suffix, "seed": 0}
-            out = paradec.generate(model, [each.prompt for each in batch], **request)
-            right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
-            positions, forwards = positions + out.forwarded_tokens, forwards + sum(out.row_nfe)
-        row = {"slots": slots, "suffix": suffix, "right": right / len(prompts), "prompts": len(prompts)}
-        rows.append(row | {"positions": positions / len(prompts), "forwards": forwards / len(prompts)})
+        request = {"max_new_tokens": slots, "block_length": 8, "suffix": suffix}
+        right, positions, forwards = answer_packaged(model, prompts, **request)
+        row = {"slots": slots, "suffix": suffix, "right": right, "prompts": len(prompts)}
+        rows.append(row | {"positions": positions, "forwards": forwards})
         print(rows[-1], flush=True)
     write_result(RESULTS / "suffix_accuracy.json", {"sampler": "threshold", "block": 8, "rows": rows})
     print(suffix_accuracy_table({"rows": rows}))
@@ -110,11 +105,10 @@ def accuracy(limit: int | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("cost", "accuracy"))
-    parser.add_argument("--answers", type=int, nargs="+", default=list(ANSWERS))
     parser.add_argument("--limit", type=int)
     given = parser.parse_args()
     if given.what == "cost":
-        cost(given.answers)
+        cost()
     else:
         accuracy(given.limit)
 

@@ -115,29 +115,17 @@ def heldout_table(first: Row, second: Row) -> str:
     return table(rows, head + " | of the baseline's", cells + " | {share:.2f}")
 
 
-def _blocks(row: Row) -> str:
-    """How a row of benchmarks/headline.py cuts the answer into blocks."""
-    if "blocks" in row["changes"]:
-        return "blocks that end at the end token"
-    return f"blocks of {row['changes'].get('block_length', 32)}"
-
-
 def schedules_table(rows: list[Row]) -> str:
     """Samplers with a schedule, beside `threshold`, in blocks of several lengths, of benchmarks/headline.py."""
     shown = []
     for row in rows:
         tokens = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "as many as are sure"
-        blocks = _blocks(row).removeprefix("blocks ").removeprefix("of ")
+        blocks = "that end at the end token" if "blocks" in row["changes"] else row["changes"].get("block_length", 32)
         bounds = [row["of"] * share for share in row["interval"]]
         shown.append(row | {"at_once": tokens, "blocks": blocks, "bounds": bounds})
     head = f"sampler | tokens a step | blocks | right, of {rows[0]['of']} | 95 % | forwards | only padding"
     cells = "`{sampler}` | {at_once} | {blocks} | {right} | {bounds[0]:.0f}-{bounds[1]:.0f} | {forwards:.1f}"
     return table(shown, head, cells + " | {padding_forwards:.1f}")
-
-
-def _headline_rows(data: Row) -> list[Row]:
-    """`threshold`, the baseline, and the same filling whole blocks of 32."""
-    return [*data["reporting"][:2], data["reporting"][-1]]
 
 
 def _cases(data: Row) -> list[Row]:
@@ -561,17 +549,6 @@ def evenly_table(rows: list[Row]) -> str:
     return crossed("", cells, missing="-")
 
 
-def probes_table(data: Row) -> str:
-    """Ways to decide when to evaluate: error, with half of its 95 % interval, and cost, at each budget of steps."""
-    return forecasts_table("at most", data["ways"], _strayed)
-
-
-def probes_even_table(data: Row) -> str:
-    """The same errors over those of evenly spread evaluations: geometric means with 95 % intervals."""
-    measured = [row for row in data["ways"] if row["over_even"][0] != 1]
-    return forecasts_table("at most", measured, lambda row: _over_even(row["over_even"]))
-
-
 def probes_published_table(data: Row) -> str:
     """Settings as published: error and cost, as they are."""
     cells: Cells = defaultdict(dict)
@@ -580,13 +557,8 @@ def probes_published_table(data: Row) -> str:
     return crossed("", cells, missing="-")
 
 
-def skipping_table(data: Row) -> str:
-    """Rules beside even and searched steps: error, with half of its 95 % interval, and over the best even steps."""
-    return forecasts_table("steps", data["ways"], lambda row: f"{_error(row)}; {_over_even(row['over_even'])}")
-
-
 def forecasts_table(head: str, rows: list[Row], cell: Callable[[Row], str]) -> str:
-    """A row for each budget of steps and way, a column for each model."""
+    """A row for each budget of steps and way to decide when to evaluate, a column for each model."""
     ways = dict.fromkeys(row["way"] for row in rows)
     cells: Cells = {f"{budget} | {way}": {} for budget in dict.fromkeys(row["budget"] for row in rows) for way in ways}
     for row in rows:
@@ -595,14 +567,17 @@ def forecasts_table(head: str, rows: list[Row], cell: Callable[[Row], str]) -> s
 
 
 def _error(row: Row) -> str:
+    """Mean error and half of its 95 % interval."""
     return "{:.3f} +- {:.3f}".format(*row["error"])
 
 
-def _over_even(ratio: list[float]) -> str:
-    return "{:.2f} ({:.2f}-{:.2f})".format(*ratio)
+def _over_even(row: Row) -> str:
+    """The error over that of evenly spread evaluations: the geometric mean and its 95 % interval."""
+    return "{:.2f} ({:.2f}-{:.2f})".format(*row["over_even"])
 
 
 def _strayed(row: Row) -> str:
+    """The error, and the cost."""
     return f"{_error(row)}; {row['blocks']:.0%}, {row['cpu']:.0%}"
 
 
@@ -647,6 +622,18 @@ def to_csv(text: str) -> str:
     return buffer.getvalue()
 
 
+def replace_marked(text: str, name: str, content: str) -> str:
+    """A page with other text between the marks of a name.
+
+    Raises:
+        SystemExit: the page has no such marks.
+    """
+    pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"the page has no <!-- {name} --> ... <!-- /{name} -->")
+    return pattern.sub(lambda match: match[1] + content + "\n" + match[2], text)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -666,7 +653,7 @@ def rendered() -> dict[str, str]:
             "conversations": conversations_table(_result("conversations")),
         },
         "docs/results.md": {
-            "headline_rows": schedules_table(_headline_rows(headline)),
+            "headline_rows": schedules_table([*headline["reporting"][:2], headline["reporting"][-1]]),
             "digits": digits_table(digits, short=True),
         },
     }
@@ -705,10 +692,14 @@ def rendered() -> dict[str, str]:
         "digits_scales": digits_scales_table(_result("digits_scales")),
         "digits_dit": evaluations_table(digits_masked["dit"]),
         "digits_dit_even": evenly_table(digits_masked["dit"]),
-        "probes": probes_table(probes),
-        "probes_even": probes_even_table(probes),
+        "probes": forecasts_table("at most", probes["ways"], _strayed),
+        "probes_even": forecasts_table(
+            "at most", [row for row in probes["ways"] if row["over_even"][0] != 1], _over_even
+        ),
         "probes_published": probes_published_table(probes),
-        "skipping": skipping_table(_result("skipping")),
+        "skipping": forecasts_table(
+            "steps", _result("skipping")["ways"], lambda row: f"{_error(row)}; {_over_even(row)}"
+        ),
         "taylorseer": taylorseer[0],
         "taylorseer_costs": taylorseer[1],
         "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
@@ -727,10 +718,7 @@ def rendered() -> dict[str, str]:
     for file, tables in pages.items():
         text = (ROOT / file).read_text(encoding="utf-8")
         for name, content in tables.items():
-            pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-            if not pattern.search(text):
-                raise SystemExit(f"{file} has no <!-- {name} --> ... <!-- /{name} -->")
-            text = pattern.sub(lambda match, content=content: match[1] + content + "\n" + match[2], text)
+            text = replace_marked(text, name, content)
         texts[file] = text
     return texts
 

@@ -41,8 +41,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 
-import cachedit  # noqa: E402
-import diffusers_hook as peer_hook  # noqa: E402
 import forecasting  # noqa: E402
 from forecasting import STEPS  # noqa: E402
 
@@ -86,11 +84,7 @@ def build(name: str) -> nn.Module:
         return forecasting.build(name, forecasting.SIZES["tiny"][name])
     heads = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 4, "ffn_dim": 192}
     embeds = {"text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32, "cross_attn_norm": True}
-    module = WanTransformer3DModel(**heads, **embeds, in_channels=8, out_channels=8)
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    return module.eval().requires_grad_(False)
+    return forecasting.randomise(WanTransformer3DModel(**heads, **embeds, in_channels=8, out_channels=8))
 
 
 def inputs(name: str, seed: int) -> dict[str, Tensor]:
@@ -114,20 +108,8 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
 
 def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
     """The latent after Euler steps from time 1 to 0; for the digits, after their own scheduler's, under guidance."""
-    if name == "digits":
-        return denoise_digits(module, given, steps)
-    latent, whole = given["hidden_states"], name == "FLUX"
-    with torch.no_grad():
-        for i in range(steps):
-            time = torch.full((len(latent),), (steps - i) / steps) * (1 if whole else 1000)
-            time = time.long() if name == "DiT" else time
-            output = module(**given | {"hidden_states": latent}, timestep=time, return_dict=False)[0]
-            latent = latent - output / steps
-    return latent
-
-
-def denoise_digits(module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
-    """As `PixelDiTPipeline` does it."""
+    if name != "digits":
+        return forecasting.denoise(name, module, given, steps)
     scheduler = DDIMScheduler.from_pretrained(packaged_image("digits-dit"), subfolder="scheduler")
     scheduler.set_timesteps(steps)
     x = given["hidden_states"]
@@ -159,7 +141,7 @@ def diffusers_hook(**changes: Any) -> Attached:
             factors = [f for s in states for stream in s.taylor_factors.values() for f in stream.values()]
             peak = max(peak, sum(factor.nbytes for factor in factors))
 
-        with peer_hook.attach(module, name, **changes) as start:
+        with forecasting.attach_diffusers(module, name, **changes) as start:
             module.register_forward_hook(look)
             yield start, lambda: {"memory": peak}
 
@@ -169,7 +151,7 @@ def diffusers_hook(**changes: Any) -> Attached:
 @contextlib.contextmanager
 def cache_dit_hook(module: nn.Module, name: str) -> Iterator[Any]:
     """cache-dit's DBCache with its Taylor calibrator; its memory is not counted."""
-    with cachedit.attach(module, name) as start:
+    with forecasting.attach_cachedit(module, name) as start:
         yield start, dict
 
 
@@ -227,11 +209,6 @@ def measure(name: str, method: Attached, plain: list[Tensor], flops: int) -> dic
         return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | say()
 
 
-def steps_of(rule: StepRule, total: int) -> list[int]:
-    """The steps that a schedule evaluates."""
-    return [step for step in range(total) if rule.is_full(RunProgress(total, step))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
@@ -259,7 +236,10 @@ def main() -> None:
     facts = {
         "steps": STEPS,
         "full_steps": len(forecasting.FULL_STEPS),
-        "schedules": {name: steps_of(rule, STEPS) for name, rule in zip(SCHEDULES, schedules, strict=True)},
+        "schedules": {
+            name: [step for step in range(STEPS) if rule.is_full(RunProgress(STEPS, step))]
+            for name, rule in zip(SCHEDULES, schedules, strict=True)
+        },
         "seeds": args.seeds,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,

@@ -1,15 +1,47 @@
-"""What the benchmarks of GPU kernels share: times on a device, and sections that outlive what fails in them."""
+"""What benchmarks share: times, memory of the process, and sections that outlive what fails in them."""
 
 from __future__ import annotations
 
 import gc
+import platform
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What run() returns, and its seconds: the process's CPU time, and wall time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = run()
+    return result, time.process_time() - cpu, time.perf_counter() - wall
+
+
+def resident(name: str = "VmRSS") -> int:
+    """Bytes of this process in memory: "VmRSS" now, "VmHWM" at most since `forget_peak`; 0 where the system does not
+    say (Linux does)."""
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def processor() -> str:
+    """The processor's name, as far as the system says it (Linux), or else as Python does."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew."""
+    file = Path("/proc/self/clear_refs")
+    if file.exists():
+        file.write_text("5")
 
 
 def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from provenance import write_result
+from timing import processor, timed
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -176,7 +177,7 @@ def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], A
 def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
     """Steps, statistics and draws, each over the first of its functions: in rounds, since other work on the machine
     comes and goes within seconds."""
-    parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[float, float]], int]] = {
+    parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[Any, ...]], int]] = {
         "steps": (step_functions(vocabulary), lambda step: step(), 1),
         "8 positions": (statistics_functions(vocabulary, 8), timed, 2),
         "16 positions": (statistics_functions(vocabulary, 16), timed, 2),
@@ -219,21 +220,14 @@ def show(found: dict[str, Any], base: str) -> None:
         )
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds, the process's own and on the wall."""
-    wall, own = time.perf_counter(), time.process_time()
-    function()
-    return time.process_time() - own, time.perf_counter() - wall
-
-
 def in_turns(
-    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[float, float]] = timed
+    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[Any, ...]] = timed
 ) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds of every function in every turn, the process's own and on the wall; odd turns go backwards."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for turn in range(-1, repeats):  # the first one warms up
         for name in list(functions)[:: -1 if turn % 2 else 1]:
-            own, wall = clock(functions[name])
+            *_, own, wall = clock(functions[name])
             if turn >= 0:
                 times[name].append((1e3 * own, 1e3 * wall))
     return times
@@ -274,14 +268,6 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
         "largest_difference": worst,
         "laws": found,
     }
-
-
-def processor() -> str:
-    """As the system calls it, with its model where Linux says one."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    said = dict(line.split("\t: ", 1) for line in reversed(lines) if "\t: " in line)
-    names = [said[key] for key in ("model name", "cpu family", "model\t") if key in said]
-    return ", ".join(names) or platform.processor()
 
 
 def main() -> None:

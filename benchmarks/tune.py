@@ -1,7 +1,7 @@
 """What `paradec tune` finds, beside the settings that were made by hand, on prompts that chose nothing.
 
-    python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
-    python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--samplers A,B] ...
+    python benchmarks/tune.py packaged [--limit 24] [--trials N]
+    python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--trials N]
 
 `packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
 the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
@@ -46,7 +46,7 @@ def by_hand(
     positions: int,
     blocks: int,
     slowest: float,
-    names: Sequence[str] | None,
+    names: Sequence[str] | None = None,
     **request: Any,
 ) -> list[dict[str, Any]]:
     """Every setting made by hand on these prompts: share of right tokens or answers, and forwards."""
@@ -130,21 +130,22 @@ def summary(tuning: Tuning) -> list[dict[str, Any]]:
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
-    tuning = tuned(model, questions, options, samplers=options.names)
+    tuning = tuned(model, questions, options)
     first, second = halves(prompts_of(questions), 0)
     sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
-    rows = beside(tuning, model, first, second, **sizes, names=options.names)
+    rows = beside(tuning, model, first, second, **sizes)
     return {"trials": tuning.trials, "rows": rows}
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
-    from antibody import Remembering, measured, prompts, read_chains
+    from antibody import LEFT_OUT, Remembering, fitting, prompts, read_chains
     from antibody_model import load_antiberty
 
     real = load_antiberty()
     model = Remembering(real)
     asked, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
-    names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
+    fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
+    names = list(dict.fromkeys(configuration.sampler for configuration in fit))
     tuning = tuned(model, asked, options, samplers=names, suppress_tokens=special)
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
@@ -159,8 +160,6 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
         model,
         prompts,
         trials=options.trials,
-        minutes=options.minutes,
-        study=options.study,
         batch=8,
         progress=lambda what, share: print(f"{share:5.1%} {what}", flush=True),
         **more,
@@ -177,16 +176,12 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=64)
     parser.add_argument("--skip", type=int, default=0, help="chains of the file that are left out at its beginning")
     parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--study")
-    parser.add_argument("--samplers", help="names, separated by commas; by default all")
     options = parser.parse_args()
-    options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
-    result = {"packaged": packaged, "antibody": antibody}[options.select_rows](options)
+    result = {"packaged": packaged, "antibody": antibody}[options.part](options)
     others = f"_from_{options.skip}" if options.skip else ""
     machine = {"threads": 1, "torch": torch.__version__, "device": "cpu"}
-    write_result(RESULTS / f"tune_{options.select_rows}{others}.json", {"machine": machine} | result)
+    write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine} | result)
 
 
 if __name__ == "__main__":

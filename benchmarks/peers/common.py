@@ -1,19 +1,13 @@
-"""What the benchmarks beside other libraries share: contestants that take turns, and what is said of them.
+"""What the benchmarks beside other libraries share: contestants that take turns, and how they are compared.
 
-A contestant is a name and a function that does the whole task once and returns its result (a tensor, or lists of
-tokens). All of them do it once per turn, each turn in another order, so that what else the machine does falls on all
-alike. Ratios are taken within a turn; their median and quartiles are reported, beside the medians themselves. CPU time
-is the process's own. So is the memory that the last turn takes at most, above what the process held before it.
+A contestant is a name and a function that does the whole task once and returns its result (a tensor). All of them do it
+once per turn, each turn in another order, so that other load on the machine falls on all alike. Ratios are taken within
+a turn; their median and quartiles are reported, beside the medians themselves. CPU time is the process's own. So is the
+memory that the last turn takes at most, above what the process held before it.
 
-Where a library comes from:
-
-- installed: import it.
-- a checkout whose modules bear names that others bear too (`model`, `generate`, another version of `paradec`):
-  `Checkout(folder, names)`, entered around everything that it does.
-- one that needs another environment (an older transformers, say): a script of yours that calls `serve`, run by
-  `Elsewhere(name, python, script)`.
-
-Nothing of a reference is copied here: scripts call its public functions.
+A library that needs another environment (an older transformers, say) takes its turns in a script of its own that calls
+`serve`, run by `Elsewhere(name, python, script)`. Nothing of a reference is copied here: scripts call its public
+functions.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import platform
@@ -29,11 +22,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,89 +35,19 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))  # `python benchmarks/peers/...` finds provenance and the others
 
+from timing import forget_peak, processor, resident, timed  # noqa: E402
 
-class Checkout:
-    """A library from a folder, beside others of the same name in this process.
 
-    Args:
-        folder: what would be put on `sys.path`.
-        names: top-level names of its modules. While it is entered these are the folder's, and after it what they were.
+def checkout_commit(folder: Path) -> str:
+    """The commit of a checkout; "unknown" where git knows none.
+
+    Raises:
+        FileNotFoundError: not a folder.
     """
-
-    def __init__(self, folder: Path | str, *names: str):
-        self.folder, self.names = Path(folder).resolve(), names
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"{self.folder} is no folder")
-        self.modules: dict[str, ModuleType] = {}
-        self.others: dict[str, ModuleType] = {}
-
-    def _named(self) -> dict[str, ModuleType]:
-        return {key: module for key, module in sys.modules.items() if key.split(".")[0] in self.names}
-
-    def __enter__(self) -> Checkout:
-        self.others = self._named()
-        for key in self.others:
-            del sys.modules[key]
-        sys.modules.update(self.modules)
-        sys.path.insert(0, str(self.folder))
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        sys.path.remove(str(self.folder))
-        self.modules = self._named()
-        for key in self.modules:
-            del sys.modules[key]
-        sys.modules.update(self.others)
-
-    def load(self, name: str) -> ModuleType:
-        """One of its modules, while it is entered.
-
-        Raises:
-            ImportError: the name was found elsewhere.
-        """
-        module = importlib.import_module(name)
-        found = Path(module.__file__ or "").resolve()
-        if self.folder not in found.parents:
-            raise ImportError(f"{name} is {found}, not in {self.folder}")
-        return module
-
-    @property
-    def commit(self) -> str:
-        """The checkout's commit; "unknown" where git knows none."""
-        done = subprocess.run(
-            ["git", "-C", str(self.folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
-        )
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-@dataclass
-class Times:
-    """Seconds of each turn."""
-
-    cpu: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-
-
-def resident(what: str) -> int:
-    """Bytes of this process that are in memory: "VmRSS" now, "VmHWM" at most since `forget_peak`. 0 where the system
-    does not say (it is Linux that does)."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{what}:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def give_back() -> None:
-    """Let the C library give what is free of its heap back to the system, so that a turn does not find it there."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def forget_peak() -> None:
-    """Let VmHWM begin anew."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder")
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 @dataclass
@@ -138,7 +60,8 @@ class Contestant:
     version: str = ""
     around: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     facts: dict[str, Any] = field(default_factory=dict)
-    times: Times = field(default_factory=Times)
+    times: dict[str, list[float]] = field(default_factory=lambda: {"cpu": [], "wall": []})
+    """Seconds of every turn."""
     result: Any = None
     peak: int = 0
     """Most bytes that its process held during the last turn, above what it held before it: the model is not in it, nor
@@ -148,12 +71,11 @@ class Contestant:
         """Do it once; seconds of CPU and of wall time."""
         with self.around:
             gc.collect()  # what the others left is not this one's to sweep
-            give_back()
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL("libc.so.6").malloc_trim(0)  # nor free heap this one's to find
             before = resident("VmRSS")
             forget_peak()
-            cpu, wall = time.process_time(), time.perf_counter()
-            self.result = self.run()
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            self.result, cpu, wall = timed(self.run)
             self.peak = resident("VmHWM") - before
             return cpu, wall
 
@@ -165,8 +87,8 @@ def alternate(contestants: Sequence[Contestant], turns: int, warm_up: int = 1) -
         for contestant in [*contestants[start:], *contestants[:start]]:
             cpu, wall = contestant.turn()
             if turn >= warm_up:
-                contestant.times.cpu.append(cpu)
-                contestant.times.wall.append(wall)
+                contestant.times["cpu"].append(cpu)
+                contestant.times["wall"].append(wall)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -176,30 +98,12 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return list(statistics.quantiles(values, n=4, method="inclusive"))
 
 
-def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Quartiles of mine over theirs, turn by turn."""
-    return quartiles([a / b for a, b in zip(mine, theirs, strict=True)])
-
-
-def difference(mine: Any, reference: Any) -> dict[str, Any]:
-    """How a result differs: tensors by their largest difference, tokens by how many agree from the left and in all."""
-    if isinstance(mine, Tensor) and isinstance(reference, Tensor):
-        if mine.shape != reference.shape:
-            return {"equal": False, "shapes": [list(mine.shape), list(reference.shape)]}
-        gap = float((mine.double() - reference.double()).abs().max())
-        return {"equal": torch.equal(mine, reference), "largest_difference": gap}
-    rows, others = _rows(mine), _rows(reference)
-    pairs = [list(zip(row, other)) for row, other in zip(rows, others, strict=True)]
-    agreeing = sum(a == b for row in pairs for a, b in row)
-    prefix = [next((i for i, (a, b) in enumerate(row) if a != b), len(row)) for row in pairs]
-    length = sum(max(len(row), len(other)) for row, other in zip(rows, others, strict=True))
-    return {"equal": rows == others, "agreeing": agreeing / max(length, 1), "agreeing_from_the_left": prefix}
-
-
-def _rows(value: Any) -> list[list[int]]:
-    """Tokens as lists of rows."""
-    rows = value.tolist() if isinstance(value, Tensor) else [list(row) for row in value]
-    return rows if rows and isinstance(rows[0], list) else [rows]
+def difference(mine: Tensor, reference: Tensor) -> dict[str, Any]:
+    """Whether two results are equal, and their largest difference."""
+    if mine.shape != reference.shape:
+        return {"equal": False, "shapes": [list(mine.shape), list(reference.shape)]}
+    gap = float((mine.double() - reference.double()).abs().max())
+    return {"equal": torch.equal(mine, reference), "largest_difference": gap}
 
 
 def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
@@ -224,14 +128,14 @@ def report(
         entry: dict[str, Any] = {"name": contestant.name, "version": contestant.version} | contestant.facts
         entry["peak_mib"] = round(contestant.peak / 2**20, 1)
         for clock in ("cpu", "wall"):
-            times = getattr(contestant.times, clock)
+            times = contestant.times[clock]
             entry[f"{clock}_seconds"] = quartiles(times)
             for base in baselines:
                 if base in known:
-                    theirs = getattr(known[base].times, clock)
-                    entry[f"{clock}_over_{base}"] = ratios(times, theirs)
+                    theirs = known[base].times[clock]
+                    entry[f"{clock}_over_{base}"] = quartiles([a / b for a, b in zip(times, theirs, strict=True)])
                     if shared in known and contestant.name != shared:
-                        entry[f"{clock}_beyond_{base}"] = beyond(times, theirs, getattr(known[shared].times, clock))
+                        entry[f"{clock}_beyond_{base}"] = beyond(times, theirs, known[shared].times[clock])
         if aims.get(contestant.name) in known:
             aim = aims[contestant.name]
             entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
@@ -260,15 +164,6 @@ def machine() -> dict[str, Any]:
     return about | {"processor": processor()}
 
 
-def processor() -> str:
-    """Its name, as far as the system says it (Linux), or else as Python does."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def load() -> float:
     """How many processes of the machine ran or waited, the mean of the last minute."""
     return round(os.getloadavg()[0], 2)
@@ -285,18 +180,14 @@ class Elsewhere(Contestant):
         script: calls `serve`; `arguments` are its own.
     """
 
-    def __init__(self, name: str, python: str, script: Path, *arguments: str, version: str = ""):
-        super().__init__(name, self._refused, version)
+    def __init__(self, name: str, python: str, script: Path, *arguments: str):
+        super().__init__(name, lambda: None)
         self.command = [python, str(script), *arguments]
         self.process: Any = None
 
-    def _refused(self) -> Any:
-        raise RuntimeError(f"{self.name} runs in another process; call turn()")
-
     def __enter__(self) -> Elsewhere:
         self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        answer = self._answer()
-        self.version = answer.get("version") or self.version
+        self.version = self._answer()["version"]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,18 +1,19 @@
-"""Transformers with random weights that forecast in turns: what `pictures.py` and the scripts of each peer share."""
+"""Transformers with random weights that forecast in turns, by paradec, diffusers' hook and cache-dit."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import common
 import diffusers
 import torch
 from common import Contestant
-from diffusers import DiTTransformer2DModel, FluxTransformer2DModel
+from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, TaylorSeerCacheConfig
+from diffusers.hooks import HookRegistry, apply_taylorseer_cache
+from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from provenance import COMMIT
 from torch import Tensor, nn
 
@@ -38,12 +39,15 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
         "DiT": {"layers": 4, "width": 256, "side": 8, "batch": 2},
         "FLUX": {"layers": 2, "singles": 3, "width": 256, "side": 8, "text": 16, "batch": 1},
     },
-    "medium": {
-        "DiT": {"layers": 12, "width": 256, "side": 16, "batch": 2},
-        "FLUX": {"layers": 4, "singles": 8, "width": 256, "side": 16, "text": 64, "batch": 1},
-    },
 }
 """`side` squared is the number of positions."""
+BRANCHES = {
+    "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
+    # no module is a single block's sum: its matrix of both is forecast, and what feeds it still computed
+    "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
+    "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
+}
+BRANCHES["digits"] = BRANCHES["DiT"]
 
 Attach = Callable[[nn.Module, str], contextlib.AbstractContextManager[Callable[[], Any]]]
 """Accelerates a transformer (of this model) until it is left; calls what it gives at the start of every run."""
@@ -69,11 +73,15 @@ def build(model: str, size: dict[str, int]) -> nn.Module:
             patch_size=1,
             in_channels=16,
         )
-    for parameter in made.parameters():
+    return randomise(made)
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """The module with random matrices, all of them in use."""
+    for parameter in module.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    module: nn.Module = made.eval().requires_grad_(False)
-    return module
+    return module.eval().requires_grad_(False)
 
 
 def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
@@ -94,21 +102,59 @@ def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def denoise(model: str, module: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def denoise(model: str, module: nn.Module, given: dict[str, Tensor], steps: int = STEPS) -> Tensor:
     """The latent after Euler steps from time 1 to 0."""
     latent = given["hidden_states"]
-    for i in range(STEPS):
-        time = torch.full((len(latent),), (STEPS - i) / STEPS)
-        time = (1000 * time).long() if model == "DiT" else time
+    for i in range(steps):
+        time = torch.full((len(latent),), (steps - i) / steps) * (1 if model == "FLUX" else 1000)
+        time = time.long() if model == "DiT" else time
         output = module(**given | {"hidden_states": latent}, timestep=time, return_dict=False)[0]
-        latent = latent - output / STEPS
+        latent = latent - output / steps
     return latent
 
 
 @contextlib.contextmanager
-def plainly(module: nn.Module, model: str) -> Any:
-    """All steps are evaluated."""
-    yield lambda: None
+def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
+    """diffusers' own TaylorSeer hook on the branches that ours forecasts, in the context that its pipelines set."""
+    settings = {
+        "cache_interval": SCHEDULE["interval"],
+        "disable_cache_before_step": SCHEDULE["first_enhance"],
+        "max_order": SCHEDULE["order"],
+        "taylor_factors_dtype": torch.float32,
+        "cache_identifiers": BRANCHES[model],
+    }
+    config = TaylorSeerCacheConfig(**settings | changes)
+    apply_taylorseer_cache(module, config)
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    registry.invalidate_child_registries_cache()
+
+    def start() -> None:
+        registry.reset_stateful_hooks()
+        _set_cache_context(module, CacheContext("all"))
+
+    yield start
+    registry.remove_hook("taylorseer_cache", recurse=True)
+
+
+@contextlib.contextmanager
+def attach_cachedit(module: nn.Module, model: str) -> Any:
+    """cache-dit's DBCache with its Taylor calibrator at given steps; one block of each list always runs."""
+    import cache_dit
+
+    config = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1,
+        Bn_compute_blocks=0,
+        max_warmup_steps=1,
+        residual_diff_threshold=1e9,
+        num_inference_steps=STEPS,
+        steps_computation_mask=[int(step in FULL_STEPS) for step in range(STEPS)],
+        steps_computation_policy="static",
+        enable_separate_cfg=False,
+    )
+    calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=SCHEDULE["order"])
+    cache_dit.enable_cache(module, cache_config=config, calibrator_config=calibrator)
+    yield lambda: cache_dit.refresh_context(module, num_inference_steps=STEPS)
+    cache_dit.disable_cache(module)
 
 
 def ours(**settings: Any) -> Attach:
@@ -139,17 +185,21 @@ def contestant(
     return Contestant(name, run, version)
 
 
-def race(
-    peers: dict[str, tuple[Attach, str]], models: Sequence[str], sizes: Sequence[str], turns: int
-) -> dict[str, Any]:
-    """Let the peers, the plain transformer and paradec take turns, on every model in every size.
+def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
+    """Let diffusers' hook, cache-dit, the plain transformer and paradec take turns, on every model in every size."""
+    import cache_dit
 
-    Args:
-        peers: how each is attached, and its version, by name.
-    """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    racing_ones = {"plain": (plainly, diffusers.__version__), **peers, "paradec": (ours(), COMMIT)}
+    peers = {
+        "diffusers": (attach_diffusers, diffusers.__version__),
+        "cache-dit": (attach_cachedit, cache_dit.__version__),
+    }
+    racing_ones = {
+        "plain": (lambda *_: contextlib.nullcontext(lambda: None), diffusers.__version__),
+        **peers,
+        "paradec": (ours(), COMMIT),
+    }
     racing_ones |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
     found: dict[str, Any] = {}
     for size in sizes:
@@ -166,12 +216,3 @@ def race(
             found[f"{model}, {size}"] = {"shape": shape, "contestants": entry}
             print(common.show(f"{model}, {size}", entry, [*peers]), flush=True)
     return found
-
-
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What the scripts of this kind are told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "wide"], choices=list(SIZES))
-    parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
-    return parser

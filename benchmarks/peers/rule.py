@@ -14,13 +14,12 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from common import Checkout, Contestant, Elsewhere
+from common import Contestant, Elsewhere
 from provenance import write_result
 from text_reference import rule_logits
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,21 +39,22 @@ def random_model(vocab: int) -> Any:
     return paradec.wrap(module, mask_token_id=vocab - 1, prediction="same", topology="bidirectional")
 
 
-class Ours:
-    """The rule over given logits. A state of one block is made before the clocks start."""
+class Ours(contextlib.AbstractContextManager[None]):
+    """The rule over given logits. Entering makes the state of one block, before the clocks start."""
 
     def __init__(self, model: Any, logits: list[torch.Tensor]):
         self.model, self.logits = model, list(logits)
         self.method: Any = paradec.samplers.create("threshold", threshold=THRESHOLD)
         self.state: Any = None
-        with self.around(), torch.inference_mode():
+        with self, torch.inference_mode():
             self._steps(wanted=True)
 
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         prompts = [[1, 2]] * len(self.logits[0])
         self.state = self.method.start(self.model, prompts, max_new_tokens=BLOCK, block_length=BLOCK)
-        yield
+
+    def __exit__(self, *reason: object) -> None:
+        pass
 
     def _steps(self, wanted: bool = False) -> None:
         """wanted: keep of each step's logits those that it asks for, once."""
@@ -69,8 +69,7 @@ class Ours:
     def __call__(self) -> torch.Tensor:
         with torch.inference_mode():
             self._steps()
-        found: torch.Tensor = self.state.canvas[:, -BLOCK:]
-        return found.clone()
+        return self.state.canvas[:, -BLOCK:].clone()
 
 
 def main() -> None:
@@ -80,41 +79,27 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    checkout = Checkout(given.dinfer)
     result: dict[str, Any] = {**common.machine(), "turns": given.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
     for vocab, rows in CASES:
         model = random_model(vocab)
         logits = rule_logits(vocab, rows, BLOCK, STEPS)
         task = {
             "words": vocab, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": vocab - 1,
-            "end": vocab - 2, "version": checkout.commit,
+            "end": vocab - 2, "version": common.checkout_commit(given.dinfer),
         }  # fmt: skip
         own = Ours(model, logits)
-        contestants = [Contestant("paradec", own, around=Around(own))]
+        contestants = [Contestant("paradec", own, around=own)]
         with tempfile.TemporaryDirectory() as away:
             path = Path(away) / "task.json"
             path.write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
-            with Elsewhere("dinfer", given.python, script, "dinfer_rule", str(checkout.folder), str(path)) as peer:
+            with Elsewhere("dinfer", given.python, script, "dinfer_rule", str(given.dinfer), str(path)) as peer:
                 contestants.append(peer)
                 common.alternate(contestants, given.turns, warm_up=3)
         found = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
         result["cases"][f"{vocab} words, {rows} rows"] = {"contestants": found}
         print(common.show(f"{vocab} words, {rows} rows", found, ("dinfer",)), flush=True)
     write_result(RESULT, result)
-
-
-class Around(contextlib.AbstractContextManager[None]):
-    """A contestant's surroundings, entered anew for every turn."""
-
-    def __init__(self, own: Ours):
-        self.own, self.open = own, contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self.open.enter_context(self.own.around())
-
-    def __exit__(self, *reason: Any) -> None:
-        self.open.close()
 
 
 if __name__ == "__main__":

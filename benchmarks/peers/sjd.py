@@ -20,7 +20,7 @@ from typing import Any
 
 import common
 import torch
-from common import Checkout, Contestant, Elsewhere
+from common import Contestant, Elsewhere
 from provenance import write_result
 from safetensors.torch import save_file
 
@@ -71,7 +71,6 @@ def main() -> None:
     torch.set_num_threads(1)
     model = random_model(given.size)
     config = model.module.config
-    checkout = Checkout(given.sjd)
     result: dict[str, Any] = {
         **common.machine(), "model": dataclasses.asdict(config), "window": WINDOW, "guidance": GUIDANCE,
         "turns": given.turns, "patched": PATCHED, "cases": {},
@@ -86,12 +85,12 @@ def main() -> None:
         for top_k in (1, 1000):
             task = {
                 "weights": str(weights), "sizes": sizes, "window": WINDOW, "guidance": GUIDANCE, "label": LABEL,
-                "top_k": top_k, "dtype": "float32", "version": checkout.commit,
+                "top_k": top_k, "dtype": "float32", "version": common.checkout_commit(given.sjd),
             }  # fmt: skip
             (Path(away) / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("sjd_reference.py")
             own = Contestant("paradec", ours(model, top_k))
-            with Elsewhere("sjd", given.python, script, str(checkout.folder), f"{away}/task.json") as peer:
+            with Elsewhere("sjd", given.python, script, str(given.sjd), f"{away}/task.json") as peer:
                 common.alternate([own, peer], given.turns, warm_up=1)
             contestants = [own, peer]
             for contestant in contestants:  # of the last turn

@@ -19,13 +19,13 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from common import Checkout, Contestant, Elsewhere
+from common import Contestant, Elsewhere
 from provenance import write_result
 from safetensors.torch import save_file
 
@@ -37,7 +37,6 @@ SIZES = {
     "tiny": (64, 2, 4, 128, 500, 16, 32),
     "small": (384, 6, 6, 1024, 32_000, 32, 64),
     "words": (384, 6, 6, 1024, 126_464, 32, 64),
-    "large": (768, 8, 12, 2048, 126_464, 64, 128),
 }
 PATCHED = {
     "llada": "its model class is on the hub alone: the model is Fast-dLLM's copy of it",
@@ -48,15 +47,16 @@ PATCHED = {
 }
 
 
+def random_matrix(draw: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=draw) * scale / math.sqrt(shape[-1])
+
+
 def checkpoint(folder: Path, size: str) -> dict[str, int]:
     """Write a random model in LLaDA's format; its sizes. The last layer's scale makes some tokens sure and others not,
     so that a threshold commits several at a time."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=draw) * scale / math.sqrt(shape[-1])
-
+    normal = partial(random_matrix, draw)
     top = "model.transformer."
     weights = {
         f"{top}wte.weight": torch.randn((vocab, hidden), generator=draw),
@@ -92,10 +92,7 @@ def dream_checkpoint(folder: Path, size: str) -> None:
     """The same sizes in Dream's format."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=draw) * scale / math.sqrt(shape[-1])
-
+    normal = partial(random_matrix, draw)
     weights = {
         "model.embed_tokens.weight": torch.randn((vocab, hidden), generator=draw),
         "model.norm.weight": torch.ones(hidden),
@@ -216,11 +213,11 @@ def main() -> None:
         models = {name: paradec.load(folder, dtype=given.dtype) for name, folder in folders.items()}
         for name, (reference, theirs, own) in cases(given).items():
             folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
-            checkout = Checkout(getattr(given, reference))
+            checkout = getattr(given, reference)
             task = {
                 "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
-                "mask": vocab - 1, "end": vocab - 2, "dtype": given.dtype, "version": checkout.commit, **theirs,
-                "model_checkout": str(given.fast_dllm),
+                "mask": vocab - 1, "end": vocab - 2, "dtype": given.dtype, "version": common.checkout_commit(checkout),
+                "model_checkout": str(given.fast_dllm), **theirs,
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
@@ -228,9 +225,8 @@ def main() -> None:
             contestants: list[Contestant] = [Contestant("paradec", decoder(model, prompt, request))]
             bare = Contestant("matrix products alone", products(model, contestants[0].run))
             contestants.append(bare)
-            with ExitStack() as stack:
-                arguments = (reference, str(checkout.folder), str(folder / "task.json"))
-                peer = stack.enter_context(Elsewhere(reference, given.python, script, *arguments))
+            arguments = (reference, str(checkout), str(folder / "task.json"))
+            with Elsewhere(reference, given.python, script, *arguments) as peer:
                 contestants.append(peer)
                 common.alternate(contestants, given.turns, warm_up=2)
             for contestant in contestants:  # some give the answer alone
