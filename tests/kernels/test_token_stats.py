@@ -568,9 +568,9 @@ from triton.compiler import ASTSource
 from paradec.kernels.token_stats import triton as module
 
 triton = module.triton
-WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "places", "many"}
+WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "num_segments", "num_ids"}
 FLOATS = {"scale", "temperature"}
-CONSTANTS = {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4, "SEGMENT": module.SEGMENT, "PLACES": 512}
+CONSTANTS = {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4, "SEGMENT": module.SEGMENT, "PADDED_SEGMENTS": 512}
 POINTERS = {"logits": "*bf16", "sums": "*fp32", "tops": "*fp32", "tokens": "*i64", "ids": "*i64"}
 for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
     signature, constants = {}, {}

@@ -50,8 +50,10 @@ def chunked_stats(
     width = -(-vocab // SEGMENT) * SEGMENT
     dtype = torch.promote_types(logits.dtype, torch.float32)
     memory = torch.empty((2, max(map(len, blocks)), width), dtype=dtype, device=logits.device)
-    sharpness = None if draws is None else draws.temperature
-    parts = [_sum_rows(rows, fields, temperature, sharpness, *memory[:, : len(rows)].unbind()) for rows in blocks]
+    draw_temperature = None if draws is None else draws.temperature
+    parts = [
+        _sum_rows(rows, fields, temperature, draw_temperature, *memory[:, : len(rows)].unbind()) for rows in blocks
+    ]
     sums = _RowSums(*concatenate(parts, lead))
     stats = _from_sums(sums, fields, temperature)
     return stats if draws is None else stats._replace(sample=_sample(sums, logits, draws))
@@ -84,12 +86,12 @@ def _sum_rows(
     rows: Tensor,
     fields: frozenset[str],
     temperature: float,
-    sharpness: float | None,
+    draw_temperature: float | None,
     differences: Tensor,
     weights: Tensor,
 ) -> _RowSums:
-    """Sums over rows [n, V]. The best token stands for a missing second one. sharpness: the draws' temperature.
-    differences, weights: buffers [n, padded V]."""
+    """Sums over rows [n, V]. The best token stands for a missing second one. differences, weights: buffers
+    [n, padded V]."""
     vocab = rows.shape[1]
 
     def load() -> None:
@@ -117,7 +119,7 @@ def _sum_rows(
     sums, unit = weigh(temperature)
     mass = sums.sum(1, True, dtype=torch.float64) / unit - 1
     moment = smoothed = segments = None
-    if sharpness == temperature:
+    if draw_temperature == temperature:
         segments = sums / unit
     if not fields.isdisjoint(("entropy", "smoothed_entropy")):
         moment = (by_segments(differences.mul_(weights)).sum(1, True, dtype=torch.float64) / unit).squeeze(1)
@@ -125,12 +127,12 @@ def _sum_rows(
         ratio = ((second - top) / temperature).exp()
         p = weights.scatter_(1, best_index, 0).mul_((ratio / (1 + ratio * mass) / unit).to(weights.dtype))
         smoothed = -by_segments(torch.add(p, EPSILON, out=differences).log_().mul_(p)).sum(1, dtype=torch.float64)
-    if sharpness is not None:
+    if draw_temperature is not None:
         if segments is None:
             load()
-            sums, unit = weigh(sharpness)
+            sums, unit = weigh(draw_temperature)
             segments = sums / unit
-        best_weight = ((top - second) / sharpness).clamp_(max=MAX_LOG_WEIGHT).exp_()
+        best_weight = ((top - second) / draw_temperature).clamp_(max=MAX_LOG_WEIGHT).exp_()
         segments.scatter_add_(1, torch.div(best_index, SEGMENT, rounding_mode="floor"), best_weight - 1)
     return _RowSums(
         best_index.squeeze(1), top.squeeze(1), second.squeeze(1), mass.squeeze(1), moment, smoothed, segments

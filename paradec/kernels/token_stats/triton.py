@@ -29,13 +29,13 @@ def triton_stats(
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
-    """`token_stats` without checks. block: tokens per tile, a power of two. splits: parts of the vocabulary; None fits
-    all."""
+    """`token_stats` without checks. block: tokens per tile, a power of two. splits: parts of the vocabulary; None:
+    as many as the device runs at once."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
-    grid = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
-    if grid.stride(2) != 1:
-        grid = grid.contiguous()
-    count, width, device = grid.shape[0] * grid.shape[1], grid.shape[1], logits.device
+    table = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
+    if table.stride(2) != 1:
+        table = table.contiguous()
+    count, width, device = table.shape[0] * table.shape[1], table.shape[1], logits.device
     if splits is None:
         splits = max(1, min(_programs(device) // max(count, 1), triton.cdiv(vocab, block)))
     span = triton.cdiv(triton.cdiv(vocab, splits), block) * block
@@ -49,24 +49,24 @@ def triton_stats(
         flat_ids = ids.reshape(count, -1).contiguous()
         ids_prob = torch.empty(flat_ids.shape, dtype=torch.float64, device=device)
     segment, num_segments = min(SEGMENT, block), splits * span // min(SEGMENT, block)
-    sums = tops = uniform = sharpness = None
+    sums = tops = uniform = draw_temperature = None
     if draws is not None:
         uniform = draws.uniform().reshape(count).contiguous()
         # a tensor: as an argument of the kernel it would be rounded to float32
-        sharpness = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
+        draw_temperature = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
         sums = torch.empty((count, num_segments), dtype=torch.float32, device=device)
-        tops = torch.empty_like(sums)  # what the differences of each segment are to
+        tops = torch.empty_like(sums)  # the maximum that a segment's exponents refer to
     if count:
         _partial_kernel[(count, splits)](
-            grid, partial, sums, tops, sharpness, width, grid.stride(0), grid.stride(1), vocab, span, 1 / temperature,
-            SAMPLE=draws is not None, BLOCK=block, SEGMENT=segment, num_warps=8,
+            table, partial, sums, tops, draw_temperature, width, table.stride(0), table.stride(1), vocab, span,
+            1 / temperature, SAMPLE=draws is not None, BLOCK=block, SEGMENT=segment, num_warps=8,
         )  # fmt: skip
         num_ids = 0 if flat_ids is None else flat_ids.shape[1]
         _finish_kernel[(count,)](
-            grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sums, tops, uniform, sharpness,
-            count, splits, width, grid.stride(0), grid.stride(1), vocab, num_segments, temperature, num_ids,
+            table, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sums, tops, uniform, draw_temperature,
+            count, splits, width, table.stride(0), table.stride(1), vocab, num_segments, temperature, num_ids,
             SAMPLE=draws is not None, IDS=triton.next_power_of_2(num_ids) if num_ids else 0,
-            SEGMENT=segment, PLACES=triton.next_power_of_2(num_segments), num_warps=1,
+            SEGMENT=segment, PADDED_SEGMENTS=triton.next_power_of_2(num_segments), num_warps=1,
         )  # fmt: skip
     values = dict(zip(FLOATS, floats.view(len(FLOATS), *lead).unbind(0), strict=True))
     sample_prob = values.pop("sample_prob")
@@ -88,7 +88,7 @@ def _programs(device: torch.device) -> int:
 
 @triton.jit
 def _partial_kernel(
-    logits, partial, sums, tops, sharpness, width, row_stride, column_stride, vocab, span, scale,
+    logits, partial, sums, tops, draw_temperature, width, row_stride, column_stride, vocab, span, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One part of a row's vocabulary -> partial [N, splits, 5] float64. Grid (N, splits)."""
@@ -100,18 +100,18 @@ def _partial_kernel(
     m = tl.full((), float("-inf"), tl.float32)
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
-    # lane by lane, summed at the end; the scalars hold tokens that were the best once
-    others = tl.zeros((BLOCK,), tl.float32)
-    weight = tl.zeros((BLOCK,), tl.float32)
-    rest_of_best = tl.full((), 0.0, tl.float32)
-    weight_of_best = tl.full((), 0.0, tl.float32)
+    # sums by lane, and of former best tokens
+    lane_sum = tl.zeros((BLOCK,), tl.float32)
+    lane_weight = tl.zeros((BLOCK,), tl.float32)
+    former_sum = tl.full((), 0.0, tl.float32)
+    former_weight = tl.full((), 0.0, tl.float32)
     lane = tl.arange(0, BLOCK)
     next_tile = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
     for tile_start in range(begin, stop, BLOCK):
         token = tile_start + lane
         # float32 at once: the interpreter computes nothing in bfloat16
         x = next_tile.to(tl.float32)
-        # the next tile is on its way while this one is worked on
+        # prefetch the next tile
         next_tile = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
         top = tl.max(x, 0)
         if top > second:  # few tiles hold one of the two best so far
@@ -123,10 +123,10 @@ def _partial_kernel(
                     # finite, so that 0 times it is 0
                     shift = tl.maximum((m - top) * scale, -200.0)
                     factor = tl.exp(shift)
-                    weight = factor * (weight + others * shift)
-                    others = factor * others
-                    weight_of_best = factor * (weight_of_best + (rest_of_best + 1) * shift)
-                    rest_of_best = factor * (rest_of_best + 1)
+                    lane_weight = factor * (lane_weight + lane_sum * shift)
+                    lane_sum = factor * lane_sum
+                    former_weight = factor * (former_weight + (former_sum + 1) * shift)
+                    former_sum = factor * (former_sum + 1)
                 m = top
                 best = top_token
             else:
@@ -134,10 +134,10 @@ def _partial_kernel(
         reference = tl.where(m == float("-inf"), 0.0, m)
         difference = (x - reference) * scale
         exponential = tl.where(token == best, 0.0, tl.exp(difference))
-        others += exponential
-        weight += exponential * tl.maximum(difference, -200.0)
+        lane_sum += exponential
+        lane_weight += exponential * tl.maximum(difference, -200.0)
         if SAMPLE:
-            exponent = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
+            exponent = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(draw_temperature)
             draw_weights = tl.where(x == float("-inf"), 0.0, tl.exp(exponent.to(tl.float32)))
             segments = tl.arange(0, BLOCK // SEGMENT)
             segment_index = row * (tl.num_programs(1) * span // SEGMENT) + tile_start // SEGMENT + segments
@@ -147,96 +147,94 @@ def _partial_kernel(
     tl.store(output, m.to(tl.float64))
     tl.store(output + 1, second.to(tl.float64))
     tl.store(output + 2, best.to(tl.float64))
-    tl.store(output + 3, (tl.sum(others, 0) + rest_of_best).to(tl.float64))
-    tl.store(output + 4, (tl.sum(weight, 0) + weight_of_best).to(tl.float64))
+    tl.store(output + 3, (tl.sum(lane_sum, 0) + former_sum).to(tl.float64))
+    tl.store(output + 4, (tl.sum(lane_weight, 0) + former_weight).to(tl.float64))
 
 
 @triton.jit
-def _hit(weights, index, uniform):
-    """The first of `index` at which the sums of weights exceed uniform x their total, never one without weight; and the
-    fraction below it, for the next draw."""
-    total = tl.cumsum(weights, 0)
+def _draw_index(weights, index, uniform):
+    """Draw an entry of `index`, never one without weight, by a uniform number; return it and the fraction left for the
+    next draw."""
+    cumulative = tl.cumsum(weights, 0)
     target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
     has_weight = weights > 0
     last = tl.max(tl.where(has_weight, index, 0), 0)
-    hit = tl.minimum(tl.min(tl.where(has_weight & (total > target), index, 2147483647), 0), last)
+    hit = tl.minimum(tl.min(tl.where(has_weight & (cumulative > target), index, 2147483647), 0), last)
     hit_weight = tl.sum(tl.where(index == hit, weights, 0.0), 0)
-    previous_sum = tl.sum(tl.where(index == hit, total, 0.0), 0) - hit_weight
+    previous_sum = tl.sum(tl.where(index == hit, cumulative, 0.0), 0) - hit_weight
     fraction = tl.where(hit_weight > 0, (target - previous_sum) / hit_weight, 0.0)
     return hit, tl.minimum(tl.maximum(fraction, 0.0), 0.9999999999999999)
 
 
 @triton.jit
 def _finish_kernel(
-    logits, partial, floats, tokens, nonfinite, ids, ids_prob, sums, tops, uniform, sharpness,
+    logits, partial, floats, tokens, nonfinite, ids, ids_prob, sums, tops, uniform, draw_temperature,
     count, splits, width, row_stride, column_stride, vocab, num_segments, temperature, num_ids,
-    SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PLACES: tl.constexpr,
+    SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PADDED_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a row. Grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
-    none = float("-inf")
-    m = tl.full((), none, tl.float64)
-    second = tl.full((), none, tl.float64)
+    minus_inf = float("-inf")
+    m = tl.full((), minus_inf, tl.float64)
+    second = tl.full((), minus_inf, tl.float64)
     best = tl.full((), 0.0, tl.float64)
-    rest = tl.full((), 0.0, tl.float64)
+    exp_sum = tl.full((), 0.0, tl.float64)
     weight = tl.full((), 0.0, tl.float64)
     for split in range(0, splits):
         base = partial + (row * splits + split) * 5
         m2 = tl.load(base)
         second2 = tl.load(base + 1)
         best2 = tl.load(base + 2)
-        rest2 = tl.load(base + 3)
+        exp_sum2 = tl.load(base + 3)
         weight2 = tl.load(base + 4)
         top = tl.maximum(m, m2)
-        # how far each side is below the larger maximum; a side without tokens weighs nothing
-        down = tl.where(m == none, 0.0, (m - top) / temperature)
-        down2 = tl.where(m2 == none, 0.0, (m2 - top) / temperature)
-        factor = tl.where(m == none, 0.0, tl.exp(down))
-        factor2 = tl.where(m2 == none, 0.0, tl.exp(down2))
+        # distances below the larger maximum; a side without tokens weighs nothing
+        down = tl.where(m == minus_inf, 0.0, (m - top) / temperature)
+        down2 = tl.where(m2 == minus_inf, 0.0, (m2 - top) / temperature)
+        factor = tl.where(m == minus_inf, 0.0, tl.exp(down))
+        factor2 = tl.where(m2 == minus_inf, 0.0, tl.exp(down2))
         stays = m >= m2  # equal maxima: the lower tokens stay
-        # the side that loses puts its best token among the others
-        mass = rest + tl.where(stays | (m == none), 0.0, 1.0)
-        mass2 = rest2 + tl.where(stays & (m2 > none), 1.0, 0.0)
+        # the lower side's best token joins the others
+        mass = exp_sum + tl.where(stays | (m == minus_inf), 0.0, 1.0)
+        mass2 = exp_sum2 + tl.where(stays & (m2 > minus_inf), 1.0, 0.0)
         weight = factor * (weight + mass * down) + factor2 * (weight2 + mass2 * down2)
-        rest = factor * mass + factor2 * mass2
+        exp_sum = factor * mass + factor2 * mass2
         second = tl.maximum(tl.minimum(m, m2), tl.maximum(second, second2))
         best = tl.where(stays, best, best2)
         m = top
-    is_invalid = (m == none) | (m == float("inf")) | (rest != rest)
-    safe = tl.where(is_invalid, 0.0, m)
-    total = tl.where(is_invalid, float("nan"), 1.0 + rest)
-    # ln(1 + rest) where 1 + rest rounds most of it away
-    logarithm = tl.where(rest < 1e-5, rest - 0.5 * rest * rest, tl.log(total))
-    ratio = tl.where(second == none, 0.0, tl.exp((second - safe) / temperature))
+    is_invalid = (m == minus_inf) | (m == float("inf")) | (exp_sum != exp_sum)
+    peak = tl.where(is_invalid, 0.0, m)
+    total = tl.where(is_invalid, float("nan"), 1.0 + exp_sum)
+    # ln(1 + exp_sum) where 1 + exp_sum rounds most of it away
+    logarithm = tl.where(exp_sum < 1e-5, exp_sum - 0.5 * exp_sum * exp_sum, tl.log(total))
+    ratio = tl.where(second == minus_inf, 0.0, tl.exp((second - peak) / temperature))
     tl.store(floats + row, 1.0 / total)
     tl.store(floats + count + row, ratio / total)
     tl.store(floats + 2 * count + row, (1.0 - ratio) / total)
     tl.store(floats + 3 * count + row, logarithm - weight / total)
-    tl.store(floats + 4 * count + row, tl.where(is_invalid, float("nan"), safe / temperature + logarithm))
-    tl.store(floats + 5 * count + row, tl.where(is_invalid, float("nan"), safe - second))
+    tl.store(floats + 4 * count + row, tl.where(is_invalid, float("nan"), peak / temperature + logarithm))
+    tl.store(floats + 5 * count + row, tl.where(is_invalid, float("nan"), peak - second))
     tl.store(tokens + row, tl.maximum(best, 0.0).to(tl.int64))
     tl.store(nonfinite + row, is_invalid)
     if SAMPLE:
-        # the segment first, then the token in it, as in draws.py
-        draw_temperature = tl.load(sharpness)
-        index = tl.arange(0, PLACES)
-        is_segment = index * SEGMENT < vocab  # what is past the end has not been written
+        # first the segment, then its token, as in draws.py
+        t = tl.load(draw_temperature)
+        index = tl.arange(0, PADDED_SEGMENTS)
+        is_segment = index * SEGMENT < vocab  # segments past the end are not written
         weights = tl.load(sums + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64)
-        exponent = (
-            tl.load(tops + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64) - safe
-        ) / draw_temperature
+        exponent = (tl.load(tops + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64) - peak) / t
         weights = tl.where(weights > 0, weights * tl.exp(tl.minimum(exponent, 0.0)), 0.0)
-        segment, fraction = _hit(weights, index, tl.load(uniform + row))
+        segment, fraction = _draw_index(weights, index, tl.load(uniform + row))
         token = segment * SEGMENT + tl.arange(0, SEGMENT)
-        x = tl.load(source + token, mask=token < vocab, other=none).to(tl.float32).to(tl.float64)
-        weights = tl.where(x == none, 0.0, tl.exp((x - safe) / draw_temperature))
-        sample, fraction = _hit(weights, token, fraction)
+        x = tl.load(source + token, mask=token < vocab, other=minus_inf).to(tl.float32).to(tl.float64)
+        weights = tl.where(x == minus_inf, 0.0, tl.exp((x - peak) / t))
+        sample, fraction = _draw_index(weights, token, fraction)
         x = tl.load(source + sample).to(tl.float32).to(tl.float64)
         tl.store(tokens + count + row, sample.to(tl.int64))
-        tl.store(floats + 6 * count + row, tl.exp((x - safe) / temperature) / total)
+        tl.store(floats + 6 * count + row, tl.exp((x - peak) / temperature) / total)
     if IDS:
         k = tl.arange(0, IDS)
         token = tl.load(ids + row * num_ids + k, mask=k < num_ids, other=0)
-        x = tl.load(source + token, mask=k < num_ids, other=none).to(tl.float32).to(tl.float64)
-        tl.store(ids_prob + row * num_ids + k, tl.exp((x - safe) / temperature) / total, mask=k < num_ids)
+        x = tl.load(source + token, mask=k < num_ids, other=minus_inf).to(tl.float32).to(tl.float64)
+        tl.store(ids_prob + row * num_ids + k, tl.exp((x - peak) / temperature) / total, mask=k < num_ids)
