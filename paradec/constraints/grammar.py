@@ -88,7 +88,7 @@ def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
 
 
 class GrammarTexts:
-    """The texts of a grammar, in a model's tokens: see `paradec.samplers.features.constraints.Texts`. A state is the
+    """Texts of a grammar in a model's tokens: see `paradec.samplers.features.constraints.SpanTexts`. A state is the
     tokens so far.
 
     Raises:

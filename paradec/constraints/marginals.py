@@ -26,7 +26,8 @@ class Marginals:
     def __init__(
         self, automaton: TokenAutomaton, logits: Tensor, tokens: list[int | None], first: int, last: np.ndarray
     ):
-        self.automaton, self.logits, self.held, self.first, self.last = automaton, logits.detach(), tokens, first, last
+        self.automaton, self.logits, self.tokens = automaton, logits.detach(), tokens
+        self.first, self.last = first, last
         self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
         self.broken = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
@@ -42,8 +43,8 @@ class Marginals:
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
             rows = iter(reduce(runs[:, by_class.order], by_class, self.automaton.classes))
-        by_slot = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.held]
-        return np.array(by_slot).reshape(len(self.held), self.automaton.classes)
+        by_slot = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.tokens]
+        return np.array(by_slot).reshape(len(self.tokens), self.automaton.classes)
 
     def conditioned(self) -> Tensor:
         """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
@@ -76,9 +77,9 @@ class Marginals:
             lambda slot: self._runs[1, rows[slot]],
             lambda slot, ids: self._values(rows[slot], ids),
             self._backward,
-            self.held,
+            self.tokens,
             self.first,
-            [0.0 if slot not in rows else float(uniform[rows[slot]]) for slot in range(len(self.held))],
+            [0.0 if slot not in rows else float(uniform[rows[slot]]) for slot in range(len(self.tokens))],
         )
         return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
@@ -99,7 +100,7 @@ class Marginals:
 
     def _lowest(self, slot: int, index: int) -> int:
         """Likeliest token of a class in a slot; ties go to the lowest id."""
-        if (token := self.held[slot]) is not None:
+        if (token := self.tokens[slot]) is not None:
             return token
         row, runs = self._open.index(slot), self.automaton.runs
         class_runs = runs.by_class.order[runs.by_class.owner == index]

@@ -281,7 +281,7 @@ class DraftingSampler(CausalSampler):
         depths = tree.depths.to(device)
         memory, guided = state.memory.read(rows), logits
         if state.constraint is not None:
-            logits = state.constraint.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
+            logits = state.constraint.mask_nodes(state, logits, rows, tree.parents, memory["drafts"])
         row_index, node_positions = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
 
         def target(node: Tensor) -> Tensor:

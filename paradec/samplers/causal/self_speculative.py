@@ -160,7 +160,7 @@ class SelfSpeculative(CausalSampler):
         write_drafts(state, rows, drafts, q)
         state.drafted[rows] = state.width - 1
         if state.constraint is not None:
-            state.constraint.put_certain(state, rows)
+            state.constraint.draft_certain(state, rows)
 
     def _fill_by_confidence(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Fill masks [R, W - 1] over several calls, the most confident first."""

@@ -162,7 +162,7 @@ class SJD(CausalSampler):
         state.memory.write("drafts", rows, torch.where(is_drafted, tokens, guess))
         state.memory.write("draft_source", rows, torch.where(is_drafted, source, guess_source))
         if state.constraint is not None:
-            state.constraint.put_certain(state, rows)
+            state.constraint.draft_certain(state, rows)
 
     # ---- settings -------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     rows, guided = state.rows, logits
     positions = state.positions(rows)
     if state.constraint is not None:
-        logits = state.constraint.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
+        logits = state.constraint.mask_slots(state, logits, rows, state.memory.read(rows)["drafts"])
     p = state.distribution(logits, rows, positions)
     uniform, quantities = draw_uniform(state, positions, guesses)
     sampled = draw_tokens(state, p, positions, uniform[..., 0])
@@ -344,7 +344,7 @@ def propose_path(
     nodes = real_nodes(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)
     if state.constraint is not None:
-        logits = state.constraint.of_nodes(state, logits, rows, tree.parents, nodes)
+        logits = state.constraint.mask_nodes(state, logits, rows, tree.parents, nodes)
     p = state.distribution(logits, rows, positions)
     path, positions = branches.path(state, tree, nodes, p, positions), positions[:, : state.width]
     quantities = {"p": path.p, "uniform": path.uniform, "top_logit": logits.amax(-1), "drafts": path.drafts}

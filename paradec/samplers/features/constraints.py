@@ -1,12 +1,12 @@
 """Constraints (`constraint`): every answer, or hole, is a text of a language.
 
 Masked models and canvases of noise: a step conditions the product of its marginals on the language
-(`paradec.constraints.passes`). Candidates are one text, the likeliest or a joint draw, so that any selection stays
-possible. Scores are those of the conditioned marginals.
+(`paradec.constraints.passes`). The candidates form one text, the likeliest or a joint draw: any selection
+fits. Scores are those of the conditioned marginals.
 
 Causal models: the distribution of a slot is the model's over the tokens that keep a text possible, given the final
 tokens, the drafts before the slot and the number of tokens left. Drafts are drawn from these distributions and verified
-against them: what is exact without a constraint has exactly the distribution of token-by-token decoding with it.
+against them: lossless samplers keep the distribution of token-by-token decoding with the constraint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError for the first reason that holds, of these and those for all families."""
+    """Raise ValueError for the first reason that holds, of these and the common ones."""
     name, request = model.facts.name, state.request
     common = {
         f"it says what texts read, and {name} has no tokenizer": getattr(model, "tokenizer", None) is None,
@@ -55,10 +55,10 @@ def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
 
 @dataclass
 class SpanConstraint(Feature):
-    """The texts of each row, whose undecided tokens are drawn together."""
+    """The spans of each row, whose undecided tokens are drawn jointly."""
 
     spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
-    """[B]."""
+    """[B]: of each row."""
 
     host_only = "a constraint is asked on the host"
     stream: ClassVar[int]
@@ -73,7 +73,7 @@ class SpanConstraint(Feature):
 
     def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
         """The marginals of a part; None for NaN or infinite logits, which `commit` reports."""
-        marginals = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
+        marginals = Marginals(part.span.automaton, logits, part.tokens, part.state, part.last)
         if marginals.broken:
             return None
         if marginals.total == -np.inf:
@@ -101,10 +101,10 @@ class SpanConstraint(Feature):
 
 @dataclass
 class MaskedConstraint(SpanConstraint):
-    """The texts of each row, and the weight of its draws.
+    """Spans, and the weight of each row's draws.
 
-    Positions of the open block that only one token fits are written with every commit; at temperature 0 also when the
-    block opens, without a forward. Above it, the block's first step weighs them.
+    Positions of the open block that only one token fits are written with every commit. At temperature 0 they are also
+    written when the block opens, without a forward; above 0 the block's first step counts them in the weight.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -117,7 +117,7 @@ class MaskedConstraint(SpanConstraint):
         """Make the constraint of a request. Raises ValueError where it does not work, or no text fits a row."""
         raise_unsupported(model, state, _masked_reasons(sampler, state))
         canvas = state.canvas.cpu().numpy()
-        # with early rules a step looks at the row's end
+        # early stop rules read logits up to the row's end
         length = None if state.request.stop is not None else getattr(state.blocks, "length", None)
         spans = find_spans(model, state, canvas, state.mask_id, canvas.shape[1] if length is None else length)
         return cls(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
@@ -131,7 +131,7 @@ class MaskedConstraint(SpanConstraint):
     def read_candidates(
         self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidate tokens and quantities; replaces the method's own."""
+        """Candidate tokens and quantities, in place of the sampler's."""
         positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
@@ -159,8 +159,8 @@ class MaskedConstraint(SpanConstraint):
         flat = torch.tensor(entries, device=logits.device)
         for name in texts[0][1]:
             value = torch.cat([values[name] for _, values in texts])
-            full = quantities.get(name, value.new_zeros(current.shape))
-            quantities[name] = full.flatten().index_copy(0, flat, value.to(full)).view_as(current)
+            merged = quantities.get(name, value.new_zeros(current.shape))
+            quantities[name] = merged.flatten().index_copy(0, flat, value.to(merged)).view_as(current)
         sampled = torch.cat([tokens for tokens, _ in texts])
         return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
@@ -175,23 +175,23 @@ class MaskedConstraint(SpanConstraint):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidates [m] of a part's undecided positions from raw logits [m, V], and their quantities [m]."""
         needs, temperature = sampler.needs, state.request.temperature
-        model = self._marginals(state, part, raw)
-        if model is None:
+        marginals = self._marginals(state, part, raw)
+        if marginals is None:
             invalid = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
             return torch.zeros_like(invalid, dtype=torch.int64), dict.fromkeys(needs.reads, invalid)
-        source = model if temperature in (0, 1) else self._marginals(state, part, tempered(raw, temperature))
-        assert source is not None
+        sampling = marginals if temperature in (0, 1) else self._marginals(state, part, tempered(raw, temperature))
+        assert sampling is not None
         if temperature > 0 or needs.score_from == "sampled":
-            source = self._filter(state, part, source)
+            sampling = self._filter(state, part, sampling)
         if temperature == 0:
-            tokens = source.best()
+            tokens = sampling.best()
         else:
-            tokens = source.sample(self.uniform(state, part))
-            self._draws[part.row, part_index] = int(state.row_step[part.row]), part, source
-        score_source = model if needs.score_from == "raw" else source
+            tokens = sampling.sample(self.uniform(state, part))
+            self._draws[part.row, part_index] = int(state.row_step[part.row]), part, sampling
+        scoring = marginals if needs.score_from == "raw" else sampling
         if needs.reads == ("confidence",):
-            return tokens, {"confidence": score_source.probabilities(tokens)}
-        return token_statistics(score_source.conditioned(), needs.reads, tokens)
+            return tokens, {"confidence": scoring.probabilities(tokens)}
+        return token_statistics(scoring.conditioned(), needs.reads, tokens)
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """Write certain tokens of newly opened blocks, at temperature 0."""
@@ -209,7 +209,7 @@ class MaskedConstraint(SpanConstraint):
             state.canvas[row, positions] = tokens
             if "rollout" in state.features:
                 state.features["rollout"].record_forced(state, row, positions, tokens)
-            if state.trace is not None:  # which has what was there before the first step
+            if state.trace is not None:  # its canvas precedes the first step
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token
             state.masks_at_open[row] -= len(certain)
@@ -225,8 +225,8 @@ class MaskedConstraint(SpanConstraint):
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
-            fits = passes.possible(automaton, part.held, part.state, part.last)
-            for slot, token in enumerate(part.held):
+            fits = passes.possible(automaton, part.tokens, part.state, part.last)
+            for slot, token in enumerate(part.tokens):
                 classes = np.flatnonzero(fits[slot])
                 if token is None and automaton.sizes[classes].sum() == 1:
                     certain[part.first + slot] = int(automaton.members[classes[0]][0])
@@ -248,16 +248,16 @@ class MaskedConstraint(SpanConstraint):
         decision.selected, decision.values = selected, values
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Update `log_weight` by Z before the step over Z with the written tokens."""
+        """Add to `log_weight` ln(Z before the step / Z with the written tokens)."""
         if not self._draws:
             return False
         canvas = state.canvas.cpu().numpy()
-        assert self.log_weight is not None  # there are draws
+        assert self.log_weight is not None  # above temperature 0
         for (row, _), (step, part, marginals) in self._draws.items():
             if step != state.row_step[row] - 1 or row not in proposal.rows:
                 continue
-            current = canvas[row, part.first : part.first + len(part.held)].tolist()
-            decided = [slot for slot, token in enumerate(part.held) if token is None and current[slot] != state.mask_id]
+            current = canvas[row, part.first : part.first + len(part.tokens)].tolist()
+            decided = [k for k, token in enumerate(part.tokens) if token is None and current[k] != state.mask_id]
             masses = marginals.sums.copy()
             for slot in decided:
                 masses[slot] = passes.certain(part.span.automaton, current[slot])
@@ -289,10 +289,10 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 
 @dataclass
 class CanvasConstraint(SpanConstraint):
-    """The texts of each row, and their distributions at this step.
+    """Spans, and the parts of this step.
 
-    A canvas closes with the likeliest text, not with the best token of each position, from the state after the canvas
-    before it to states from which the rest can be filled. Entropies are those of the conditioned marginals.
+    A canvas closes with the likeliest text, not with the best token of each position. It begins in the state after the
+    previous canvas and ends where the rest can be filled. Entropies are those of the conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
@@ -308,7 +308,7 @@ class CanvasConstraint(SpanConstraint):
         self._parts: list[tuple[int, Part, list[int], Marginals]] = []
 
     def condition(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, C, V] whose tempered distributions are conditioned on the texts; the likeliest texts [R, C]."""
+        """Condition tempered distributions on the texts: logits [R, C, V], and the likeliest texts [R, C]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
         undecided = state.undecided.cpu().numpy()
@@ -316,7 +316,7 @@ class CanvasConstraint(SpanConstraint):
         self._parts = []
         for index, row in enumerate(rows.tolist()):
             begin, stop = int(host_positions[index, 0]), int(state.asked[row])
-            if len(state.ends) and stop < begin + state.width:  # what is cut off in the end
+            if len(state.ends) and stop < begin + state.width:  # end tokens after the requested positions
                 beyond = logits[index, stop - begin :]
                 beyond.fill_(-torch.inf)
                 beyond[:, state.ends[0]] = 0
@@ -324,7 +324,7 @@ class CanvasConstraint(SpanConstraint):
                 columns = [position - begin for position in part.open]
                 marginals = self._marginals(state, part, logits[index, columns] / temperature[index])
                 if marginals is None:
-                    continue  # the commit says what is wrong
+                    continue  # `commit` raises the error
                 marginals = self._filter(state, part, marginals)
                 best_tokens[index, columns] = marginals.best()
                 logits[index, columns] = marginals.conditioned() * temperature[index]
@@ -332,7 +332,7 @@ class CanvasConstraint(SpanConstraint):
         return logits, best_tokens
 
     def draw(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Draws [R, C] of the last step's distributions: texts where they are constrained, `tokens` elsewhere."""
+        """Draws [R, C] of the last step: texts where constrained, `tokens` elsewhere."""
         samples = tokens.clone()
         for index, part, columns, marginals in self._parts:
             samples[index, columns] = marginals.sample(self.uniform(state, part))
@@ -344,20 +344,20 @@ class CanvasConstraint(SpanConstraint):
 
 @dataclass(frozen=True)
 class SpanTexts:
-    """Texts of an automaton that fit the remaining positions, token by token. States are values, from `begin` on."""
+    """Texts of an automaton that fit the remaining positions, token by token. States are ints; `begin` is the first."""
 
     span: Span
     begin: int = 0
 
     def after(self, state: int, token: int) -> int | None:
         """The state after a token; None where no text continues with it."""
-        following = self.span.automaton.step(state, token)
-        return None if following < 0 else following
+        next_state = self.span.automaton.step(state, token)
+        return None if next_state < 0 else next_state
 
     def _fitting(self, state: int, num_read: int) -> np.ndarray:
         """[k] int64: the classes of tokens with which a text can be completed."""
-        classes, following = self.span.automaton.after(state)
-        return np.asarray(classes[self.span.after(num_read + 1)[following]])
+        classes, next_states = self.span.automaton.after(state)
+        return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
         """[V] bool: tokens with which no text can be completed, after `num_read` tokens; None where none can at all."""
@@ -378,16 +378,16 @@ class SpanTexts:
 
 @dataclass
 class CausalConstraint:
-    """The text state of each of `B` rows. After a draft that fits no text, slots keep the model's distribution."""
+    """Constraint of causal models, `B` rows. Slots after a draft that fits no text keep the model's distribution."""
 
     texts: list[Any] = field(metadata=ROWS)
     """[B] `SpanTexts` or `GrammarTexts`."""
-    first: np.ndarray = field(metadata=ROWS)
+    answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: where each answer begins."""
-    read: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens of each answer that `state` has read."""
-    state: list[Any] = field(metadata=ROWS)
-    """[B]."""
+    num_read: np.ndarray = field(metadata=ROWS)
+    """[B] int64: final tokens of each answer that `text_states` has read."""
+    text_states: list[Any] = field(metadata=ROWS)
+    """[B]: the states of the texts."""
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> CausalConstraint:
@@ -412,13 +412,13 @@ class CausalConstraint:
         begin = [text.begin for text in texts]
         return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
 
-    def of_chain(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
-        """Logits [R, W, V] of slots, each after the drafts [R, W] before it."""
+    def mask_slots(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
+        """Mask logits [R, W, V] of slots, each after the drafts [R, W] before it."""
         parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
         tokens = torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
-        return self.of_nodes(state, logits, rows, parents, tokens)
+        return self.mask_nodes(state, logits, rows, parents, tokens)
 
-    def of_nodes(
+    def mask_nodes(
         self,
         state: Any,
         logits: Tensor,
@@ -427,7 +427,7 @@ class CausalConstraint:
         tokens: Tensor,
         nodes: Sequence[int] | np.ndarray | None = None,
     ) -> Tensor:
-        """Logits [R, K, V] after the nodes of the rows' trees, without the tokens that fit no text.
+        """Mask tokens that fit no text in logits [R, K, V] after nodes of the rows' trees.
 
         parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
         tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default."""
@@ -435,7 +435,7 @@ class CausalConstraint:
         wanted_nodes = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()
         for index, row in enumerate(rows.tolist()):
-            texts, num_read = self.texts[row], [int(state.committed[row] - self.first[row])]
+            texts, num_read = self.texts[row], [int(state.committed[row] - self.answer_start[row])]
             states = [self._advance(state, row)]
             for parent, token in zip(parent_lists[index if len(parent_lists) > 1 else 0][1:], token_lists[index][1:]):
                 num_read.append(num_read[parent] + 1)
@@ -447,19 +447,19 @@ class CausalConstraint:
         return masked
 
     def _advance(self, state: Any, row: int) -> Any:
-        begin = int(self.first[row] + self.read[row])
+        begin = int(self.answer_start[row] + self.num_read[row])
         for token in state.canvas[row, begin : int(state.committed[row])].tolist():
-            self.state[row] = self.texts[row].after(self.state[row], token)
-        self.read[row] = state.committed[row] - self.first[row]
-        return self.state[row]
+            self.text_states[row] = self.texts[row].after(self.text_states[row], token)
+        self.num_read[row] = state.committed[row] - self.answer_start[row]
+        return self.text_states[row]
 
-    def put_certain(self, state: Any, rows: np.ndarray) -> None:
+    def draft_certain(self, state: Any, rows: np.ndarray) -> None:
         """Draft the tokens of positions that only one token fits; they are always accepted."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
         draft_lists, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):
             texts, text_state = self.texts[row], self._advance(state, row)
-            num_read, num_drafted = int(self.read[row]), int(state.drafted[row])
+            num_read, num_drafted = int(self.num_read[row]), int(state.drafted[row])
             for slot in range(min(len(draft_lists[index]), int(state.length[row] - state.committed[row]))):
                 if (certain := texts.certain(text_state, num_read + slot)) is not None:
                     draft_lists[index][slot], sources[index][slot] = certain, ONE_HOT

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     row: int
     span: Span
     first: int
-    held: list[int | None]
+    tokens: list[int | None]
     """The tokens, None where undecided."""
     state: int
     """State of the automaton before the first position."""
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def open(self) -> list[int]:
-        return [self.first + slot for slot, token in enumerate(self.held) if token is None]
+        return [self.first + slot for slot, token in enumerate(self.tokens) if token is None]
 
 
 def find_parts(

@@ -47,15 +47,15 @@ def exclude_tokens(
     nodes: Sequence[int] | np.ndarray,
 ) -> Tensor:
     """Exclude the tokens that may not be drawn from logits [R, K, V] after nodes of the rows' trees (arguments as for
-    `CausalConstraint.of_nodes`). Where a drafter, with its own vocabulary or candidates, has none of the others, all of
-    these are equally likely."""
+    `CausalConstraint.mask_nodes`). If a drafter, with its own vocabulary or candidates, has none of the others, these
+    are equally likely."""
     constraint, allowed = state.constraint, state.allowed
     if constraint is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
 
     def fit(logits: Tensor) -> Tensor:
         if constraint is not None:
-            logits = constraint.of_nodes(state, logits, rows, parents, tokens, nodes)
+            logits = constraint.mask_nodes(state, logits, rows, parents, tokens, nodes)
         return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
     fitted = fit(logits)

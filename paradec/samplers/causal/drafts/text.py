@@ -99,7 +99,7 @@ class PromptLookup(NamedDrafter):
         write_drafts(state, rows, drafts, None)
         state.drafted[rows] = count.cpu().numpy()
         if state.constraint is not None:
-            state.constraint.put_certain(state, rows)
+            state.constraint.draft_certain(state, rows)
 
 
 def look_up(
