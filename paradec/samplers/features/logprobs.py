@@ -1,4 +1,4 @@
-"""Log-probabilities of what is written (`logprobs`): those of each step, and the record of a request."""
+"""Log-probabilities of written tokens (`logprobs`), by step and by request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class RecordedLogProbs(Feature):
-    """The log-probabilities of what was written."""
+    """Log-probabilities of the written tokens."""
 
     logprobs: LogProbs = field(metadata=ROWS)
 
@@ -28,7 +28,7 @@ class RecordedLogProbs(Feature):
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if decision.logprobs is None:
-            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)  # taken back
+            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)  # tokens taken back
         steps: np.ndarray | Tensor = state.row_step[proposal.rows] - 1 if decision.steps is None else decision.steps
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, decision.logprobs, steps)
         return False
@@ -37,8 +37,8 @@ class RecordedLogProbs(Feature):
 def step_logprobs(
     request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
 ) -> StepLogProbs:
-    """Log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at
-    the request's temperature as well. known: as from `known_probabilities`."""
+    """Log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), and of the `count` likeliest; for rollouts
+    also at the request's temperature. known: as from `known_probabilities`."""
     values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:
         values.at_temperature = values.chosen
@@ -49,9 +49,9 @@ def step_logprobs(
 
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
-    """The probabilities [N, W] of tokens under softmax(logits [N, W, V]) where a masked sampler's confidences are
-    these, else None. None in small vocabularies, too, which are cheap to read again."""
-    changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
-    if changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
+    """A masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W, V]);
+    else, and in small vocabularies, None (these are cheap to read again)."""
+    is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
+    if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None
     return confidence if confidence.shape == logits.shape[:2] and bool((confidence > 0).all()) else None

@@ -24,8 +24,8 @@ class PipelinedBlocks(FixedBlocks):
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
     positions of all open blocks. Before a step the next block is added where at least `add` of the last one's positions
-    are decided: one a step, and none after an end of the text. The sampler's rule sees all open blocks together; the
-    token that it always commits is the best one of the first block that is not full.
+    are decided: at most one a step, none after an end of the text. The sampler's rule sees all open blocks together;
+    the token that it always commits is the best one of the first block that is not full.
 
     Works with samplers that need no schedule over steps and take nothing back, on all models, with the usual block
     caches, and with `delayed`, which is made for it. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
@@ -39,7 +39,7 @@ class PipelinedBlocks(FixedBlocks):
         full: share of a block's positions, in [0, 1], from which on the block after it is fully active; the first open
             block always is. 0.95 in the published scripts. With `forced="first"` nothing depends on it.
         forced: which blocks commit at least one token in every step: "first" the first open one (d3LLM), "active" every
-            fully active one that is not full (D2F). Blocks that were merely added commit what the rule passes.
+            fully active one that is not full (D2F). Other blocks commit only what the rule selects.
 
     Prompt tokens within a block (around holes) count neither as decided nor as undecided. d3LLM's code for LLaDA also
     commits the most confident position of all open blocks whatever its score; here no rule does that across blocks.
@@ -65,11 +65,13 @@ class PipelinedBlocks(FixedBlocks):
 
 @dataclass
 class OpenBlocks(Feature):
+    """The hooks of `PipelinedBlocks`."""
+
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         """Move the windows [R, W]: full blocks in front leave, and the next block is added where the last one is
-        decided far enough. Ended rows stay."""
+        decided far enough. Windows of ended rows stay."""
         if proposal.early is not None:
             return False
         window = state.window
@@ -79,37 +81,37 @@ class OpenBlocks(Feature):
         undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
         if window.host_valid is not None:
             undecided &= window.host_valid
-        stays = ~undecided.any(1)  # the whole window is full: the next block opens as any does
+        is_fixed = ~undecided.any(1)  # after a full window `close_blocks` opens the next block
         if ends is not None:
-            stays |= ends < NEVER
+            is_fixed |= ends < NEVER
         start, prompt = state.block_start[rows], state.prompt_length[rows]
         first_undecided = positions[np.arange(len(rows)), undecided.argmax(1)]
         origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
         new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
-        offset = np.where(stays, 0, new_start - start)
-        # the last block: its start, and what of it was to be decided and is left
+        offset = np.where(is_fixed, 0, new_start - start)
+        # the last block: start, initial and remaining masks
         last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
         total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
         num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
         is_filled = total - num_undecided >= policy.add * total
-        adds = ~stays & is_filled & (end < state.length[rows]) & ~_has_ended(state, tokens)
-        is_moved = (offset > 0) | adds
+        adds_block = ~is_fixed & is_filled & (end < state.length[rows]) & ~_has_ended(state, tokens)
+        is_moved = (offset > 0) | adds_block
         if not is_moved.any():
             return False
         state.memory.shift("window", rows[offset > 0], offset[offset > 0])
         state.block_start[rows] += offset
         state.block_step[rows[offset > 0]] = 0
-        adding = rows[adds]
-        while len(adding):  # what was given whole is passed over
-            old_end = state.block_end[adding]
-            state.block_end[adding] = policy.open(old_end, state.prompt_length[adding], state.length[adding])
-            masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, old_end]
-            state.remaining[adding] += masks
-            adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
+        pending = rows[adds_block]
+        while len(pending):  # skip blocks without masks
+            old_end = state.block_end[pending]
+            state.block_end[pending] = policy.open(old_end, state.prompt_length[pending], state.length[pending])
+            masks = state.masks_before[pending, state.block_end[pending]] - state.masks_before[pending, old_end]
+            state.remaining[pending] += masks
+            pending = pending[(masks == 0) & (state.block_end[pending] < state.length[pending])]
         num_masks = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
         state.masks_at_open[rows] = np.where(is_moved, num_masks, state.masks_at_open[rows])
         for feature in state.features.values():
-            feature.on_start(state, rows[adds])
+            feature.on_start(state, rows[adds_block])
         return True
 
 
@@ -149,11 +151,11 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
-        # not always the window's first one: what a sampler evaluates ahead of the row may fill that
+        # a sampler's look-ahead may have filled the window's first block
         first = torch.where(undecided, blocks, blocks.shape[1]).amin(1, keepdim=True)
         return torch.where(blocks == first, blocks, -1)
     num_undecided = torch.zeros_like(totals).scatter_add_(1, blocks.clamp(min=0), undecided.long())
-    # of a block in which nothing was to be decided, all is
+    # a block without masks counts as decided
     fraction = (totals - num_undecided) / totals.clamp(min=1) + (totals == 0)
     active = torch.ones_like(num_undecided, dtype=torch.bool)
     active[:, 1:] = fraction[:, :-1] >= state.blocks.full
@@ -182,18 +184,18 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
     """[R, W] bool: the best candidate of each block that `leading` [R, W] numbers (-1: none), the lowest on ties."""
     is_candidate = candidates & (leading >= 0)
-    count = scores.shape[1]
+    width = scores.shape[1]
     block = leading.clamp(min=0)
     block_scores = scores.masked_fill(~is_candidate, -torch.inf)
     highest = torch.full_like(block_scores, -torch.inf).scatter_reduce(1, block, block_scores, "amax")
     is_best = is_candidate & (block_scores == highest.gather(1, block))
-    column = torch.arange(count, device=scores.device).expand_as(block)
-    first = torch.full_like(block, count).scatter_reduce(1, block, torch.where(is_best, column, count), "amin")
+    column = torch.arange(width, device=scores.device).expand_as(block)
+    first = torch.full_like(block, width).scatter_reduce(1, block, torch.where(is_best, column, width), "amin")
     return is_best & (column == first.gather(1, block))
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
-    """The selection [R, W] bool, and the best candidate of each block that must make progress and has none selected."""
+    """Add to a selection [R, W] bool the best candidate of each block that must make progress and has none."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()

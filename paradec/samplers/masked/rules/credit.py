@@ -25,7 +25,7 @@ class Credit(MaskedSampler):
             z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one
-    always. p = softmax(z) is the model's own. The first step already has credit. Credit is bounded: a constant p
+    always. p = softmax(z). The first step already has credit. Credit is bounded: a constant p
     collects p ** exponent / (1 - decay).
 
     Args:
@@ -33,8 +33,8 @@ class Credit(MaskedSampler):
         decay: beta, in [0, 1].
         exponent: gamma, at least 0; with small values best tokens of low confidence collect nearly as much as others.
         fusion: lambda (dInfer: alpha), at least 0; 0 is `threshold`.
-        storage: "dense" keeps C whole, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
-            126,464 tokens). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8). The result is
+        storage: "dense" stores C, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
+            126,464 tokens). "slots" stores `slots` tokens per position, 8 bytes each (8 KB a row at 8). The result is
             the same as long as no position has had more different best tokens within the block.
         slots: tokens per position under "slots", 1 to 1024; a further token replaces the one with the least credit.
 
@@ -98,8 +98,8 @@ class Credit(MaskedSampler):
         value = torch.where(is_stored, decayed.gather(-1, slot), 0) + gain
         credit = torch.where(is_evaluated, decayed.scatter(-1, slot, value), credit)
         tokens = torch.where(is_evaluated, tokens.scatter(-1, slot, best_index.int()), tokens)
-        raised = credit.log1p().mul_(self.fusion).where(tokens >= 0, 0).to(fused.dtype)
-        return fused.scatter_add_(-1, tokens.long().clamp_(min=0), raised), {"credit": credit, "tokens": tokens}
+        bonus = credit.log1p().mul_(self.fusion).where(tokens >= 0, 0).to(fused.dtype)
+        return fused.scatter_add_(-1, tokens.long().clamp_(min=0), bonus), {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:
         return (view.scores >= self.threshold) | view.best()

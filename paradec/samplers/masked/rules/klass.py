@@ -23,7 +23,7 @@ class KLASS(LowConfidence):
 
     Args:
         confidence_threshold: in [0, 1].
-        kl_threshold: in nats, above 0; with infinity everything is stable.
+        kl_threshold: in nats, above 0; infinity makes every position stable.
         history: h, steps in a row that must have been stable, at least 1.
 
     The first step of a block has no predecessor: the public code compares it with zeros, so that no position is stable
@@ -31,10 +31,10 @@ class KLASS(LowConfidence):
     keeps its last distribution and its count. With pipelined blocks, which take no `steps`, a block that must make
     progress and has no ready position commits its most confident one.
 
-    Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
-    forwards: a step with one ready position commits only that one, as in the public code. Keeps the last distribution
+    Presets: "llada" (GSM8K; the paper uses blocks of 64) and "dream". `steps` plans the schedule and does not bound the
+    forwards: a step with one ready position commits only that one, as in the public code. Stores the last distribution
     in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and 126,464 tokens; the
-    public code keeps the whole canvas in float64).
+    public code stores that of the whole canvas in float64).
     """
 
     confidence_threshold: float = 0.9
@@ -68,7 +68,7 @@ class KLASS(LowConfidence):
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         is_evaluated, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
-        if is_evaluated.is_cpu:  # on an accelerator this would wait
+        if is_evaluated.is_cpu:  # masks as indices wait for the device
             p[~is_evaluated] = previous[~is_evaluated]
         else:
             p = torch.where(is_evaluated.unsqueeze(-1), p, previous)

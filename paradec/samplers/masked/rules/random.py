@@ -41,13 +41,13 @@ class Random(LowConfidence):
 
     def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
-        # the numbers that the commit will draw: nothing else is drawn between
+        # the numbers that the commit will draw: no draw comes in between
         generator = None if state.generator is None else state.generator.clone_state()
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)
         count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])
-        order = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]
-        picks = window.positions.gather(1, order).cpu().numpy()
+        ranking = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]
+        picks = window.positions.gather(1, ranking).cpu().numpy()
         return np.where(np.arange(picks.shape[1]) < count[:, None], picks, -1)
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -65,6 +65,6 @@ class Random(LowConfidence):
         if generator is not None:
             return state.window.read(state.memory["order"])
         positions = state.window.positions
-        opened = torch.as_tensor((state.row_step - state.block_step)[rows], device=positions.device)
+        open_step = torch.as_tensor((state.row_step - state.block_step)[rows], device=positions.device)
         keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-        return rng.uniform(keys, opened, positions, 1, rng.POSITION_STREAM).squeeze(-1)
+        return rng.uniform(keys, open_step, positions, 1, rng.POSITION_STREAM).squeeze(-1)

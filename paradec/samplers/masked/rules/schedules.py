@@ -1,4 +1,4 @@
-"""How many tokens the quota methods commit at a step. All on the host, per row."""
+"""Schedules: tokens to commit at a step, per row, on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np
 
     masks_at_open: undecided positions when the block opened. step, steps: steps taken in the block, and planned for it.
     """
-    steps = steps.clip(1)  # of tensors too
+    steps = steps.clip(1)  # tensors have it, too
     return masks_at_open // steps + (step < masks_at_open % steps)
 
 
@@ -36,6 +36,6 @@ def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
     """[R] float32: 1 - s/t of each row's step, the probability that a masked position becomes final in it."""
     share = np.ones(len(step), dtype=np.float32)
     for planned in np.unique(steps):  # rows nearly always share one plan
-        early = (steps == planned) & (step < planned - 1)
-        share[early] = _fractions(int(planned), eps)[step[early]]
+        is_early = (steps == planned) & (step < planned - 1)
+        share[is_early] = _fractions(int(planned), eps)[step[is_early]]
     return share
