@@ -1,7 +1,7 @@
 """BAC: solver steps to evaluate, for each module of a transformer (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-As in the public code, and not in the paper's text, a segment is scored by its similarity to the features at its first
-step, and any module may get the bubbling union.
+As in the public code, unlike the paper's text, a segment is scored by its similarity to the features at its first step,
+and the bubbling union may apply to any module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BlockSchedule(SavedAsJson, Rule):
 
     Args:
         steps: solver steps of the run.
-        modules: (name within the transformer, ascending steps from 0), in the order of evaluation; else a ValueError.
+        modules: pairs (name in the transformer, ascending steps from 0), in the order of evaluation.
     """
 
     steps: int
@@ -62,24 +62,24 @@ class BlockSchedule(SavedAsJson, Rule):
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
-    """Choose the best `updates` steps to evaluate one module at, from step 0; of equals, the earliest.
+    """Choose the best `updates` steps to evaluate a module, beginning with step 0; ties go to the earliest.
 
     scores: [T, T]; entry [a, t] is how well the features of step a serve at step t. maximise: whether larger is better.
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)
     scores = np.asarray(scores, np.float64) if maximise else -np.asarray(scores, np.float64)
-    tails = np.cumsum(scores, axis=1)
+    sums = np.cumsum(scores, axis=1)
     # cost[a, c]: a serves steps a to c
-    cost = tails - np.take_along_axis(tails, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
+    cost = sums - np.take_along_axis(sums, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
     best, starts = cost[0].copy(), []
     for count in range(2, updates + 1):
-        new, start = np.full(total, -np.inf), np.zeros(total, np.int64)
+        new_best, start = np.full(total, -np.inf), np.zeros(total, np.int64)
         for end in range(count - 1, total):
             totals = best[count - 2 : end] + cost[np.arange(count - 1, end + 1), end]
             start[end] = count - 1 + int(totals.argmax())
-            new[end] = totals.max()
-        best = new
+            new_best[end] = totals.max()
+        best = new_best
         starts.append(start)
     steps, end = [], total - 1
     for start in reversed(starts):
@@ -101,6 +101,6 @@ def bubbling_union(
     if num_modules < 2:
         return united
     for name in sorted(names, key=lambda name: -errors[name])[:num_modules]:
-        later = [other for other in names[names.index(name) :] if other in feed_forward]
-        united[name] = sorted(set(steps[name]).union(*(steps[other] for other in later)))
+        later = [module for module in names[names.index(name) :] if module in feed_forward]
+        united[name] = sorted(set(steps[name]).union(*(steps[module] for module in later)))
     return united

@@ -15,17 +15,17 @@ from paradec.core.checks import check_at_most, check_choice, check_int, check_nu
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
-FEW_STEPS = 8  # solver steps of a run up to which little can be skipped
-WATCHED = ("modulated", "hidden", "latent")
+FEW_STEPS = 8  # runs of at most as many solver steps skip little
+WATCH_INPUTS = ("modulated", "hidden", "latent")
 
 
 @dataclass
 class RunProgress:
-    """The state of a run that rules read, or of one call of its steps."""
+    """The state of a run, or of one call in its steps, for rules."""
 
     total: int | None = None
     index: int = 0
-    first: int = 0  # steps of the scheduler that the run leaves out at its start (image to image)
+    first: int = 0  # the scheduler's step at which the run begins (image to image)
     nodes: tuple[int, ...] = ()  # the latest two evaluated steps, newest first
     forecasts: int = 0  # since the latest evaluation
     skips: int = 0  # forecasts of the run
@@ -107,7 +107,7 @@ class Rule(Checked):
         return f"num_inference_steps=None: {type(self).__name__} evaluates the last step" if is_unknown else ""
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        """Return the names of facts that the rule is bound to and that are unknown (None).
+        """Return the names of facts that the rule needs and that are unknown (None).
 
         Raises ValueError if the rule cannot serve a run of `total` solver steps with these.
         """
@@ -189,7 +189,7 @@ class Every(StepRule):
         interval: N: one evaluation, then N - 1 forecasts; None is 5, or 2 in runs of at most 8 steps.
         first_enhance: evaluated solver steps at the start.
         style: "reference" is the public code's schedule; "diffusers" is that of `TaylorSeerCacheConfig`, which counts
-            from the second step after the first ones, and takes differences from the start.
+            from the second step after these, and takes differences from the start.
         full_after: the step from which on all are evaluated (`disable_cache_after_step`); None: no such step.
     """
 
@@ -225,7 +225,7 @@ class Verification(StepRule):
         decay_rate: factor of the threshold from the first step to the last.
         min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
         max_forecasts: forecasts in a row at most (`max_taylor_steps`).
-        first_enhance: evaluated solver steps at the start, but for the forecast after each evaluation.
+        first_enhance: solver steps at the start in which evaluations and forecasts alternate.
     """
 
     base_threshold: float = number(0.3, low=0, open_low=True)
@@ -258,8 +258,8 @@ class AccumulatedChange(StepRule):
     The relative L1 change of an input from step to step, rescaled by a polynomial, is summed since the last evaluation.
 
     Args:
-        threshold: of the sum, at which the step is evaluated.
-        coefficients: of the polynomial, highest power first, which the paper fits for each model; (1, 0) is x.
+        threshold: sum at which the step is evaluated.
+        coefficients: of the polynomial (the paper fits it to each model), highest power first; (1, 0) is x.
         max_forecasts: forecasts in a row at most; None sets no bound.
         watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
             the first block; or "latent". None is "modulated" with `where="module"`, "hidden" with "block" and "stack",
@@ -286,7 +286,7 @@ class AccumulatedChange(StepRule):
             check_number("coefficients", value)
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
         if self.watch is not None:
-            check_choice("watch", self.watch, WATCHED)
+            check_choice("watch", self.watch, WATCH_INPUTS)
 
     @property
     def needs_total(self) -> str:
@@ -302,13 +302,13 @@ class AccumulatedChange(StepRule):
         return total
 
     def is_full(self, progress: RunProgress) -> bool:
-        late = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
-        bound = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
-        return bool(progress.index < self.first_enhance or late or bound or progress.change >= self.threshold)
+        is_late = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
+        is_bounded = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
+        return bool(progress.index < self.first_enhance or is_late or is_bounded or progress.change >= self.threshold)
 
 
 class SavedAsJson:
-    """Base of values with `to_dict` and `from_dict` that have JSON files."""
+    """Base of values with `to_dict` and `from_dict` that are saved as JSON."""
 
     setting: ClassVar[str] = "when"
     content: ClassVar[str] = "schedule file"
@@ -321,12 +321,12 @@ class SavedAsJson:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
-        """Read a file of `save`. Raises ValueError for another one."""
+        """Read a file of `save`. Raises ValueError for any other file."""
         return cls.from_dict(cls.read(path))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Any:
-        """Read the data of a file. Raises ValueError if it is missing or no JSON."""
+        """Read the data of a file. Raises ValueError if it is missing or not JSON."""
         try:
             return parse_json(read_text(path))
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A list of the evaluated steps, for any run or those that it was searched for (`paradec.tune_steps`)."""
+"""Evaluated steps as a list, for any run or those of a search (`paradec.tune_steps`)."""
 
 from __future__ import annotations
 
