@@ -32,7 +32,7 @@ SCHEMA = "paradec-tune-steps/1"
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 Progress = Callable[[str, float], None]
-"""Called after every set with a description, and the share of the work that is done."""
+"""Called after every set with a description and the share of the work done."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class StepTuning:
     """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
 
     even: StepSchedule  # the best even steps on the choosing seeds
-    found: StepSchedule  # the best of all steps on these seeds
+    found: StepSchedule  # the best of the search, on these seeds
     seeds: tuple[int, ...]
     report: tuple[int, ...]
-    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"; of each seed
+    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"; one per seed
     looked_at: int  # number of evaluated sets
     sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
 
@@ -108,9 +108,9 @@ def tune_steps(
     >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
-    Sets of steps are compared by the final latents (the last `scheduler.step`) of several seeds with those of full
-    runs. The search anneals from the best even set, then climbs. The result is chosen if its paired interval on other
-    seeds is below the best even set's.
+    Sets of steps are compared with full runs by the final latents (the last `scheduler.step`) of several
+    seeds. The search anneals from the best even set, then climbs. The set found is chosen if, on other seeds, the
+    paired interval of found minus even is below 0.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
@@ -121,28 +121,28 @@ def tune_steps(
         runs: new sets to evaluate, besides full runs, even starts and the report.
         study: a JSON file of the measurements; the same call continues with it.
         seed: of the search.
-        progress: called with a description and the share that is done.
+        progress: called with a description and the share done.
 
     Raises:
         TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
-            budget above the run's steps, runs of unequal lengths, or a study of another call.
+            budget above the run's steps, runs of unequal lengths, or another call's study.
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
     settings: Forecast = method.to_forecast()
     sampler = replace(settings, when=None, where=settings.where or "module")
-    with Session(pipe, replace(sampler, when=(0,))):  # raises what is wrong with the pipeline
+    with Session(pipe, replace(sampler, when=(0,))):  # raises for an unsuitable pipeline
         pass
-    work = _Work(pipe, run, sampler, choosing, None if study is None else Path(study), progress)
-    work.max_errors = (runs + 3) * len(choosing)
-    work.make_full_runs((*choosing, *reporting), budget)
-    even, found = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
+    runner = _Runner(pipe, run, sampler, choosing, None if study is None else Path(study), progress)
+    runner.max_errors = (runs + 3) * len(choosing)
+    runner.make_full_runs((*choosing, *reporting), budget)
+    even, found = search(runner.loss, even_starts(runner.total, budget), runner.total, runs, seed)
     errors = {
-        name: {"choose": work.errors(steps, choosing), "report": work.errors(steps, reporting)}
+        name: {"choose": runner.errors(steps, choosing), "report": runner.errors(steps, reporting)}
         for name, steps in (("even", even), ("found", found))
     }
-    num_sets = sum(any(seed in row for seed in choosing) for row in work.known.values())
-    result = StepTuning(work.schedule(even), work.schedule(found), choosing, reporting, errors, num_sets, sampler)
+    num_sets = sum(any(seed in row for seed in choosing) for row in runner.measured.values())
+    result = StepTuning(runner.schedule(even), runner.schedule(found), choosing, reporting, errors, num_sets, sampler)
     return replace(result, sampler=replace(sampler, when=result.schedule))
 
 
@@ -179,7 +179,9 @@ def _check(
 
 
 @dataclass
-class _Work:
+class _Runner:
+    """Measures errors of step sets; saves the study."""
+
     pipe: Any
     run: Callable[[int], Any]
     sampler: Forecast
@@ -188,9 +190,9 @@ class _Work:
     progress: Progress | None
     total: int = 0
     guidance: float | None = None
-    max_errors: int = 1  # the number of errors to measure, at most
-    known: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
-    full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, and distance from the noise
+    max_errors: int = 1  # errors to measure at most
+    measured: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
+    full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, distance from noise
 
     def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
         """Make the full runs, and read the study."""
@@ -203,10 +205,10 @@ class _Work:
                 ("steps", self.total, latents.count),
                 ("guidance", self.guidance, latents.guidance),
             ):
-                if self.full and expected != current:
+                if self.full_runs and expected != current:
                     raise ValueError(f"run: one run has {expected} {fact}, another {current}")
             self.total, self.guidance = latents.count, latents.guidance
-            self.full[seed] = latents.latent, float((latents.latent - latents.noise).norm())
+            self.full_runs[seed] = latents.latent, float((latents.latent - latents.noise).norm())
         if budget > self.total:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
         if self.guidance is None:
@@ -221,25 +223,25 @@ class _Work:
             "guidance": self.guidance,
             "weights": weights_of(SimpleNamespace(module=next(iter(find_transformers(self.pipe).values())))),
             "sampler": self.sampler.to_dict(),
-            "noise": [round(self.full[seed][1], 3) for seed in self.choosing],
+            "noise": [round(self.full_runs[seed][1], 3) for seed in self.choosing],
         }
         if saved is not None:
             if (difference := differs(saved["setup"], self.setup)) is not None:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
-            self.known = {tuple(steps): dict(row) for steps, row in saved["errors"]}
+            self.measured = {tuple(steps): dict(row) for steps, row in saved["errors"]}
 
     def schedule(self, steps: Steps) -> StepSchedule:
         return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
 
     def loss(self, steps: Steps, bound: float) -> float:
-        """Return the mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
-        total, count = 0.0, len(self.choosing)
+        """Return the mean error over the choosing seeds; infinity once it cannot be below the bound."""
+        error_sum, count = 0.0, len(self.choosing)
         for seed in self.choosing:
-            total += self.error(steps, seed)
-            if total >= bound * count:
+            error_sum += self.error(steps, seed)
+            if error_sum >= bound * count:
                 break
         self._save(steps)
-        return math.inf if total >= bound * count else total / count
+        return math.inf if error_sum >= bound * count else error_sum / count
 
     def errors(self, steps: Steps, seeds: Sequence[int]) -> list[float]:
         values = [self.error(steps, seed) for seed in seeds]
@@ -247,9 +249,9 @@ class _Work:
         return values
 
     def error(self, steps: Steps, seed: int) -> float:
-        row = self.known.setdefault(steps, {})
+        row = self.measured.setdefault(steps, {})
         if seed not in row:
-            latents, (full, distance) = self._record(seed, steps), self.full[seed]
+            latents, (full, distance) = self._record(seed, steps), self.full_runs[seed]
             if latents.count != self.total:
                 raise ValueError(f"run: one run has {self.total} steps, another {latents.count}")
             row[seed] = float((latents.latent - full).norm()) / max(distance, 1e-12)
@@ -267,10 +269,10 @@ class _Work:
     def _save(self, steps: Steps) -> None:
         """Write the study and report the progress."""
         if self.study is not None:
-            errors = [[list(steps), sorted(row.items())] for steps, row in self.known.items()]
+            errors = [[list(steps), sorted(row.items())] for steps, row in self.measured.items()]
             write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
         if self.progress is not None:
-            num_done = sum(len(row) for row in self.known.values())
+            num_done = sum(len(row) for row in self.measured.values())
             self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.max_errors))
 
 
