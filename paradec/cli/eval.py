@@ -52,23 +52,23 @@ def evaluate(
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_writable("--out", out)
-    merged, changed = recipe_of(recipe, {name: context.params[name] for name in options.given(context)})
+    merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.given(context)})
 
-    from paradec.tools.evaluation import evaluate as running
+    from paradec.tools.evaluation import evaluate as evaluation
 
     if dry_run:
-        plan = running.plan(merged)
+        plan = evaluation.plan(merged)
         typer.echo(json.dumps(plan, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(plan))
         return
-    for sentence in running.other_versions(merged):
+    for sentence in evaluation.other_versions(merged):
         print(f"warning: {sentence}", file=sys.stderr)
     with show.waiting("loading the harness"):
-        running.tasks_of(merged)
+        evaluation.tasks_of(merged)
     show.quiet_loading()
     restore_interrupt()
     stored = None if use_cache is None else str(use_cache)
     try:
-        result = running.evaluate(merged, device=shared["device"], use_cache=stored, log_samples=log_samples)
+        result = evaluation.evaluate(merged, device=shared["device"], use_cache=stored, log_samples=log_samples)
     except KeyboardInterrupt:
         hint = f"; what was answered is in {stored!r}" if stored is not None else ""
         print(f"interrupted: no score{hint}", file=sys.stderr)
@@ -85,19 +85,19 @@ def evaluate(
         typer.echo(line)
 
 
-def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The recipe of a file and of the options that were given, and the fields of the file that these changed."""
+def merge_recipe(file: Path | None, arguments: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Merge a recipe file with options; return the recipe, and the fields that options changed."""
     from paradec.tools.evaluation.recipe import Recipe
 
     field_names = {entry.name for entry in dataclasses.fields(Recipe)}
-    changes = {name: value for name, value in given.items() if name in field_names and name != "request"}
+    changes = {name: value for name, value in arguments.items() if name in field_names and name != "request"}
     for name in ("include", "preset"):
         if changes.get(name) is not None:
             changes[name] = str(changes[name])
     if "tasks" in changes:
         changes["tasks"] = tuple(options.names(changes["tasks"]) or ())
-    fields = {name: value for name, value in given.items() if name in FIELDS and name not in field_names}
-    fields |= options.settings(given.get("request"), "--request")
+    fields = {name: value for name, value in arguments.items() if name in FIELDS and name not in field_names}
+    fields |= options.settings(arguments.get("request"), "--request")
     if file is None:
         if "tasks" not in changes:
             raise ValueError("give a recipe, or --tasks; `lm-eval ls tasks` lists the harness' own")
@@ -111,14 +111,14 @@ def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]
 def scores(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line for each task and metric of a result."""
     lines: list[tuple[str, ...]] = []
-    for task, of_task in {**result["results"], **(result.get("groups") or {})}.items():
-        for name, value in of_task.items():
+    for task, metrics in {**result["results"], **(result.get("groups") or {})}.items():
+        for name, value in metrics.items():
             metric, comma, filter_name = name.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            error = of_task.get(f"{metric}_stderr,{filter_name}")
+            error = metrics.get(f"{metric}_stderr,{filter_name}")
             label = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            num_samples = of_task.get("sample_len", "")
+            num_samples = metrics.get("sample_len", "")
             lines.append(
                 (task, label, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-", str(num_samples))
             )
@@ -126,18 +126,18 @@ def scores(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def summary(result: dict[str, Any], changed: list[str]) -> list[str]:
-    """The cost of decoding, how certain log-likelihoods are, and what was published."""
+    """Lines on cost, log-likelihoods, and the published score."""
     config, lines = result["config"], []
-    if spent := config.get("spent"):
+    if cost := config.get("spent"):
         lines.append(
-            f"{spent['answers']} answers, {spent['nfe']:.1f} forwards each, {spent['tokens_per_forward']:.2f} tokens "
-            f"per forward, {spent['tokens_per_second']:.1f} tokens per second"
+            f"{cost['answers']} answers, {cost['nfe']:.1f} forwards each, {cost['tokens_per_forward']:.2f} tokens "
+            f"per forward, {cost['tokens_per_second']:.1f} tokens per second"
         )
-    if judged := config.get("log_likelihoods"):
-        error = judged["median_standard_error"]
+    if counts := config.get("log_likelihoods"):
+        error = counts["median_standard_error"]
         precision = "unknown (one draw each)" if error is None else f"{error:.4f} nats in the median"
         lines.append(
-            f"{judged['judged']} log-likelihoods, {judged['forwards']} rows evaluated, standard error {precision}"
+            f"{counts['judged']} log-likelihoods, {counts['forwards']} rows evaluated, standard error {precision}"
         )
     lines.append(f"chat template {'applied' if result['met']['chat'] else 'not applied'}")
     if published := result["recipe"]["published"]:
@@ -147,9 +147,9 @@ def summary(result: dict[str, Any], changed: list[str]) -> list[str]:
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """A dry run in words."""
+    """Describe a dry run."""
 
-    def joined(value: Any) -> Any:
+    def join_items(value: Any) -> Any:
         return ", ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
 
     lines = dict(plan["recipe"])
@@ -159,5 +159,5 @@ def plan_text(plan: dict[str, Any]) -> str:
         memory = sizes | {part: memory[part] for part in ("prompt_tokens", "max_new_tokens")}
     lines |= {"tasks": ", ".join(lines["tasks"]), "model": lines["model"] or "packaged"}
     lines |= {"sampler": plan["sampler"], "versions": plan["versions"], "memory": memory}
-    text = [f"{name:<14}{joined(value)}" for name, value in lines.items() if value not in (None, "", {}, [], ())]
+    text = [f"{name:<14}{join_items(value)}" for name, value in lines.items() if value not in (None, "", {}, [], ())]
     return "\n".join([*textwrap.wrap(about, 80), *text, *(f"note: {sentence}" for sentence in plan["missing"])])

@@ -34,7 +34,7 @@ PATHS = ("preset", "include")
 """Fields with paths relative to the recipe's folder."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""
+"""Names of the answer's length in a task's generation_kwargs; the first in it counts, as in the harness."""
 SAMPLING = ("temperature", "top_p", "top_k", "constraint")
 """Sampling arguments of a task, by the names of `paradec.Request`."""
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1}
@@ -43,7 +43,7 @@ NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_re
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An evaluation by lm-evaluation-harness, checked when made as far as neither model nor harness is needed.
+    """An evaluation by lm-evaluation-harness. Its fields are checked without model and harness.
 
     Args:
         tasks: names of the harness' tasks and groups, or packaged ones ("paradec", "paradec_sort").
@@ -55,7 +55,7 @@ class Recipe:
         multiturn: whether examples become turns of the chat.
         system: system prompt.
         request: fields of `Request.to_dict`, and settings of the sampler.
-        preset: a file of `Request.save`; `request` wins over it.
+        preset: a file of `Request.save`; `request` overrides it.
         until: whether the tasks' stop strings end answers.
         likelihood, mc_num, mc_batch, order, check_greedy, choices: see `ParadecLM`.
         batch: rows decoded together.
@@ -132,14 +132,14 @@ class Recipe:
 
     def asked(self) -> dict[str, Any]:
         """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset. Raises
-        ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range."""
+        TypeError for a name that is neither a field nor a setting of its sampler, ValueError for a wrong value."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
         arguments = {**self.request, **Request.from_dict(fields)}
         request_from_arguments(arguments, self.preset, self.seed)
         return arguments if self.preset is None else {**arguments, "preset": self.preset}
 
     def method(self) -> Any:
-        """The sampler that it names, or that its preset has."""
+        """The sampler of the request or its preset."""
         arguments = self.asked()
         _, request = request_from_arguments(arguments, arguments.pop("preset", None), self.seed)
         return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
@@ -150,8 +150,8 @@ class Recipe:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Recipe:
-        """Read one; paths in it count from its own folder. Raises ValueError: no YAML, or no recipe; the message names
-        the file and what is wrong; OSError: it cannot be read."""
+        """Read a file; its paths are relative to its folder. Raises ValueError, which names it, for invalid YAML or
+        fields; OSError where it cannot be read."""
         import yaml
 
         path = Path(file)
@@ -180,7 +180,7 @@ def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
     """Merge arguments and a preset into fields and their request; other names are settings of the sampler. Raises
-    TypeError: an unknown name. ValueError: a value out of its range, or settings of a sampler with settings."""
+    TypeError for an unknown name, ValueError for a wrong value or settings of a sampler that already has some."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     request_fields = Request.merge_arguments(fields, preset)
@@ -199,8 +199,8 @@ def request_from_arguments(
 
 
 def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a request from a task's generation_kwargs, and its stop strings. Raises ValueError: something that
-    paradec does not do; the message names it."""
+    """Fields of a request from a task's generation_kwargs, and its stop strings. Raises ValueError, which
+    names it, for an argument that paradec does not support."""
     remaining = dict(task_kwargs)
     until = remaining.pop("until", None) or []
     until = [text for text in ([until] if isinstance(until, str) else until) if text]
@@ -208,11 +208,11 @@ def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], l
     lengths = [remaining.pop(name) for name in LENGTHS if name in remaining]
     if lengths and lengths[0] is not None:
         fields["max_new_tokens"] = int(lengths[0])
-    samples = remaining.pop("do_sample", None)
+    do_sample = remaining.pop("do_sample", None)
     for name in SAMPLING:
         if (value := remaining.pop(name, None)) is not None:
             fields[name] = value
-    fields["temperature"] = fields.get("temperature", 1.0 if samples else 0.0) if samples is not False else 0.0
+    fields["temperature"] = fields.get("temperature", 1.0 if do_sample else 0.0) if do_sample is not False else 0.0
     for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
             raise ValueError(f"the task's generation_kwargs ask for {name}={shown(value)}, which paradec does not do")
@@ -220,5 +220,5 @@ def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def cut_at_stops(text: str, until: Sequence[str]) -> str:
-    """A text before the first of the stop strings in it."""
+    """Cut a text at the first stop string."""
     return text[: min((index for stop in until if (index := text.find(stop)) >= 0), default=len(text))]

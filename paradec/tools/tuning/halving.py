@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 
 Point = tuple[float, ...]
-"""(score from 0 to 1, then what it costs, one number or several)."""
+"""(score in [0, 1], one cost or several)."""
 SMALLEST_RUNG = 8
 
 
 def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
-    """How many prompts a trial has decoded at the end of each rung, the last of all of them."""
+    """Prompts that a trial has decoded by the end of each rung; at the last, all of them."""
     sizes = [prompts]
     while (size := math.ceil(sizes[-1] / eta)) >= smallest and size < sizes[-1]:
         sizes.append(size)
@@ -31,7 +31,7 @@ def dominates(a: Point, b: Point) -> bool:
 
 
 def fronts(points: Sequence[Point]) -> list[int]:
-    """Which front each point is on: 0 where nothing dominates it, 1 where only those of front 0 do, and so on."""
+    """The front of each point: 0 where nothing dominates it, 1 where only points of front 0 do, and so on."""
     remaining, front_of_point, level = set(range(len(points))), [0] * len(points), 0
     while remaining:
         front = {k for k in remaining if not any(dominates(points[j], points[k]) for j in remaining)}
@@ -42,9 +42,9 @@ def fronts(points: Sequence[Point]) -> list[int]:
     return front_of_point
 
 
-def goes_on(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
-    """Whether a trial with the result `own` at a rung goes on, given those of `others`; `loss` is the distance below
-    the best score (a share) from which on a trial is dropped."""
+def is_promoted(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
+    """Whether a trial with the result `point` goes on after a rung, given the results `other_points`. loss: trials
+    further below the best score are dropped."""
     best_score = max([point[0], *(candidate[0] for candidate in other_points)])
     if point[0] < best_score - loss:
         return False

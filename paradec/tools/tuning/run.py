@@ -19,7 +19,7 @@ from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import space as spaces
-from paradec.tools.tuning.halving import goes_on, rungs
+from paradec.tools.tuning.halving import is_promoted, rungs
 from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
 from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
 from paradec.tools.tuning.scoring import Checker, Failed, Half, Measured, Scorer
@@ -355,7 +355,7 @@ class _Search:
             if by_hand and measured.mean("forwards") <= SLOW * self.work.positions:
                 continues = not surely_below(measured, compared, self.groups[:stop], self.work.loss)
             else:
-                continues = goes_on(
+                continues = is_promoted(
                     objectives, [entry.point(self.work.costs) for entry in compared], self.work.eta, self.work.loss
                 )
             if not continues:

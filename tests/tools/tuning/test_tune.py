@@ -18,7 +18,7 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.tools.evaluation import configurations
 from paradec.tools.tuning import Tuning
-from paradec.tools.tuning.halving import goes_on, rungs
+from paradec.tools.tuning.halving import is_promoted, rungs
 from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.scoring import Half
 
@@ -149,7 +149,7 @@ def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
     found = paradec.tune(model, prompts, answers=[[a] * 3 for a, _ in prompts], **arguments)
     assert rungs(24, 3) == [8, 24] and found.trials["measured"] == 12 and found.trials["stopped early"] == 0
     places = [(0.0, 1.0)] * 6 + [(0.0, 2.0)] * 5
-    assert not goes_on((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
+    assert not is_promoted((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
 
 
 def test_one_token_per_step_is_no_candidate(model: Model) -> None:
