@@ -4,9 +4,9 @@ Li et al., arXiv 2401.15077, section 4.1. EAGLE-2 (arXiv 2406.16858) and LANTERN
 network.
 
 A position's feature is the model's last hidden state, after the final norm. The drafter reads the feature of position i
-- 1 and the embedding of token i; its output stands for the feature of position i, from which the model's output matrix
-makes logits, and is read in turn. A prompt's first token has no column; columns are rotated as position i - 1, or over
-LlamaGen by the token's own cell.
+- 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix makes logits
+of it, and the drafter reads it next. A prompt's first token has no column. Token i is rotated as position i - 1, or
+over LlamaGen by its cell.
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
 embed_tokens.weight, fc.weight, maybe fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's drafters:
@@ -42,7 +42,7 @@ from paradec.models.images.llamagen import LlamaGenModel, angles
 
 
 class EagleHead(nn.Module):
-    """The network; parameter names are the published checkpoints'. bias, qkv_bias: of `fc`, and of q, k and v."""
+    """The network; parameters are named as in published checkpoints. bias: for `fc`. qkv_bias: for q, k and v."""
 
     def __init__(self, config: LlamaConfig, bias: bool = False, qkv_bias: bool = False):
         super().__init__()
@@ -52,8 +52,8 @@ class EagleHead(nn.Module):
         layer = LlamaDecoderLayer(config, 0)
         layer.input_layernorm = nn.Identity()
         for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
-            plain = getattr(layer.self_attn, name)
-            setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+            linear = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, nn.Linear(linear.in_features, linear.out_features))
         self.layers = nn.ModuleList([layer])
 
     def forward(
@@ -81,7 +81,7 @@ class EagleDrafter(FeatureDrafter):
     acceptance, not exactness.
 
     As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
-    guidance mixes the logits of both branches. Unlike there, a caption's padding is not attended to.
+    guidance mixes the logits of both branches. Unlike in that code, a caption's padding is masked.
 
     module: the network. base: the model, loaded or wrapped."""
 
@@ -96,10 +96,10 @@ class EagleDrafter(FeatureDrafter):
             self.raster = dataclasses.replace(base.module.config, **heads)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and their features [R, W, D].
+        """Logits [R, W, V] of the wanted columns, for tokens from position 1 on, and their features [R, W, D].
 
         query: one with `visible`.
-        features: [R, Q, D]: of the position left of each column's, or the output at its parent, for a draft."""
+        features: [R, Q, D]: of the position left of each column; for a draft, the output at its parent."""
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
             cache = store.bind(query)
@@ -132,11 +132,11 @@ def load_eagle(
         weights = reorder_halves(weights, layer_config.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles split no odd heads
+    return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles need even heads
 
 
 def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Weights of a layer that rotates adjacent pairs, for one that rotates halves: rows of q and k in another order."""
+    """Reorder rows of q and k from a layer that rotates adjacent pairs to one that rotates halves."""
     reordered = dict(weights)
     for name, tensor in weights.items():
         if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
@@ -154,7 +154,7 @@ def _read_config(source: str, config: Mapping[str, Any], base: Model) -> LlamaCo
 
 
 def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes of a drafter's one layer. Raises CheckpointError for a field that is missing or out of its range."""
+    """Read the config of a drafter's layer. Raises CheckpointError for a field that is missing or out of its range."""
     return build_config(
         source,
         LlamaConfig,

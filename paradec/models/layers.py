@@ -27,7 +27,7 @@ class LayerOutputs:
     """A context in which calls of a network record outputs of its layers.
 
     layers: all layers of the network, in order.
-    indices: layers to read, from 0. Of n layers, n is the last one's output before the final norm, n - 1 after it."""
+    indices: layers to read, from 0. Of n layers: n is the last output before the final norm, n - 1 after it."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)
@@ -48,7 +48,7 @@ class LayerOutputs:
         self.outputs[index] = output[0] if isinstance(output, tuple) else output
 
     def concatenate(self, last: Tensor) -> Tensor:
-        """[R, Q, layers * D]: in the order of `indices`. `last` [R, Q, D] are the hidden states after the final norm,
-        used as the last layer's output, as in transformers."""
+        """Join outputs in the order of `indices`: [R, Q, layers * D]. last: [R, Q, D], hidden states after the final
+        norm, used as the last layer's output, as in transformers."""
         parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
         return torch.cat([part.to(last.device) for part in parts], -1)

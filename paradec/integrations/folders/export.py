@@ -1,4 +1,4 @@
-"""Writes the folders."""
+"""Folders for transformers and diffusers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from paradec.core.version import __version__
 KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
 REQUIREMENT = f"parallel-decoding>={__version__}"
-OWN_PIPELINES = ("PixelDiTPipeline",)
-"""Pipelines of this package."""
+PACKAGED_PIPELINES = ("PixelDiTPipeline",)
 
 README = {
     "generate": """---
@@ -64,11 +63,11 @@ def export_folder(
     """Write a folder that transformers or diffusers loads, with paradec in it.
 
     kind: "generate" (transformers' `custom_generate`) or "pipeline" (the class of a pipeline of diffusers).
-    folder: an empty one, or one that is not there.
-    model: for "pipeline", the folder of a pipeline, whose model_index.json says which class it is.
-    sampler: for "pipeline", what `paradec.accelerate` takes by name; by default "taylorseer".
-    Returns the files. Raises ValueError: an argument out of its range, a folder with something in it, or a pipeline
-    that diffusers does not have. OSError: it cannot be written."""
+    folder: empty or missing.
+    model: for "pipeline", a pipeline's folder; its model_index.json names the class.
+    sampler: for "pipeline", a name that `paradec.accelerate` takes; by default "taylorseer".
+    Returns the files. Raises ValueError for an argument out of its range, a folder that is not empty, or a class that
+    diffusers lacks; OSError where it cannot write."""
     check_choice("kind", kind, KINDS)
     for name, value in (("model", model), ("sampler", sampler)):
         if kind != "pipeline" and value is not None:
@@ -76,12 +75,12 @@ def export_folder(
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"folder={os.fspath(folder)!r} has something in it; give an empty one, or a new name")
-    files = {"generate": _generate, "pipeline": _pipeline}[kind](model, sampler)
+    files = {"generate": _generate_files, "pipeline": _pipeline_files}[kind](model, sampler)
     libraries = ("torch", "transformers" if kind == "generate" else "diffusers")
     versions = ", ".join([f"paradec {__version__}", *(f"{name} {version(name)}" for name in libraries)])
-    facts = {"folder": target.name or os.fspath(folder), "versions": versions, "requirement": REQUIREMENT}
-    facts |= {"base": files.pop("base", ""), "sampler": sampler or "taylorseer"}
-    files["README.md"] = (README[kind] + REQUIREMENTS).format(**facts)
+    values = {"folder": target.name or os.fspath(folder), "versions": versions, "requirement": REQUIREMENT}
+    values |= {"base": files.pop("base", ""), "sampler": sampler or "taylorseer"}
+    files["README.md"] = (README[kind] + REQUIREMENTS).format(**values)
     for name, content in files.items():
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +91,12 @@ def export_folder(
     return [target / name for name in sorted(files)]
 
 
-def _generate(model: str | None, sampler: str | None) -> dict[str, Any]:
+def _generate_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     requirements = REQUIREMENT + "\n"
-    return {"custom_generate/generate.py": _source("generate"), "custom_generate/requirements.txt": requirements}
+    return {"custom_generate/generate.py": _read_source("generate"), "custom_generate/requirements.txt": requirements}
 
 
-def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
+def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     if model is None:
         raise ValueError("model=None: a pipeline's folder must say which class it is; give a pipeline's folder")
     try:
@@ -107,13 +106,13 @@ def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
     base = index.get("_class_name")
     import diffusers
 
-    if not isinstance(base, str) or not (base in OWN_PIPELINES or hasattr(diffusers, base)):
+    if not isinstance(base, str) or not (base in PACKAGED_PIPELINES or hasattr(diffusers, base)):
         raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is no pipeline of diffusers")
     from paradec.samplers.forecast.methods import sampler_from
 
-    sampler_from(sampler)  # whatever is wrong with it is an error now
-    owner = "paradec" if base in OWN_PIPELINES else "diffusers"
-    text = _source("pipeline").replace("diffusers.DiTPipeline", f"{owner}.{base}")
+    sampler_from(sampler)  # raises for a wrong name
+    owner = "paradec" if base in PACKAGED_PIPELINES else "diffusers"
+    text = _read_source("pipeline").replace("diffusers.DiTPipeline", f"{owner}.{base}")
     text = text.replace('"taylorseer"', json.dumps(sampler or "taylorseer"))
     if owner == "paradec":
         text = text.replace("import diffusers\n\n", "")
@@ -121,6 +120,6 @@ def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
     return {"pipeline.py": text, "model_index.json": index, "base": base}
 
 
-def _source(name: str) -> str:
-    """The text of a file beside this one."""
+def _read_source(name: str) -> str:
+    """Read a file of this package."""
     return (HERE / f"{name}.py").read_text(encoding="utf-8")

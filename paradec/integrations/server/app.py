@@ -1,4 +1,4 @@
-"""The application, and a server that runs it."""
+"""The ASGI application and its server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_app(
     timeout: float = 60.0,
     cors: bool = False,
 ) -> FastAPI:
-    """Build an ASGI application with the paths `limits.PATHS`. When it shuts down it closes the engine.
+    """Build an ASGI application with the paths `limits.PATHS`. Its shutdown closes the engine.
 
     Args:
         name: the model's name for clients.
@@ -59,10 +59,10 @@ def build_app(
         api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
         cors: let pages of any origin read the answers.
 
-    Raises ValueError for an argument out of its range, or a model without a tokenizer of the fast kind.
+    Raises ValueError for an argument out of its range, or a model without a fast tokenizer.
     """
-    counts: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
-    for argument, value in {"max_answer": max_answer, **counts}.items():
+    bounds: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
+    for argument, value in {"max_answer": max_answer, **bounds}.items():
         check_int(argument, value, low=1)
     check_number("timeout", timeout, low=0, open_low=True)
     if api_key is not None and not api_key.strip():
@@ -70,7 +70,7 @@ def build_app(
     if not hasattr(engine.model.tokenizer, "_tokenizer"):
         raise ValueError(f"{engine.model.facts.name} has no tokenizer of the fast kind, which streams of text need")
     service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
-    card = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,10 +78,10 @@ def build_app(
         engine.close()
         service.compiler.close()
 
-    async def raise_again(_: Request, error: Exception) -> NoReturn:
+    async def reraise(_: Request, error: Exception) -> NoReturn:
         raise error  # `Limits` makes the response
 
-    handlers: Any = {RequestValidationError: raise_again, HTTPException: raise_again}
+    handlers: Any = {RequestValidationError: reraise, HTTPException: reraise}
     app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
 
     @app.post("/v1/chat/completions")
@@ -99,12 +99,12 @@ def build_app(
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{model:path}")
     async def show_model(model: str) -> dict[str, Any]:
         service.check_name(model)
-        return card
+        return entry
 
     @app.get("/health")
     async def show_health() -> Response:
@@ -122,14 +122,14 @@ def build_app(
         page = PAGE.format(about=about, base=escape(str(request.base_url).rstrip("/")), rows=rows, key=key)
         return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
 
-    app.add_middleware(Limits, engine=engine, api_key=api_key, timeout=timeout, **counts)
+    app.add_middleware(Limits, engine=engine, api_key=api_key, timeout=timeout, **bounds)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve on a socket of `paradec.integrations.server.listen` until Ctrl-C or SIGTERM, ten seconds longer for open
-    requests."""
+    """Serve on a socket of `paradec.integrations.server.listen` until Ctrl-C or SIGTERM; open requests have ten more
+    seconds."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
     uvicorn.Server(config).run(sockets=[listening])
