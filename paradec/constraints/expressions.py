@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, TypeAlias
 
-MAX_PARTS = 2**18
-"""Maximum number of character sets, choices and repetitions, with repeated parts counted each time. It bounds the
-automaton's states."""
 LAST_CHARACTER = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 """Code points that UTF-8 does not encode."""
@@ -16,7 +14,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Code points, as ascending ranges (first, last) with gaps between them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Characters:
     """One character of a set."""
 
@@ -24,56 +22,73 @@ class Characters:
     size: ClassVar[int] = 1
 
 
-def _set_size(node: Node, size: int) -> None:
-    """Raise ValueError for too many parts."""
-    if size > MAX_PARTS:
-        raise ValueError(f"the constraint has more than {MAX_PARTS} parts")
-    object.__setattr__(node, "size", size)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequence:
     """Parts one after the other; none is the empty text."""
 
     parts: tuple[Node, ...]
-    size: int = field(init=False, compare=False, repr=False)
-    """See `MAX_PARTS`."""
+    size: int = field(init=False, repr=False)
+    """Number of character sets, choices and repetitions, with repeated parts counted each time."""
 
     def __post_init__(self) -> None:
-        _set_size(self, sum(part.size for part in self.parts))
+        object.__setattr__(self, "size", sum(part.size for part in self.parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Either:
     """Alternatives; without any, no text matches."""
 
     parts: tuple[Node, ...]
-    size: int = field(init=False, compare=False, repr=False)
+    size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _set_size(self, 1 + sum(1 + part.size for part in self.parts))
+        object.__setattr__(self, "size", 1 + sum(1 + part.size for part in self.parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repeated:
-    """A part from `least` to `most` times (None: any number), with `between` between two of them."""
+    """A part from `least` to `most` times (None: any number)."""
 
     part: Node
     least: int
     most: int | None
-    between: Node = Sequence(())
-    size: int = field(init=False, compare=False, repr=False)
+    size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _set_size(self, 1 + self.copies * (1 + self.part.size))
-
-    @property
-    def copies(self) -> int:
-        """Copies of the part in an automaton; without a limit the last one loops."""
-        return max(self.least, 1) if self.most is None else self.most
+        copies = max(self.least, 1) if self.most is None else self.most
+        object.__setattr__(self, "size", 1 + copies * (1 + self.part.size))
 
 
-Node: TypeAlias = Characters | Sequence | Either | Repeated
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A finite automaton whose letters are expressions, with `separator` between two letters.
+
+    State 0 is the start; with a separator no edge leads there.
+    """
+
+    edges: tuple[tuple[tuple[Node, int], ...], ...]
+    """Of each state: letters and next states."""
+    accept: tuple[bool, ...]
+    separator: Node = Sequence(())
+    size: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(1 + letter.size for edges in self.edges for letter, _ in edges))
+
+
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """A part that often occurs, none of whose texts begins another one: its automaton is made once, and copied."""
+
+    part: Node
+    size: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.part.size)
+
+
+Node: TypeAlias = Characters | Sequence | Either | Repeated | Machine | Letter
+"""Compared by identity: a part that occurs in several places is built once for all that follow it alike."""
 EMPTY, NEVER = Sequence(()), Either(())
 
 
@@ -108,41 +123,45 @@ def characters(ranges: Iterable[tuple[int, int]]) -> Node:
     return Characters(valid) if valid else NEVER
 
 
+@lru_cache(maxsize=4096)
+def character(code: int) -> Node:
+    return Characters(((code, code),))
+
+
 def text(value: str) -> Node:
     """Just this text."""
-    return sequence(Characters(((ord(sign), ord(sign)),)) for sign in value)
+    return sequence(character(ord(sign)) for sign in value)
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    nonempty = _bounded(part for part in parts if part != EMPTY)
+    nonempty = tuple(part for part in parts if part is not EMPTY)
     if NEVER in nonempty:
         return NEVER
-    return nonempty[0] if len(nonempty) == 1 else Sequence(nonempty)
+    return nonempty[0] if len(nonempty) == 1 else Sequence(nonempty) if nonempty else EMPTY
 
 
 def either(parts: Iterable[Node]) -> Node:
-    branches = _bounded(part for part in parts if part != NEVER)
-    return branches[0] if len(branches) == 1 else Either(branches)
+    branches = tuple(dict.fromkeys(part for part in parts if part is not NEVER))
+    return branches[0] if len(branches) == 1 else Either(branches) if branches else NEVER
 
 
-def _bounded(parts: Iterable[Node]) -> tuple[Node, ...]:
-    """Collect parts. Raises ValueError above `MAX_PARTS`, before it makes the rest."""
-    collected, size = list[Node](), 0
-    for part in parts:
-        size += part.size
-        if size > MAX_PARTS:
-            raise ValueError(f"the constraint has more than {MAX_PARTS} parts")
-        collected.append(part)
-    return tuple(collected)
-
-
-def repeated(part: Node, least: int = 0, most: int | None = None, between: Node = EMPTY) -> Node:
-    if most == 0 or part == EMPTY:
+def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
+    if most == 0 or part is EMPTY:
         return EMPTY
-    if part == NEVER:
+    if part is NEVER:
         return NEVER if least else EMPTY
-    return part if least == most == 1 else Repeated(part, least, most, between)
+    return part if least == most == 1 else Repeated(part, least, most)
 
 
 def optional(part: Node) -> Node:
     return repeated(part, 0, 1)
+
+
+def machine(edges: list[tuple[tuple[Node, int], ...]], accept: list[bool], separator: Node) -> Node:
+    """A `Machine`; no text where no accepting state is reached."""
+    reached, todo = {0}, [0]
+    for state in todo:
+        new = {target for _, target in edges[state]} - reached
+        todo += new
+        reached |= new
+    return Machine(tuple(edges), tuple(accept), separator) if any(accept[state] for state in reached) else NEVER

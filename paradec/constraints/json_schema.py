@@ -1,392 +1,394 @@
-"""JSON schemas as expressions over JSON texts; unsupported keywords raise an error with their path.
+"""JSON schemas as expressions over JSON texts; docs/structured.md lists the keywords.
 
-Supported: `type` (one or several), `properties` and `required` (keys in the schema's order), `additionalProperties`
-where there are no `properties`, `items`, `prefixItems`, `minItems`, `maxItems`, `enum`, `const`, `anyOf`, `allOf` of
-one, `$ref` within the schema (recursive ones down to `depth`), `minLength`, `maxLength`, `pattern`, some `format`s, and
-`minimum`, `maximum` and the exclusive bounds of integers. Objects hold only the listed properties.
+`schema_document` reads a schema, `schema_shapes` says which values it allows, and here these are written: keys in the
+schema's order, one space or none after ":" and ",", references to the schemas around them down to `depth`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from paradec.constraints.expressions import (
-    ANY,
-    EMPTY,
-    NEVER,
-    Characters,
-    Either,
-    Node,
-    Repeated,
-    Sequence,
-    characters,
-    either,
-    optional,
-    repeated,
-    sequence,
-    text,
-    without,
-)
-from paradec.constraints.regex import branches, parse
+from paradec.constraints import expressions, languages
+from paradec.constraints.dfa import MOST_STATES, Dfa, complement, difference, intersect, to_dfa, to_node
+from paradec.constraints.expressions import ANY, NEVER, Characters, Node, Ranges, either, repeated, sequence, text
+from paradec.constraints.regex import parse
+from paradec.constraints.schema_document import SchemaDocument
+from paradec.constraints.schema_shapes import NO_VALUE, OPEN, Goal, Goals, Shape
 from paradec.core.checks import shown
 
-MOST_NODES = 2**14
-"""Maximum number of parts of an expression."""
-NOTES = {
-    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "contentMediaType", "contentEncoding"),
-}
-"""Annotation keywords, which are ignored."""
-OF_TYPE = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": set(),
-    "boolean": set(),
-    "null": set(),
-}
-BOUNDS = OF_TYPE["integer"]
+State = TypeVar("State")
+MAX_LENGTHS = 1024, 512, 256, 128, 64
+"""Longest strings that are counted, and how many copies an array or object may have of its parts, in
+characters; the next smaller ones where the automaton would be too large."""
+MAX_MOVES = 2**18
+MAX_SIZE = 2 * MOST_STATES
+STATES_PER_CHARACTER = 16
+UNIQUE_IN_ANY_ORDER = 6
+"""Largest enumeration whose unique items may come in any order."""
 SHORT = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes of one character each, without surrogates."""
-PLAIN = without(ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
-CHARACTER = either((Characters(PLAIN), SHORT))
+PLAIN = expressions.without(ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
+CHARACTER = expressions.Letter(either((Characters(PLAIN), SHORT)))
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))
-INTEGER = parse("-?(?:0|[1-9][0-9]*)")
-NUMBER = sequence((INTEGER, parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")))
-TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-DATE = (
-    r"[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-HOST = "[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
-HEX = "[0-9a-f]"
-FORMATS = {
-    "date": DATE,  # without the 29th of February, which not every year has
-    "time": TIME,
-    "date-time": f"{DATE}T{TIME}",
-    "uuid": f"{HEX}{{8}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{12}}",
-    "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
-    "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{HOST}(?:\.{HOST})+",
-}
+BEYOND_ASCII = ((0x80, 0xD7FF), (0xE000, 0xFFFF))
+CODES = to_dfa(parse(r"\\u(?:00[89a-f][0-9a-f]|0[1-9a-f][0-9a-f]{2}|[1-9a-cef][0-9a-f]{3}|d[0-7][0-9a-f]{2})"))
+"""Escapes of these, in small letters."""
+ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 
 
 @lru_cache(maxsize=8)
-def expression(schema: str, depth: int) -> Node:
-    """Convert a schema, given as JSON. Raises ValueError for an unsupported keyword, by its path, or without texts."""
-    root = json.loads(schema)
+def read_schema(schema: str, depth: int) -> tuple[Node, tuple[str, ...]]:
+    """Convert a schema, given as JSON. Returns its texts, and names of ignored keywords and formats.
+
+    Raises ValueError for a keyword that is not supported or has another shape, by its path, or without texts.
+    """
+    document = SchemaDocument(json.loads(schema))
     try:
-        node = _Schema(root).node(root, "", depth, ())
+        node: Node = NEVER
+        size = float("inf")
+        for max_length in MAX_LENGTHS:
+            goals = Goals(document, max_length)
+            shorter = _Writer(goals, depth, max_length).write(document.root)
+            if shorter.size > 0.9 * size:  # large for another reason
+                break
+            node, size = shorter, shorter.size
+            if size < MAX_SIZE:
+                break
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    if node == NEVER:
-        raise ValueError(f"schema={shown(root)} allows no text with depth={depth}")
-    return node
+    if node is NEVER:
+        why = f"; not covered are {', '.join(goals.left_out)}" if goals.left_out else ""
+        raise ValueError(f"schema={shown(document.root)} allows no text with depth={depth}{why}")
+    return node, tuple(document.unknown)
 
 
-class _Schema:
-    def __init__(self, root: Any):
-        self.root = root
-        self.nodes = 0
+class _Writer:
+    """Writes the values of goals.
 
-    def node(self, schema: Any, path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        """Build the expression of a subschema. path: its place. open_refs: the references around it."""
-        self.nodes += 1
-        if self.nodes > MOST_NODES:
-            raise ValueError(f"the schema has more than {MOST_NODES} parts at depth {depth}")
-        if schema is True or schema == {}:
-            return self.anything(depth)
-        if schema is False:
-            return NEVER
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"schema: {path or 'the whole'} is {shown(schema)}, not a schema")
-        rules = {key: value for key, value in schema.items() if key not in NOTES}
-        builders = {"$ref": self.reference, "enum": self.enum, "const": self.constant, "anyOf": self.any_of}
-        for key, build in builders.items():
-            if key in rules:
-                # `type` next to `enum` or `const` filters the listed values
-                allowed = {key, "type"} if key in ("enum", "const") else {key}
-                self.check_keys(rules, allowed, path)
-                return build(rules, path, depth, open_refs)
-        if "allOf" in rules:
-            self.check_keys(rules, {"allOf"}, path)
-            if len(rules["allOf"]) != 1:
-                raise self.refuse(path, "allOf", "with several schemas is not supported")
-            return self.node(rules["allOf"][0], f"{path}.allOf[0]", depth, open_refs)
-        return self.by_type(rules, path, depth, open_refs)
+    A goal within itself is written down to `depth`: each goal exists once for each number of levels that are left.
+    """
 
-    def refuse(self, path: str, key: str, why: str = "is not supported") -> ValueError:
-        return ValueError(f"schema: {f'{path}.{key}'.lstrip('.')} {why}")
+    def __init__(self, goals: Goals, depth: int, max_length: int):
+        self.goals, self.depth, self.max_size = goals, depth, max_length * STATES_PER_CHARACTER
+        self._back: set[tuple[Goal, Goal]] = set()
+        self._children: dict[Goal, dict[Goal, None]] = {}
+        self._nodes: dict[tuple[Goal, int], Node] = {}
+        self._open: dict[int, Node] = {}
+        self._others: dict[Shape, list[tuple[Dfa | None, Goal]]] = {}
 
-    def check_keys(self, rules: Mapping[str, Any], allowed: set[str], path: str) -> None:
-        known_keys = sorted(allowed & rules.keys()) if len(allowed) <= 3 else []
-        for key in rules:
-            if key not in allowed:
-                suffix = f" beside {', '.join(known_keys)}" if known_keys else ""
-                raise self.refuse(path, key, f"is not supported{suffix}")
+    def write(self, root: Any) -> Node:
+        goal = self.goals.goal(root)
+        self._find_cycles(goal, {})
+        return self.value(goal, max(self.depth, 1))
 
-    # ---- listed values --------------------------------------------------------------------------------------------
+    def _find_cycles(self, goal: Goal, is_open: dict[Goal, bool]) -> None:
+        """Find the references from goals to goals around them."""
+        is_open[goal] = True
+        for child in self.children(goal):
+            if child not in is_open:
+                self._find_cycles(child, is_open)
+            elif is_open[child]:
+                self._back.add((goal, child))
+        is_open[goal] = False
 
-    def reference(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        reference = rules["$ref"]
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise self.refuse(path, "$ref", f"{shown(reference)} is not in the schema")
-        target = self.root
-        for name in reference[1:].split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, Mapping) or name not in target:
-                raise self.refuse(path, "$ref", f"{shown(reference)} is not in the schema")
-            target = target[name]
-        if open_refs.count(reference) >= max(depth, 1):
-            return NEVER
-        return self.node(target, path, depth, (*open_refs, reference))
+    def children(self, goal: Goal) -> dict[Goal, None]:
+        """Goals of the properties and items of a goal's values."""
+        if goal not in self._children:
+            children = list[Goal]()
+            for shape in self.goals.shapes(goal):
+                if shape.kind == "object":
+                    children += [self.goals.key_goal(shape, name) for name in shape.listed_names()]
+                    children += [cell for _, cell in self.other_keys(shape)]
+                elif shape.kind == "array":
+                    children += [
+                        item for index in range(self.positions(shape) + 1) for item, _ in self.items(shape, index)
+                    ]
+            self._children[goal] = {child: None for child in children if child not in (OPEN, NO_VALUE)}
+        return self._children[goal]
 
-    def enum(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        if not isinstance(rules["enum"], list) or not rules["enum"]:
-            raise self.refuse(path, "enum", "must be a list of values")
-        return either(self.literal(value) for value in rules["enum"] if _has_type(value, rules.get("type")))
+    def child(self, goal: Goal, child: Goal, levels: int) -> Node:
+        levels -= (goal, child) in self._back
+        return self.value(child, levels) if levels > 0 else NEVER
 
-    def constant(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        return self.literal(rules["const"]) if _has_type(rules["const"], rules.get("type")) else NEVER
-
-    def any_of(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        return either(self.node(part, f"{path}.anyOf[{i}]", depth, open_refs) for i, part in enumerate(rules["anyOf"]))
-
-    def literal(self, value: Any) -> Node:
-        if isinstance(value, Mapping):
-            entries = [sequence((self.literal(key), COLON, self.literal(item))) for key, item in value.items()]
-            return sequence((text("{"), *_separated(entries), text("}")))
-        if isinstance(value, list):
-            return sequence((text("["), *_separated([self.literal(item) for item in value]), text("]")))
-        return text(json.dumps(value, ensure_ascii=False))
-
-    # ---- types -----------------------------------------------------------------------------------------------------
-
-    def by_type(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        kinds = rules.get("type", [kind for kind, keys in OF_TYPE.items() if keys & rules.keys()])
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        for kind in kinds:
-            if kind not in OF_TYPE:
-                raise self.refuse(path, "type", f"{shown(kind)} must be one of {', '.join(OF_TYPE)}")
-        allowed = {"type"}.union(*(OF_TYPE[kind] for kind in kinds))
-        if "number" in kinds and BOUNDS & rules.keys():
-            raise self.refuse(path, min(BOUNDS & rules.keys()), "is not supported for numbers, only for integers")
-        self.check_keys(rules, allowed, path)
-        if not kinds:
-            return self.anything(depth)
-        builders = {"object": self.object, "array": self.array, "string": self.string, "integer": self.integer}
-        fixed = {"number": NUMBER, "boolean": either((text("true"), text("false"))), "null": text("null")}
-        return either(fixed[kind] if kind in fixed else builders[kind](rules, path, depth, open_refs) for kind in kinds)
+    def value(self, goal: Goal, levels: int) -> Node:
+        """Texts of a goal's values, with `levels` of recursion left."""
+        if goal == OPEN:
+            return self.anything(self.depth)
+        key = (goal, levels)
+        if key not in self._nodes:
+            self._nodes[key] = either(self.shape(goal, shape, levels) for shape in self.goals.shapes(goal))
+        return self._nodes[key]
 
     def anything(self, depth: int) -> Node:
-        self.nodes += 20
-        simple = (string_of(repeated(CHARACTER)), NUMBER, text("true"), text("false"), text("null"))
-        if depth == 0:
-            return either(simple)
-        item = self.anything(depth - 1)
-        return either((*simple, _array(item, 0, None), _map(item)))
+        """Texts of any value with `depth` levels of arrays and objects."""
+        if depth not in self._open:
+            parts: list[Node] = [string(None), languages.NUMBER, text("true"), text("false"), text("null")]
+            if depth > 0:
+                item = self.anything(depth - 1)
+                parts += [array(_any_number(item)), braces(_any_number(entry(string(None), item)))]
+            self._open[depth] = either(parts)
+        return self._open[depth]
 
-    def object(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        properties, required = rules.get("properties", {}), dict.fromkeys(rules.get("required", ()))
-        additional = rules.get("additionalProperties", True)
-        for name in required:
-            if name not in properties:
-                raise self.refuse(path, "required", f"names {name!r}, which properties does not list")
-        if not properties:
-            if additional is False:
-                return text("{}")
-            if depth == 0:
+    def shape(self, goal: Goal, shape: Shape, levels: int) -> Node:
+        match shape.kind:
+            case "object":
+                return self.object(goal, shape, levels)
+            case "array":
+                return self.array(goal, shape, levels)
+            case "string":
+                return string(shape.language)
+            case "number":
+                return languages.NUMBER if shape.language is None else to_node(shape.language)
+            case "boolean":
+                return to_node(shape.language or languages.BOOLEANS)
+        return text("null")
+
+    def other_keys(self, shape: Shape) -> list[tuple[Dfa | None, Goal]]:
+        """Languages of keys that are not listed, and the goals of their values.
+
+        They are written where the schema names them, or lists no keys at all.
+        """
+        if shape in self._others:
+            return self._others[shape]
+        others = self._others[shape] = list[tuple[Dfa | None, Goal]]()
+        listed = shape.listed_names()
+        positive = [part for part in shape.members if not part.is_negative]
+        writes_all = any(part.writes_others for part in positive) or not any(
+            goal != NO_VALUE
+            for part in positive
+            for goal in (*part.listed.values(), *(inner for _, inner in part.patterns))
+        )
+        patterns = dict.fromkeys(pattern for part in shape.members for pattern, _ in part.patterns)
+        if not patterns and (not writes_all or any(NO_VALUE <= part.others for part in shape.members)):
+            return others
+        known = {*listed, *(name for part in shape.members for name in part.listed)}
+        keys = complement(languages.of_texts([*known])) if known else None
+        for goal in shape.names:
+            if (names := self.goals.strings(goal)) is not None:
+                keys = names if keys is None else intersect(keys, names)
+        cells: list[tuple[Dfa | None, frozenset[Dfa]]] = [(keys, frozenset())]
+        for pattern in patterns:
+            split = list[tuple[Dfa | None, frozenset[Dfa]]]()
+            for language, matched in cells:
+                inside = pattern if language is None else intersect(language, pattern)
+                outside = complement(pattern) if language is None else difference(language, pattern)
+                split += [(inside, matched | {pattern})] if inside.rows else []
+                split += [(outside, matched)] if outside.rows else []
+            cells = split
+            if len(cells) > 64:
+                raise ValueError("schema: patternProperties overlap in more than 64 ways")
+        for language, matched in cells:
+            if (writes_all or matched) and (language is None or language.rows):
+                matching = [[inner for pattern, inner in part.patterns if pattern in matched] for part in shape.members]
+                goals = [inner or [part.others] for inner, part in zip(matching, shape.members, strict=True)]
+                if not NO_VALUE <= (goal := frozenset().union(*(inner for inners in goals for inner in inners))):
+                    others.append((language, goal))
+        return others
+
+    def object(self, goal: Goal, shape: Shape, levels: int) -> Node:
+        required = {*shape.required}
+        entries = list[tuple[Node, bool]]()
+        for name in shape.listed_names():
+            child = self.goals.key_goal(shape, name)
+            value = NEVER if NO_VALUE <= child else self.child(goal, child, levels)
+            node = entry(text(json.dumps(name, ensure_ascii=False)), value)
+            if node is NEVER and name in required:
                 return NEVER
-            if additional in (True, {}):
-                return _map(self.anything(depth - 1))
-            return _map(self.node(additional, f"{path}.additionalProperties", depth - 1, open_refs))
-        entries = []
-        for name, schema in properties.items():
-            value = self.node(schema, f"{path}.properties.{name}" if path else f"properties.{name}", depth, open_refs)
-            entries.append((sequence((text(json.dumps(name, ensure_ascii=False)), COLON, value)), name in required))
-        return sequence((text("{"), _ordered_entries(entries), text("}")))
+            if node is not NEVER:
+                entries.append((node, name in required))
+        rest = either(
+            entry(string(language), self.anything(self.depth - 1) if child == OPEN else self.child(goal, child, levels))
+            for language, child in (self.other_keys(shape) if shape.most is None or shape.most > len(required) else [])
+            if child != OPEN or self.depth > 0
+        )
+        if shape.least > len(entries) + (rest is not NEVER):
+            self.goals.left_out["minProperties above the number of listed names and one other"] = None
+        return braces(_members(entries, rest, shape.least, shape.most, self.max_size))
 
-    def array(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        min_items, max_items = (self.count(rules, key, path) for key in ("minItems", "maxItems"))
-        prefix = [
-            self.node(part, f"{path}.prefixItems[{index}]", depth, open_refs)
-            for index, part in enumerate(rules.get("prefixItems", ()))
-        ]
-        items = rules.get("items", not prefix)
-        is_any = items in (True, {})
-        item: Node = NEVER
-        if not is_any or depth > 0:
-            item = self.anything(depth - 1) if is_any else self.node(items, f"{path}.items", depth, open_refs)
-        if not prefix:
-            return _array(item, min_items or 0, max_items)
-        if (min_items or 0) < len(prefix) or max_items is not None and max_items < len(prefix):
-            raise self.refuse(path, "prefixItems", f"has {len(prefix)} schemas; give minItems={len(prefix)} at least")
-        max_tail = None if max_items is None else max_items - len(prefix)
-        tail = repeated(sequence((COMMA, item)), (min_items or 0) - len(prefix), max_tail)
-        return sequence((text("["), *_separated(prefix), tail, text("]")))
+    def positions(self, shape: Shape) -> int:
+        """Number of positions with schemas of their own."""
+        return max((1 + index for part in shape.members for index in part.listed), default=0)
 
-    def count(self, rules: Mapping[str, Any], key: str, path: str) -> int | None:
-        value = rules.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise self.refuse(path, key, f"is {shown(value)}, and must be a number from 0")
-        return value
+    def items(self, shape: Shape, index: int) -> list[tuple[Goal, tuple[int, ...]]]:
+        """Goals of an item, and for each entry of `contains` whether the item counts (1)."""
+        goals: list[tuple[Goal, tuple[int, ...]]] = [(self.goals.item_goal(shape, index), ())]
+        for counted, other, _, most in shape.contains:
+            goals = [
+                (goal | part, (*counts, is_counted))
+                for goal, counts in goals
+                # without an upper bound an item that is not counted may be any
+                for part, is_counted in ((counted, 1), (OPEN if most is None else other, 0))
+            ]
+        return goals
 
-    def string(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        min_length, max_length = (self.count(rules, key, path) for key in ("minLength", "maxLength"))
-        for key in ("pattern", "format"):
-            if key in rules and (min_length or max_length is not None or {"pattern", "format"} <= rules.keys()):
-                raise self.refuse(path, key, "is not supported beside another limit of the string")
-        if "format" in rules:
-            if rules["format"] not in FORMATS:
-                raise self.refuse(path, "format", f"{shown(rules['format'])} must be one of {', '.join(FORMATS)}")
-            return string_of(parse(FORMATS[rules["format"]]))
-        if "pattern" in rules:
-            try:
-                alternatives = branches(rules["pattern"])
-            except (ValueError, TypeError) as error:
-                raise self.refuse(path, "pattern", f"is not supported: {error}") from None
-            anything, nodes = repeated(CHARACTER), []
-            for branch in alternatives:
-                prefix, suffix = (EMPTY if anchored else anything for anchored in (branch.begins, branch.ends))
-                nodes.append(string_of(sequence((prefix, _escape(branch.node), suffix))))
-            return either(nodes)
-        if max_length is not None and max_length < (min_length or 0):
-            return NEVER
-        return string_of(repeated(CHARACTER, min_length or 0, max_length))
+    def array(self, goal: Goal, shape: Shape, levels: int) -> Node:
+        def item(child: Goal) -> Node:
+            if child == OPEN:
+                return self.anything(self.depth - 1) if self.depth > 0 else NEVER
+            return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
-    def integer(self, rules: Mapping[str, Any], path: str, depth: int, open_refs: tuple[str, ...]) -> Node:
-        bounds: dict[str, int] = {}
-        for key in BOUNDS & rules.keys():
-            value = rules[key]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-                raise self.refuse(path, key, f"is {shown(value)}, and must be a whole number")
-            bounds[key] = int(value)
-        lows = [bounds[key] + step for key, step in (("minimum", 0), ("exclusiveMinimum", 1)) if key in bounds]
-        highs = [bounds[key] - step for key, step in (("maximum", 0), ("exclusiveMaximum", 1)) if key in bounds]
-        return between(max(lows, default=None), min(highs, default=None))
+        if shape.unique is not None and (shape.most is None or shape.most > 1):
+            return self.unique_items(shape)
+        size = self.positions(shape)
+        letters = [[(item(child), counts) for child, counts in self.items(shape, index)] for index in range(size + 1)]
+        if len(shape.contains) > 3:
+            raise ValueError("schema: more than three contains in one place are not supported")
+        last, most = max(size, shape.least, 1), shape.most
+        if most is not None:
+            last = min(most, max(last, 8, self.max_size // max(node.size for node, _ in letters[-1])))
+        bounds = [(low, low if high is None else high, high is None) for *_, low, high in shape.contains]
 
+        def moves(state: tuple[int, ...]) -> Iterable[tuple[Node, tuple[int, ...]]]:
+            index, *counts = state
+            for node, adds in letters[min(index, size)] if index < last or most is None else []:
+                sums = [count + add for count, add in zip(counts, adds, strict=True)]
+                if all(count <= cap or is_open for count, (_, cap, is_open) in zip(sums, bounds, strict=True)):
+                    caps = (min(count, cap) for count, (_, cap, _) in zip(sums, bounds, strict=True))
+                    yield node, (min(index + 1, max(last, 1)), *caps)
 
-# ---- texts of JSON ---------------------------------------------------------------------------------------------------
+        def is_end(state: tuple[int, ...]) -> bool:
+            return state[0] >= shape.least and all(c >= low for c, (low, *_) in zip(state[1:], bounds, strict=True))
 
+        return array(_explore((0, *(0 for _ in bounds)), moves, is_end))
 
-def string_of(content: Node) -> Node:
-    return sequence((QUOTE, content, QUOTE))
+    def unique_items(self, shape: Shape) -> Node:
+        """Arrays of different values of an enumeration, in its order where it is large."""
+        values = dict[str, Node]()
+        for item in self.goals.shapes(self.goals.item_goal(shape, 0)):
+            language = languages.BOOLEANS if item.kind == "boolean" and item.language is None else item.language
+            texts = _finite_texts(language) if language is not None else ["null"] if item.kind == "null" else None
+            if texts is None or self.positions(shape) or shape.contains or item.kind in ("object", "array"):
+                raise ValueError(f"{shape.unique} is supported for enumerations of up to 64 simple values alone")
+            for value in texts:
+                key = f"{item.kind} {float(value) if item.kind == 'number' else value}"
+                values.setdefault(key, string(languages.of_texts([value])) if item.kind == "string" else text(value))
+        nodes, most = [*values.values()], len(values) if shape.most is None else min(shape.most, len(values))
+        in_order = len(nodes) > UNIQUE_IN_ANY_ORDER
 
+        def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:
+            count, used = state  # how many, and their bits, or the number of values that are over
+            for index, node in enumerate(nodes) if count < most else ():
+                if index >= used if in_order else not used >> index & 1:
+                    yield node, (count + 1, index + 1 if in_order else used | 1 << index)
 
-def _separated(parts: list[Node]) -> Iterator[Node]:
-    for index, part in enumerate(parts):
-        yield part if index == 0 else sequence((COMMA, part))
-
-
-def _array(item: Node, min_items: int, max_items: int | None) -> Node:
-    if max_items is not None and max_items < min_items:
-        return NEVER
-    if max_items == 0:
-        return text("[]")
-    return sequence((text("["), repeated(item, min_items, max_items, COMMA), text("]")))
+        return array(_explore((0, 0), moves, lambda state: state[0] >= shape.least))
 
 
-def _map(value: Node) -> Node:
-    entry = sequence((string_of(repeated(CHARACTER)), COLON, value))
-    return sequence((text("{"), repeated(entry, 0, None, COMMA), text("}")))
+def entry(key: Node, value: Node) -> Node:
+    return sequence((key, COLON, value))
 
 
-def _ordered_entries(entries: list[tuple[Node, bool]]) -> Node:
-    """Build comma-separated entries in order: all required ones (True) and any of the others."""
+def braces(members: Node) -> Node:
+    return sequence((text("{"), members, text("}")))
 
-    def alternatives() -> Iterator[Node]:
-        for index, (entry, is_required) in enumerate(entries):  # the first one that is there
-            following = (
-                sequence((COMMA, later_entry)) if later_required else optional(sequence((COMMA, later_entry)))
-                for later_entry, later_required in entries[index + 1 :]
-            )
-            yield sequence((entry, *following))
-            if is_required:
+
+def array(items: Node) -> Node:
+    return sequence((text("["), items, text("]")))
+
+
+def _any_number(letter: Node) -> Node:
+    """A part any number of times, with commas."""
+    return _explore(0, lambda _: [(letter, 1)], lambda _: True)
+
+
+def _explore(
+    start: State, moves: Callable[[State], Iterable[tuple[Node, State]]], is_end: Callable[[State], bool]
+) -> Node:
+    """Parts with commas, one for each move of an automaton from its start to an end."""
+    ids, todo, edges, size = {start: 0}, [start], list[tuple[tuple[Node, int], ...]](), 0
+    for state in todo:
+        letters = list[tuple[Node, int]]()
+        for node, target in moves(state):
+            if node is not NEVER:
+                if target not in ids:
+                    ids[target] = len(todo)
+                    todo.append(target)
+                letters.append((node, ids[target]))
+        edges.append(tuple(letters))
+        size += 1 + len(letters)
+        if size > MAX_MOVES:
+            raise ValueError(f"an object or array of the schema has more than {MAX_MOVES} moves from part to part")
+    return expressions.machine(edges, [*map(is_end, todo)], COMMA)
+
+
+def string(language: Dfa | None) -> Node:
+    """A string of JSON with a content."""
+    return sequence((QUOTE, repeated(CHARACTER) if language is None else _content(language), QUOTE))
+
+
+@lru_cache(maxsize=1024)
+def _content(language: Dfa) -> Node:
+    return to_node(language, _escaped)
+
+
+@lru_cache(maxsize=1024)
+def _escaped(ranges: Ranges) -> Node:
+    """A character of a set in JSON: plain ASCII as it is, others with escapes too."""
+    if ranges == ANY:
+        return CHARACTER
+    parts = [expressions.characters(expressions.without(ranges, expressions.without(ANY, PLAIN)))]
+    parts += [text("\\" + sign) for code, sign in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
+    parts += [text(f"\\u{code:04x}") for code in range(32) if any(a <= code <= b for a, b in ranges)]
+    outside = expressions.without(BEYOND_ASCII, ranges)
+    inside = expressions.without(BEYOND_ASCII, outside)
+    if _count(outside) < 64:
+        parts.append(to_node(difference(CODES, _codes(outside))))
+    elif _count(inside) < 64:  # sets of a middle size: plain alone
+        parts.append(to_node(_codes(inside)))
+    return expressions.Letter(either(parts))
+
+
+def _count(ranges: Ranges) -> int:
+    return sum(high - low + 1 for low, high in ranges)
+
+
+def _codes(ranges: Ranges) -> Dfa:
+    return languages.of_texts([f"\\u{code:04x}" for low, high in ranges for code in range(low, high + 1)])
+
+
+def _members(entries: list[tuple[Node, bool]], rest: Node, least: int, most: int | None, max_size: int) -> Node:
+    """Entries of an object in order: all required ones (True) and any of the others, then any number of `rest`.
+
+    Keys of `rest` may be equal: for `least` they count as one.
+    """
+    size = len(entries)
+    if rest is NEVER and most is not None and most >= size:
+        most = None
+    elif most is not None:
+        most = min(most, size + max(8, max_size // rest.size))
+    cap = max(least, 1) if most is None else most
+
+    def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:
+        index, count = state
+        if count == most:
+            return
+        for position in range(index, size):
+            yield entries[position][0], (position + 1, min(count + 1, cap))
+            if entries[position][1]:
                 return
-        yield EMPTY
+        if index <= size:
+            yield rest, (size + 1, min(count + 1, cap))
+        elif least <= 1 or most is None:
+            yield rest, (index, min(count + (least <= 1), cap))
 
-    return either(alternatives())
+    def is_end(state: tuple[int, int]) -> bool:
+        return state[1] >= least and not any(is_required for _, is_required in entries[state[0] :])
 
-
-def _has_type(value: Any, kinds: Any) -> bool:
-    """Whether a value has one of the JSON types `kinds`."""
-    if kinds is None:
-        return True
-    is_kind = {
-        "object": isinstance(value, Mapping),
-        "array": isinstance(value, list),
-        "string": isinstance(value, str),
-        "boolean": isinstance(value, bool),
-        "null": value is None,
-        "integer": isinstance(value, int) and not isinstance(value, bool),
-        "number": isinstance(value, (int, float)) and not isinstance(value, bool),
-    }
-    return any(is_kind.get(kind, False) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+    return _explore((0, 0), moves, is_end)
 
 
-def _escape(node: Node) -> Node:
-    """Convert an expression over a string's characters to one over its JSON text, with escapes."""
-    match node:
-        case Characters(ranges):
-            special = without(ranges, PLAIN)
-            escaped = [code for first, last in special for code in range(first, last + 1)]
-            escapes = (text(json.dumps(chr(code))[1:-1]) for code in escaped)
-            return either((characters(set_) if (set_ := without(ranges, special)) else NEVER, *escapes))
-        case Sequence(parts):
-            return sequence(_escape(part) for part in parts)
-        case Either(parts):
-            return either(_escape(part) for part in parts)
-        case Repeated(part, least, most):
-            return repeated(_escape(part), least, most)
-
-
-def between(low: int | None, high: int | None) -> Node:
-    """Build the decimal texts of the integers from low to high; None is no bound."""
-    if low is not None and high is not None and low > high:
-        return NEVER
-    nodes = []
-    if low is None or low < 0:
-        min_magnitude = 1 if high is None or high >= 0 else -high
-        nodes.append(sequence((text("-"), _from_bound(min_magnitude, None if low is None else -low))))
-    if high is None or high >= 0:
-        nodes.append(_from_bound(max(low or 0, 0), high))
-    return either(nodes)
-
-
-def _from_bound(low: int, high: int | None) -> Node:
-    """Build the decimal texts of integers from low >= 0 to high."""
-    if high is None:
-        longer = repeated(_digits("0", "9"), len(str(low)))
-        larger = sequence((_digits("1", "9"), longer))
-        return either((_from_bound(low, 10 ** len(str(low)) - 1), larger))
-    nodes = []
-    for size in range(len(str(low)), len(str(high)) + 1):
-        first = max(low, 10 ** (size - 1) if size > 1 else 0)
-        nodes.append(_same_size(str(first), str(min(high, 10**size - 1))))
-    return either(nodes)
-
-
-def _same_size(low: str, high: str) -> Node:
-    """Build the digit texts from low to high, which have equal length."""
-    if not low:
-        return EMPTY
-    num_digits = len(low) - 1
-    if low[1:] == "0" * num_digits and high[1:] == "9" * num_digits:
-        return sequence((_digits(low[0], high[0]), repeated(_digits("0", "9"), num_digits, num_digits)))
-    if low[0] == high[0]:
-        return sequence((text(low[0]), _same_size(low[1:], high[1:])))
-    nodes = [sequence((text(low[0]), _same_size(low[1:], "9" * num_digits)))]
-    if int(high[0]) - int(low[0]) > 1:
-        middle = _digits(str(int(low[0]) + 1), str(int(high[0]) - 1))
-        nodes.append(sequence((middle, repeated(_digits("0", "9"), num_digits, num_digits))))
-    nodes.append(sequence((text(high[0]), _same_size("0" * num_digits, high[1:]))))
-    return either(nodes)
-
-
-def _digits(low: str, high: str) -> Node:
-    return Characters(((ord(low), ord(high)),))
+def _finite_texts(language: Dfa, limit: int = 64) -> list[str] | None:
+    """The texts of a small language in order of length; None for others."""
+    texts, todo = list[str](), [("", 0)]
+    for text_, state in todo:
+        if language.accept[state]:
+            texts.append(text_)
+        for low, high, target in language.rows[state]:
+            if len(todo) > 4096 or high - low > limit:
+                return None
+            todo += [(text_ + chr(code), target) for code in range(low, high + 1)]
+    return texts if len(texts) <= limit else None

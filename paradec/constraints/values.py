@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from paradec.core.checks import check_int, check_text, shown, unknown_name
 
 if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton
+    from paradec.constraints.byte_automaton import ByteAutomaton
     from paradec.constraints.expressions import Node
 
 MAX_KEPT_BYTES = 2**28
@@ -33,15 +36,24 @@ class Constraint:
         """Build the expression of the texts. Raises ValueError if they are not regular, or too many."""
         raise NotImplementedError
 
+    def accepts(self, text: str) -> bool:
+        """Whether a finished text is one of the texts; no model is needed.
+
+        Raises ValueError as `node`, or for anything but a text.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text={shown(text)} must be a text")
+        check_text("text", text)
+        return _byte_automaton(self).accepts(text.encode())
+
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         """Build the automaton of all token sequences of the texts.
 
         Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown way.
         """
-        from paradec.constraints.byte_automaton import byte_automaton
         from paradec.constraints.spelling import lift, spelling_of
 
-        source = byte_automaton(self.node())
+        source = _byte_automaton(self)
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
@@ -49,6 +61,13 @@ class Constraint:
                 "together is not known; only paradec.Choice works with it"
             )
         return lift(source, spelling, vocab_size)
+
+
+@lru_cache(maxsize=2)
+def _byte_automaton(value: Constraint) -> ByteAutomaton:
+    from paradec.constraints.byte_automaton import byte_automaton
+
+    return byte_automaton(value.node())
 
 
 @dataclass(frozen=True)
@@ -99,6 +118,9 @@ class Choice(Constraint):
     def to_dict(self) -> dict[str, Any]:
         return {"choice": [*self.choices]}
 
+    def accepts(self, text: str) -> bool:
+        return text in self.choices
+
     def node(self) -> Node:
         from paradec.constraints.expressions import either, text
 
@@ -148,8 +170,8 @@ class JsonSchema(Constraint):
     """JSON texts of a schema: keys in the schema's order, one space or none after ":" and ",".
 
     Args:
-        schema: a mapping, its JSON text, or a class of pydantic. `paradec.constraints.json_schema` lists what it may
-            hold.
+        schema: a mapping, its JSON text, or a class of pydantic; docs/structured.md lists its keywords. Unknown ones
+            are ignored, with a warning that names them.
         depth: levels of arrays and objects where the schema leaves them open, or refers to itself.
 
     Raises:
@@ -174,17 +196,21 @@ class JsonSchema(Constraint):
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"schema={shown(schema)} is no data of JSON: {error}") from None
+        check_text("schema", text)
         object.__setattr__(self, "schema", text)
         object.__setattr__(self, "depth", int(depth))
-        self.node()
+        from paradec.constraints.json_schema import read_schema
+
+        if ignored := read_schema(text, self.depth)[1]:
+            warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
         return {"json_schema": json.loads(self.schema), "depth": self.depth}
 
     def node(self) -> Node:
-        from paradec.constraints.json_schema import expression
+        from paradec.constraints.json_schema import read_schema
 
-        return expression(self.schema, self.depth)
+        return read_schema(self.schema, self.depth)[0]
 
 
 @dataclass(frozen=True)
@@ -211,6 +237,9 @@ class Grammar(Constraint):
     def to_dict(self) -> dict[str, Any]:
         return {"grammar": self.grammar}
 
+    def accepts(self, text: str) -> bool:
+        raise ValueError(f"constraint={shown(self)}: accepts is offered for Choice, Regex and JsonSchema")
+
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         raise ValueError(
             f"constraint={shown(self)} is for causal models: a grammar has no list of states, by which what is decided "
@@ -219,7 +248,7 @@ class Grammar(Constraint):
 
 
 def constraint_of(name: str, value: Any) -> Any:
-    """Read a constraint, or for holes a tuple of them and None, also in `to_dict`'s data.
+    """Read a constraint, or for holes a tuple of them and None, also in `to_dict`'s data or as a JSON schema.
 
     Raises ValueError or TypeError for anything else.
     """
@@ -234,10 +263,12 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     """Read a constraint for a whole answer, or None. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, Constraint):
         return value
+    if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:
+        return JsonSchema(value)
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar; "
-            "for holes a list of them and None"
+            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar, a "
+            "class of pydantic or a JSON schema with a type; for holes a list of them and None"
         )
     kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}, "grammar": {"grammar"}}
     kind = next((key for key in kinds if key in value), None)
@@ -272,12 +303,12 @@ class ToolCalls(Constraint):
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, sequence, text
-        from paradec.constraints.json_schema import expression
+        from paradec.constraints.json_schema import read_schema
 
         calls = []
         for name, parameters in self.tools:
             prefix = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            calls.append(sequence((text(prefix), expression(parameters, 3), text("}\n</tool_call>"))))
+            calls.append(sequence((text(prefix), read_schema(parameters, 3)[0], text("}\n</tool_call>"))))
         return either(calls)
 
 

@@ -78,6 +78,17 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     return data
 
 
+CONSTRAINTS = {
+    "json_schema": "paradec.JsonSchema(schema)",
+    "choice": 'paradec.Choice(["yes", "no"])',
+    "choices": 'paradec.Choice(["yes", "no"])',
+    "regex": 'paradec.Regex("[0-9]+")',
+    "grammar": "paradec.Grammar(text)",
+    "response_format": "paradec.JsonSchema(schema), or a class of pydantic",
+}
+"""What other libraries call constraints, and what to write."""
+
+
 def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
     """Make the error for a name that is not in `allowed`, with the likely one."""
     for field, other_names in NAMES_ELSEWHERE.items():
@@ -85,6 +96,8 @@ def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
             # of text; the codes of image models add 1 or not
             conversion = f", and {field} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
             return TypeError(f"unknown argument: {name!r}; it is called {field!r} here{conversion}")
+    if name in CONSTRAINTS and "constraint" in allowed:
+        return TypeError(f"unknown argument: {name!r}; write constraint={CONSTRAINTS[name]}")
     if name == "do_sample":
         return TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
     samplers = Registry.by_kind["sampler"]

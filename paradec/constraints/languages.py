@@ -1,0 +1,236 @@
+"""Languages of JSON's strings and numbers: lengths, formats, bounds and multiples."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from functools import lru_cache
+
+from paradec.constraints.dfa import Dfa, Row, difference, intersect, minimize, to_dfa, to_node
+from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, either, repeated, sequence, text
+from paradec.constraints.regex import parse
+
+MAX_COUNT = 2**12
+"""Maximum length that an automaton counts, and maximum divisor."""
+INTEGER_NODE = parse("-?(?:0|[1-9][0-9]*)")
+NUMBER = sequence((INTEGER_NODE, parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")))
+INTEGER = to_dfa(INTEGER_NODE)
+PLAIN = to_dfa(parse(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:(?:0\.[0-9]*[1-9]|[1-9][0-9]*(?:\.[0-9]+)?)[0-9]*)"))
+"""Numbers without exponents and without negative zeros: bounds, multiples and exclusions are within these."""
+INTEGRAL = to_dfa(parse(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?"))
+BOOLEANS = to_dfa(parse("true|false"))
+DIGIT, DIGITS = parse("[0-9]"), parse("[0-9]*")
+SHORT_DIGITS = to_dfa(parse(r"-?(?:[0-9]\.?){1,15}"))
+"""Numbers that differ as doubles if they differ."""
+EXACT = intersect(PLAIN, to_dfa(either((INTEGER_NODE, to_node(SHORT_DIGITS)))))
+"""What numbers are excluded from, so that doubles agree."""
+
+TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+DATE = (
+    r"[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+)
+BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+HOST = "[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
+HEX, GROUP = "[0-9a-fA-F]", "[0-9a-fA-F]{1,4}"
+IPV4 = rf"{BYTE}(?:\.{BYTE}){{3}}"
+IPV6 = "|".join([
+    f"(?:{GROUP}:){{7}}{GROUP}", f"(?:{GROUP}:){{6}}{IPV4}", "::",
+    *(f"(?:{GROUP}(?::{GROUP}){{0,{before - 1}}})?::{GROUP}(?::{GROUP}){{0,{6 - before}}}" for before in range(1, 7)),
+    f"::{GROUP}(?::{GROUP}){{0,6}}", f"(?:{GROUP}(?::{GROUP}){{0,6}})::", f"::(?:{GROUP}:){{0,5}}{IPV4}",
+])  # fmt: skip
+
+
+def _uri(sign: str) -> dict[str, str]:
+    """Patterns of URIs and of references to them, of signs with those of a set."""
+    part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@{sign}-]|%[0-9A-Fa-f]{{2}})"
+    path, query = f"(?:{part}|[:/])*", rf"(?:\?(?:{part}|[:/?])*)?(?:#(?:{part}|[:/?])*)?"
+    host = rf"(?:[A-Za-z0-9._~{sign}-]|%[0-9A-Fa-f]{{2}})*"
+    authority = f"//(?:[A-Za-z0-9._~-]+@)?{host}(?::[0-9]{{0,5}})?"
+    tail = rf"(?:{authority}(?:/{path})?|/(?:(?:{part}|:){path})?)"
+    return {
+        "uri": f"[A-Za-z][A-Za-z0-9+.-]*:(?:{tail}|(?:{part}|:){path}){query}",
+        "reference": f"(?:{tail}|{part}+(?:/{path})?)?{query}",
+    }
+
+
+BEYOND_ASCII = "\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+DURATION_TIME = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+FORMATS = {
+    "time": TIME,
+    "uuid": f"{HEX}{{8}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{12}}",
+    "ipv4": IPV4,
+    "ipv6": IPV6,
+    "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{HOST}(?:\.{HOST})+",
+    "hostname": rf"{HOST}(?:\.{HOST})*",
+    "uri": _uri("")["uri"],
+    "uri-reference": "|".join(_uri("").values()),
+    "iri": _uri(BEYOND_ASCII)["uri"],
+    "iri-reference": "|".join(_uri(BEYOND_ASCII).values()),
+    "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
+    "relative-json-pointer": "(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)",
+    "duration": (
+        rf"P(?:[0-9]+W|{DURATION_TIME}|(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+        rf"(?:{DURATION_TIME})?)"
+    ),
+}
+"""Texts of a format that are written: all are valid, and not all that are valid are among them."""
+NOT_OF_FORMAT = {
+    "date": "[^0-9]*|.{0,9}|.{11,}", "date-time": ".{0,19}", "time": ".{0,8}", "uuid": ".{0,35}", "ipv4": "[^.]*",
+    "ipv6": "[^:]*", "email": "[^@]*", "uri": "[^:]*", "duration": "[^P]*", "hostname": "",
+    "iri": "[^:]*", "json-pointer": "[^/]+", "relative-json-pointer": "[^0-9]*",
+}  # fmt: skip
+"""Texts that are not of a format for certain."""
+
+
+@lru_cache(maxsize=64)
+def of_format(name: str) -> Dfa | None:
+    """Texts of a format; None for an unknown one."""
+    if name in ("date", "date-time"):
+        # the year 0000 is no date for Python's datetime
+        date = difference(to_dfa(parse(DATE)), to_dfa(parse("0000.*")))
+        if name == "date":
+            return date
+        return to_dfa(sequence((to_node(date), parse("T" + TIME))))
+    if name == "hostname":  # within 253 characters
+        return intersect(to_dfa(parse(r"(?:[^.]{1,30}\.){0,7}[^.]{1,30}")), to_dfa(parse(FORMATS[name])))
+    return to_dfa(parse(FORMATS[name])) if name in FORMATS else None
+
+
+@lru_cache(maxsize=64)
+def not_of_format(name: str) -> Dfa | None:
+    return to_dfa(parse(NOT_OF_FORMAT[name])) if name in NOT_OF_FORMAT else None
+
+
+@lru_cache(maxsize=1024)
+def of_length(low: int, high: int | None) -> Dfa:
+    """Texts of low to high characters."""
+    if high is not None and high < low:
+        return Dfa([], [])
+    rows = list[Row](tuple((a, b, state + 1) for a, b in ANY) for state in range(low if high is None else high))
+    rows.append(tuple((a, b, len(rows)) for a, b in ANY) if high is None else ())
+    return Dfa(rows, [state >= low for state in range(len(rows))])
+
+
+def of_texts(texts: list[str]) -> Dfa:
+    return to_dfa(either(map(text, texts)))
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _split(value: Decimal) -> tuple[str, str]:
+    """Digits before and after the point of a magnitude, without zeros at the end."""
+    whole, _, fraction = format(abs(value), "f").partition(".")
+    return whole.lstrip("0") or "0", fraction.rstrip("0")
+
+
+def _digit(low: int, high: int = 9) -> Node:
+    return Characters(((48 + low, 48 + high),)) if low <= high else either(())
+
+
+def _below(digits: str, tail: Node) -> Node:
+    """Texts of as many digits as `digits` and below it, each followed by `tail`."""
+    parts = []
+    for index, sign in enumerate(digits):
+        first = 1 if index == 0 and len(digits) > 1 else 0
+        rest = len(digits) - index - 1
+        parts.append(sequence((text(digits[:index]), _digit(first, int(sign) - 1), repeated(DIGIT, rest, rest), tail)))
+    return either(parts)
+
+
+def _magnitude(value: Decimal, or_equal: bool) -> Node:
+    """Texts of magnitudes below a value from 0."""
+    whole, fraction = _split(value)
+    any_fraction = parse(r"(?:\.[0-9]+)?")
+    shorter = len(whole) - 1
+    parts = [_below(whole, any_fraction)]
+    if shorter:
+        parts += [sequence((text("0"), any_fraction))]
+        parts += [sequence((_digit(1), repeated(DIGIT, 0, shorter - 1), any_fraction))]
+    for index, sign in enumerate(fraction):  # the same digits up to one that is smaller, or none
+        parts.append(sequence((text(f"{whole}.{fraction[:index]}"), _digit(0, int(sign) - 1), DIGITS)))
+        parts.append(text(f"{whole}.{fraction[:index]}" if index else whole))
+    if or_equal:
+        parts.append(_same(value))
+    return either(parts)
+
+
+def _same(value: Decimal) -> Node:
+    """Texts of a magnitude."""
+    whole, fraction = _split(value)
+    if fraction:
+        return sequence((text(f"{whole}.{fraction}"), repeated(text("0"))))
+    return sequence((text(whole), parse(r"(?:\.0+)?")))
+
+
+@lru_cache(maxsize=1024)
+def at_most(value: float | int, is_strict: bool = False) -> Dfa:
+    """Texts of `PLAIN` up to a value, or below it."""
+    number = Decimal(str(value))
+    minus = text("-")
+    if number > 0 or number == 0 and not is_strict:
+        node = either((sequence((minus, parse(r"[0-9.]+"))), _magnitude(number, not is_strict)))
+        language = intersect(PLAIN, to_dfa(node))
+    elif number == 0:
+        language = intersect(PLAIN, to_dfa(parse("-[0-9.]+")))
+    else:
+        larger = difference(to_dfa(parse("[0-9.]+")), to_dfa(_magnitude(number, is_strict)))
+        language = intersect(PLAIN, to_dfa(sequence((minus, to_node(larger)))))
+    return intersect(language, SHORT_DIGITS) if is_strict and number else language
+
+
+@lru_cache(maxsize=1024)
+def at_least(value: float | int, is_strict: bool = False) -> Dfa:
+    """Texts of `PLAIN` from a value on, or above it."""
+    language = difference(PLAIN, at_most(value, False)) if is_strict else difference(PLAIN, _below_exactly(value))
+    return intersect(language, SHORT_DIGITS) if is_strict and value else language
+
+
+def _below_exactly(value: float | int) -> Dfa:
+    return difference(at_most(value), equal_to(value))
+
+
+@lru_cache(maxsize=1024)
+def equal_to(value: float | int) -> Dfa:
+    """All texts of `PLAIN` of one number."""
+    number = Decimal(str(value))
+    return intersect(PLAIN, to_dfa(sequence((text("-") if number < 0 else EMPTY, _same(number)))))
+
+
+def number_texts(value: float | int) -> list[str]:
+    """How a number of a schema is written."""
+    whole = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
+    return [json.dumps(value), *whole]
+
+
+@lru_cache(maxsize=256)
+def multiples(divisor: float | int) -> Dfa | None:
+    """Texts of `EXACT` that are multiples; None for a divisor of too many digits."""
+    number = Decimal(str(divisor)).normalize()
+    places = max(0, -int(number.as_tuple().exponent))
+    modulus = int(number.scaleb(places))
+    if modulus > MAX_COUNT or places > 16 or modulus * (places + 1) > 4 * MAX_COUNT:
+        return None
+    # state (digits after the point, remainder of the digits); -1 before the point
+    size = modulus
+
+    def index(place: int, remainder: int) -> int:
+        return 1 + (place + 1) * size + remainder
+
+    rows, accept = list[Row](), [False]
+    start = [(48 + digit, 48 + digit, index(-1, digit % size)) for digit in range(10)]
+    rows.append(((45, 45, index(places + 1, 0)), *start))
+    for place in range(-1, places + 1):
+        for remainder in range(size):
+            moves = list[tuple[int, int, int]]()
+            if place < 0:
+                moves.append((46, 46, index(0, remainder)))
+            for digit in range(10 if place < places else 1):
+                following = (10 * remainder + digit) % size if place < places else remainder
+                moves.append((48 + digit, 48 + digit, index(place + (0 <= place < places), following)))
+            rows.append(tuple(moves))
+            accept.append(remainder * 10 ** (places - max(place, 0)) % size == 0)
+    rows.append(tuple(start))  # after the sign
+    accept.append(False)
+    return intersect(EXACT, minimize(rows, accept))

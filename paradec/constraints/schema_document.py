@@ -1,0 +1,188 @@
+"""A JSON schema as a document: shapes of its keywords, paths, identifiers and references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from paradec.core.checks import shown
+
+Schema = Mapping[str, Any] | bool
+KINDS = ("object", "array", "string", "integer", "number", "boolean", "null")
+
+
+def is_schema(value: Any) -> bool:
+    return isinstance(value, (Mapping, bool))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_schema, value))
+
+
+def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
+
+
+SCHEMA, SCHEMAS = (is_schema, "a schema"), (lambda value: _is_schemas(value) and value, "a list of schemas")
+MAP, COUNT = (_maps_to(is_schema), "an object of schemas"), (is_count, "a whole number from 0")
+TEXT = (lambda value: isinstance(value, str), "a text")
+BOUND = (lambda value: is_number(value) or isinstance(value, bool), "a number")
+SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "type": (
+        lambda value: isinstance(value, str) or _is_names(value) and value,
+        f"must be one of {', '.join(KINDS)}, or a list of them",
+    ),
+    "enum": (lambda value: isinstance(value, list) and value, "a list of values"),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"), MAP),
+    **dict.fromkeys(("additionalProperties", "additionalItems", "contains", "propertyNames", "not"), SCHEMA),
+    **dict.fromkeys(("if", "then", "else"), SCHEMA),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), SCHEMAS),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNT),
+    **dict.fromkeys(("minContains", "maxContains"), COUNT),
+    **dict.fromkeys(("$ref", "pattern", "format"), TEXT),
+    "minimum": (is_number, "a number"),
+    "maximum": (is_number, "a number"),
+    "exclusiveMinimum": BOUND,
+    "exclusiveMaximum": BOUND,
+    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "required": (_is_names, "a list of names"),
+    "dependentRequired": (_maps_to(_is_names), "an object of lists of names"),
+    "dependencies": (
+        _maps_to(lambda value: is_schema(value) or _is_names(value)),
+        "an object of schemas and lists of names",
+    ),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "prefixItems": (_is_schemas, "a list of schemas"),
+    "items": (lambda value: is_schema(value) or _is_schemas(value), "a schema or a list of schemas"),
+}
+"""Of each keyword: whether a value has its shape, and the shape in words."""
+CONST, UNSUPPORTED = "const", {"$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"}
+CONSTRAINING = {*SHAPES, CONST} - {"$defs", "definitions"} | UNSUPPORTED
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "id", "$id"),
+    *("$schema", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor", "$vocabulary", "contentMediaType"),
+    *("contentEncoding", "contentSchema", "$recursiveAnchor"),
+}
+"""Keywords that allow every value. All that is in neither set is unknown: an annotation too, with a warning."""
+VALUES = {"enum", "const", "default", "examples", "example"}
+MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions", "dependencies"}
+
+
+def key_path(path: str, key: str) -> str:
+    return f"{path}.{key}".lstrip(".")
+
+
+class SchemaDocument:
+    """A schema with the places of its parts.
+
+    Raises ValueError if it is nested too deeply.
+    """
+
+    def __init__(self, root: Any):
+        self.root = root
+        self.paths: dict[int, str] = {}
+        self.bases: dict[int, str] = {}
+        self.outer_bases: dict[int, str] = {}
+        self.unknown: dict[str, None] = {}
+        """Names of unknown keywords and formats, in order."""
+        self._by_uri: dict[str, Any] = {"": root}
+        self._checked: set[int] = set()
+        try:
+            self._index(root, "", "", True)
+        except RecursionError:
+            raise ValueError("the schema is nested too deeply") from None
+
+    def _index(self, value: Any, path: str, base: str, is_known: bool) -> None:
+        """Record paths, bases and identifiers; those below unknown keywords are no identifiers."""
+        if isinstance(value, list):
+            for index, part in enumerate(value):
+                self._index(part, f"{path}[{index}]", base, is_known)
+        if not isinstance(value, Mapping) or id(value) in self.paths:
+            return
+        self.outer_bases[id(value)] = base
+        for key in ("$id", "id"):
+            if is_known and isinstance(name := value.get(key), str):
+                uri, fragment = urldefrag(urljoin(base, name))
+                if fragment:
+                    self._by_uri.setdefault(f"{uri}#{fragment}", value)
+                elif key == "$id":
+                    base = uri
+                self._by_uri.setdefault(uri, value)
+        for key in ("$anchor", "$dynamicAnchor"):
+            if is_known and isinstance(name := value.get(key), str):
+                self._by_uri.setdefault(f"{base}#{name}", value)
+        self.paths[id(value)], self.bases[id(value)] = path, base
+        for key, part in value.items():
+            if key in VALUES:
+                continue
+            if key in MAPS and isinstance(part, Mapping):
+                for name, inner in part.items():
+                    self._index(inner, key_path(key_path(path, key), name), base, is_known)
+            else:
+                self._index(part, key_path(path, key), base, is_known and key in SHAPES)
+
+    def error(self, schema: Any, key: str, why: str) -> ValueError:
+        return ValueError(f"schema: {key_path(self.paths.get(id(schema), ''), key)} {why}")
+
+    def check(self, schema: Mapping[str, Any]) -> None:
+        """Raise ValueError for a keyword whose value has another shape, or that is not supported."""
+        if id(schema) in self._checked:
+            return
+        self._checked.add(id(schema))
+        for key, value in schema.items():
+            if key in UNSUPPORTED:
+                raise self.error(schema, key, "is not supported")
+            if key in SHAPES:
+                has_shape, words = SHAPES[key]
+                if not has_shape(value):
+                    raise self.error(schema, key, f"is {shown(value)}, and must be {words.removeprefix('must be ')}")
+            elif key != CONST and key not in ANNOTATIONS:
+                self.unknown[key] = None
+        kinds = schema.get("type", [])
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            if kind not in KINDS:
+                raise self.error(schema, "type", f"{shown(kind)} must be one of {', '.join(KINDS)}")
+
+    def resolve(self, schema: Mapping[str, Any]) -> Schema:
+        """The schema that `$ref` names. Raises ValueError if it is not in the document."""
+        reference = schema["$ref"]
+        target = self._find(self.bases.get(id(schema), ""), reference)
+        if "$id" in schema:  # up to draft 7 the keyword next to `$ref` says nothing
+            outer = self._find(self.outer_bases.get(id(schema), ""), reference)
+            if None not in (outer, target) and outer is not target:
+                raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
+            target = outer if target is None else target
+        if target is None:
+            raise self.error(schema, "$ref", f"{shown(reference)} is not in the schema")
+        if not is_schema(target):
+            raise self.error(schema, "$ref", f"{shown(reference)} is {shown(target)}, not a schema")
+        return target
+
+    def _find(self, base: str, reference: str) -> Any:
+        """What a reference names; None for nothing."""
+        uri, fragment = urldefrag(urljoin(base, reference))
+        target = self._by_uri.get(uri)
+        if fragment and not fragment.startswith("/"):
+            target = self._by_uri.get(f"{uri}#{unquote(fragment)}")
+        elif fragment:
+            for name in fragment[1:].split("/"):
+                name = unquote(name).replace("~1", "/").replace("~0", "~")
+                if isinstance(target, list):
+                    target = target[int(name)] if re.fullmatch("[0-9]{1,6}", name) and int(name) < len(target) else None
+                else:
+                    target = target.get(name) if isinstance(target, Mapping) else None
+        return target

@@ -1,0 +1,633 @@
+"""What a JSON schema says of values: alternatives, each of one type.
+
+A goal is a set of subschemas, each with a sign: values that are valid by the positive ones and invalid by the negative
+ones. Its alternatives are those of its parts, merged pair by pair: so `allOf`, keywords next to each other and `$ref`
+are unions of goals, and `not`, `oneOf`, `if` and `dependencies` need nothing of their own. Every rule may leave values
+out and lets none in that the schema excludes, positive or negative; what it leaves out is in docs/structured.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from paradec.constraints import languages
+from paradec.constraints.dfa import Dfa, complement, difference, intersect, to_dfa, to_node
+from paradec.constraints.expressions import either
+from paradec.constraints.regex import ecma_search
+from paradec.constraints.schema_document import CONSTRAINING, SchemaDocument, is_number
+
+Literal = tuple[bool, int]
+"""A sign and the id of a subschema."""
+Goal = frozenset[Literal]
+OPEN: Goal = frozenset()
+"""Any value."""
+NO_VALUE: Goal = frozenset({(True, 0)})
+TYPES = ("object", "array", "string", "number", "boolean", "null")
+MAX_ALTERNATIVES, MAX_GOALS = 2**9, 2**14
+"""Limits of the alternatives of a goal, and of all goals."""
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """What one subschema says of an object's values, or (by index) of an array's."""
+
+    listed: Mapping[Any, Goal] = field(default_factory=dict)
+    patterns: tuple[tuple[Dfa, Goal], ...] = ()
+    others: Goal = OPEN
+    """Of all that is neither listed nor of a pattern."""
+    writes_others: bool = False
+    """Whether the schema names them."""
+    is_negative: bool = False
+    """Of an excluded schema: its keys are not offered."""
+
+    def goal(self, key: str) -> Goal:
+        goals = [self.listed[key]] if key in self.listed else []
+        goals += [goal for language, goal in self.patterns if language.accepts(map(ord, key))]
+        return frozenset().union(*goals) if goals else self.others
+
+
+@dataclass(frozen=True)
+class SomeKey:
+    """A key that an object must have, of a pattern or outside of listed names and patterns, and its value's goal."""
+
+    listed: frozenset[str] | None
+    patterns: tuple[Dfa, ...]
+    goal: Goal
+
+    def selects(self, name: str) -> bool:
+        matched = any(pattern.accepts(map(ord, name)) for pattern in self.patterns)
+        return matched if self.listed is None else not matched and name not in self.listed
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Values of one type."""
+
+    kind: str
+    is_explicit: bool = False
+    """Whether a keyword names the type, or belongs to it."""
+    language: Dfa | None = None
+    """Of a scalar: its texts, of strings without quotes and escapes; None for all."""
+    members: tuple[Members, ...] = ()
+    least: int = 0
+    most: int | None = None
+    """Numbers of properties or items."""
+    required: tuple[str, ...] = ()
+    offered: frozenset[str] = frozenset()
+    """Names that are required only for the sake of an excluded schema."""
+    some: tuple[SomeKey, ...] = ()
+    names: tuple[Goal, ...] = ()
+    """Of an object's keys."""
+    contains: tuple[tuple[Goal, Goal, int, int | None], ...] = ()
+    """Goals of items that are counted and of those that are not, and the bounds of their number."""
+    unique: str | None = None
+    """The path of `uniqueItems`."""
+
+    def listed_names(self) -> dict[str, None]:
+        """Names of keys in order."""
+        names = {name: None for part in self.members if not part.is_negative for name in part.listed}
+        return names | dict.fromkeys(self.required)
+
+
+ANYTHING = tuple(Shape(kind) for kind in TYPES)
+
+
+def merge(first: Shape, second: Shape) -> Shape | None:
+    """Values of both shapes of one type; None if there are none."""
+    is_explicit = first.is_explicit or second.is_explicit
+    for shape, other in ((first, second), (second, first)):
+        if shape == (EXPLICIT if shape.is_explicit else PLAIN_SHAPES)[shape.kind]:
+            return other if other.is_explicit == is_explicit else dataclasses.replace(other, is_explicit=is_explicit)
+    language = first.language or second.language
+    if first.language is not None and second.language is not None:
+        language = intersect(first.language, second.language)
+    if language is not None and not language.rows:
+        return None
+    most = min((limit for limit in (first.most, second.most) if limit is not None), default=None)
+    required = tuple(dict.fromkeys((*first.required, *second.required)))
+    least = max(first.least, second.least)
+    if most is not None and most < max(least, len(required)):
+        return None
+    plain = {*first.required} - first.offered | {*second.required} - second.offered
+    return Shape(
+        first.kind,
+        is_explicit,
+        language,
+        tuple(dict.fromkeys((*first.members, *second.members))),
+        least,
+        most,
+        required,
+        (first.offered | second.offered) - plain,
+        tuple(dict.fromkeys((*first.some, *second.some))),
+        tuple(dict.fromkeys((*first.names, *second.names))),
+        tuple(dict.fromkeys((*first.contains, *second.contains))),
+        first.unique or second.unique,
+    )
+
+
+PLAIN_SHAPES = {shape.kind: shape for shape in ANYTHING}
+EXPLICIT = {kind: Shape(kind, True) for kind in TYPES}
+
+
+def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
+    """All values but those of a type that lack something."""
+    return (*(shape for shape in ANYTHING if shape.kind != kind), *violating(kind, **facts))
+
+
+def violating(kind: str, **facts: Any) -> tuple[Shape, ...]:
+    """Values of a type with some facts."""
+    language = facts.get("language")
+    return () if language is not None and not language.rows else (Shape(kind, True, **facts),)
+
+
+class Goals:
+    """The alternatives of the goals of a document.
+
+    Args:
+        max_length: longest strings that are counted; a larger `maxLength` is read as this.
+        inner: goals of which these let in too many values and leave none out, in the place of the opposite. They say
+            which branches of `oneOf` exclude each other.
+    """
+
+    def __init__(self, document: SchemaDocument, max_length: int, inner: Goals | None = None):
+        self.document, self.max_length, self.is_loose = document, max_length, inner is not None
+        self.left_out: dict[str, None] = {}
+        """What was left out, in words with paths of keywords."""
+        self._schemas: dict[int, Any] = {0: False} if inner is None else inner._schemas
+        self._literals: dict[Literal, tuple[Shape, ...]] = {}
+        self._shapes: dict[Goal, tuple[Shape, ...]] = {}
+        self._possible: dict[Goal, bool] = {}
+        self._structures: dict[int, dict[str, Any]] = {} if inner is None else inner._structures
+        self.loose = Goals(document, languages.MAX_COUNT, self) if inner is None else self
+
+    def goal(self, schema: Any, sign: bool = True) -> Goal:
+        """The goal of a subschema: references are followed, and what allows every value is left out."""
+        followed = set[int]()
+        while isinstance(schema, Mapping) and "$ref" in schema and not CONSTRAINING & (schema.keys() - {"$ref"}):
+            self.document.check(schema)
+            if id(schema) in followed:
+                return NO_VALUE
+            followed.add(id(schema))
+            schema = self.document.resolve(schema)
+        if isinstance(schema, Mapping) and not CONSTRAINING & schema.keys():
+            self.document.check(schema)
+            schema = True
+        if isinstance(schema, bool):
+            return OPEN if schema == sign else NO_VALUE
+        self._schemas[id(schema)] = schema
+        return frozenset({(sign, id(schema))})
+
+    def shapes(self, goal: Goal) -> tuple[Shape, ...]:
+        """The alternatives of a goal."""
+        if goal not in self._shapes:
+            if len(self._shapes) > MAX_GOALS:
+                raise ValueError(f"the schema has more than {MAX_GOALS} parts")
+            shapes: Sequence[Shape] = ANYTHING
+            for sign, index in sorted(goal, key=lambda literal: not literal[0]):
+                shapes = self.both(shapes, self.literal(sign, self._schemas[index]))
+            settled = self.settle(choice for shape in shapes for choice in self._choose_keys(shape))
+            listed = [shape for shape in settled if self.is_loose or not shape.offered - {*self._names(shape)}]
+            self._shapes[goal] = tuple(dict.fromkeys(listed or settled))
+        return self._shapes[goal]
+
+    def _choose_keys(self, shape: Shape) -> list[Shape]:
+        """The alternatives of a shape that must have some key, by the offered key that it is."""
+        choices = [dataclasses.replace(shape, some=())]
+        for some in shape.some:
+            present = [s for name in self._names(shape) if some.selects(name) for s in self.present(name, some.goal)]
+            choices = self.both(choices, present)
+        return choices
+
+    def _names(self, shape: Shape) -> dict[str, None]:
+        return {name: None for part in shape.members if not part.is_negative for name in part.listed}
+
+    def is_possible(self, goal: Goal) -> bool:
+        """Whether some value may have a goal; False is certain."""
+        if goal not in self._possible:
+            self._possible[goal] = True  # while it is looked at
+            self._possible[goal] = any(map(self.is_possible_shape, self.shapes(goal)))
+        return self._possible[goal]
+
+    def is_possible_shape(self, shape: Shape) -> bool:
+        if shape.kind == "object":
+            return all(self.is_possible(self.key_goal(shape, name)) for name in shape.required)
+        if shape.kind == "array" and shape.least:
+            return all(self.is_possible(self.item_goal(shape, index)) for index in range(min(shape.least, 16)))
+        return True
+
+    def key_goal(self, shape: Shape, name: str) -> Goal:
+        """The goal of the value of a key."""
+        if any(not language.accepts(map(ord, name)) for goal in shape.names if (language := self.strings(goal))):
+            return NO_VALUE
+        return frozenset().union(*(part.goal(name) for part in shape.members))
+
+    def item_goal(self, shape: Shape, index: int) -> Goal:
+        return frozenset().union(*(part.listed.get(index, part.others) for part in shape.members))
+
+    def strings(self, goal: Goal) -> Dfa | None:
+        """The strings of a goal; None for all."""
+        languages = [shape.language for shape in self.shapes(goal) if shape.kind == "string"]
+        if None in languages:
+            return None
+        return to_dfa(either(to_node(language) for language in languages if language is not None))
+
+    def settle(self, shapes: Iterable[Shape]) -> list[Shape]:
+        """Leave out types that no keyword speaks of, where keywords speak of some; else offer all of them."""
+        alternatives = self.branch(shapes)
+        return alternatives if self.is_loose else [shape for shape in alternatives if shape.is_explicit]
+
+    def both(self, first: Iterable[Shape], second: Iterable[Shape]) -> list[Shape]:
+        """Values of both lists of alternatives."""
+        others = [*second]
+        shapes = dict[Shape, None]()
+        for shape in first:
+            for other in others:
+                if shape.kind == other.kind and (merged := merge(shape, other)) is not None:
+                    shapes[merged] = None
+            if len(shapes) > MAX_ALTERNATIVES:
+                raise ValueError(f"the schema has more than {MAX_ALTERNATIVES} alternatives in one place")
+        return [*shapes]
+
+    def literal(self, sign: bool, schema: Any) -> tuple[Shape, ...]:
+        """The alternatives of a subschema, or of its opposite."""
+        if isinstance(schema, bool):
+            return ANYTHING if schema == sign else ()
+        key = (sign, id(schema))
+        if key not in self._literals:
+            self._schemas[id(schema)] = schema
+            self.document.check(schema)
+            if self.is_loose and not sign:
+                return ANYTHING
+            # a schema that is defined by itself alone has no value
+            self._literals[key] = ANYTHING if self.is_loose else ()
+            self._literals[key] = tuple(self.positive(schema) if sign else self.negative(schema))
+        return self._literals[key]
+
+    def positive(self, schema: Mapping[str, Any]) -> list[Shape]:
+        shapes, done = [*ANYTHING], set[Rule]()
+        for key in schema:
+            if (rule := RULES.get(key)) is not None and rule not in done:
+                done.add(rule)
+                shapes = self.both(shapes, rule(self, schema, True))
+        return shapes
+
+    def negative(self, schema: Mapping[str, Any]) -> list[Shape]:
+        if "$ref" in schema:  # up to draft 7 the keywords next to it say nothing
+            return [*self.literal(False, self.document.resolve(schema))]
+        rules = dict.fromkeys(RULES[key] for key in schema if key in RULES)
+        return [shape for rule in rules for shape in rule(self, schema, False)]
+
+    def leave_out(self, schema: Any, key: str) -> tuple[Shape, ...]:
+        """No values, where those that violate a keyword are not written."""
+        path = self.document.error(schema, key, "").args[0].removeprefix("schema: ").strip()
+        self.left_out[f"values that violate {path}"] = None
+        return ()
+
+    def any_of(self, branches: Iterable[Iterable[Shape]]) -> list[Shape]:
+        return [shape for branch in branches for shape in self.branch(branch)]
+
+    def branch(self, shapes: Iterable[Shape]) -> list[Shape]:
+        """A branch; one that speaks of no type means all of them."""
+        alternatives = [*shapes]
+        if self.is_loose or any(shape.is_explicit for shape in alternatives):
+            return alternatives
+        return [dataclasses.replace(shape, is_explicit=True) for shape in alternatives]
+
+    def reference(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        return self.literal(sign, self.document.resolve(schema))
+
+    def type(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        kinds = {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
+        shapes = [EXPLICIT[kind] for kind in TYPES if (kind in kinds) == sign]
+        if "integer" not in kinds or "number" in kinds:
+            return shapes
+        language = languages.INTEGER if sign else difference(languages.EXACT, languages.INTEGRAL)
+        integers = Shape("number", True, None if self.is_loose else language)
+        return [*(shape for shape in shapes if shape.kind != "number"), integers]
+
+    def enum(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        values = [schema["const"]] if "const" in schema else []
+        lists = [values] if values else []
+        lists += [schema["enum"]] if "enum" in schema else []
+        parts = [self._listed(schema, entries, sign) for entries in lists]
+        if sign:
+            return parts[0] if len(parts) == 1 else self.both(*parts)
+        return [shape for part in parts for shape in part]
+
+    def _listed(self, schema: Any, values: list[Any], sign: bool) -> list[Shape]:
+        """Values of a list, or all others."""
+        strings = [value for value in values if isinstance(value, str)]
+        numbers = [value for value in values if is_number(value)]
+        booleans = [str(value).lower() for value in values if isinstance(value, bool)]
+        nested = [self._structure(schema, value) for value in values if isinstance(value, (Mapping, list))]
+        if sign:
+            texts = {
+                "string": strings,
+                "number": [text for value in numbers for text in languages.number_texts(value)],
+                "boolean": booleans,
+            }
+            shapes = [Shape(kind, True, languages.of_texts(entries)) for kind, entries in texts.items() if entries]
+            if self.is_loose:  # numbers have many texts
+                shapes = [EXPLICIT["number"] if shape.kind == "number" else shape for shape in shapes]
+            shapes += [EXPLICIT["null"]] if None in values else []
+            return shapes + [shape for value in nested for shape in self.literal(True, value)]
+        plain: Dfa | None = languages.EXACT if numbers else None
+        for value in numbers:
+            assert plain is not None
+            plain = difference(plain, languages.equal_to(value))
+        shapes = [*violating("string", language=complement(languages.of_texts(strings)) if strings else None)]
+        shapes += violating("number", language=plain)
+        if len({*booleans}) < 2:
+            shapes += violating(
+                "boolean", language=difference(languages.BOOLEANS, languages.of_texts(booleans)) if booleans else None
+            )
+        shapes += [] if None in values else violating("null")
+        structures: list[Shape] = [EXPLICIT["object"], EXPLICIT["array"]]
+        for value in nested:
+            structures = self.both(structures, self.literal(False, value))
+        return shapes + structures
+
+    def _structure(self, schema: Any, value: Any) -> Mapping[str, Any]:
+        """The schema of one object or array."""
+        key = id(value)
+        if key not in self._structures:
+            if isinstance(value, Mapping):
+                properties = {name: {"const": part} for name, part in value.items()}
+                facts: dict[str, Any] = {"properties": properties, "required": [*value], "additionalProperties": False}
+            else:
+                facts = {"prefixItems": [{"const": part} for part in value], "items": False, "minItems": len(value)}
+            self._structures[key] = {"type": "object" if isinstance(value, Mapping) else "array", **facts}
+        structure = self._structures[key]
+        self.document.paths.setdefault(id(structure), self.document.paths.get(id(schema), ""))
+        return structure
+
+    def all_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if not sign:
+            return [shape for part in schema["allOf"] for shape in self.literal(False, part)]
+        shapes: list[Shape] = [*ANYTHING]
+        for part in schema["allOf"]:
+            shapes = self.both(shapes, self.literal(True, part))
+        return shapes
+
+    def some_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if sign:
+            return self.any_of(self.literal(True, part) for part in schema["anyOf"])
+        shapes: list[Shape] = [*ANYTHING]
+        for part in schema["anyOf"]:
+            shapes = self.both(shapes, self.literal(False, part))
+        return shapes
+
+    def one_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        parts = schema["oneOf"]
+        if self.is_loose:
+            return [shape for part in parts for shape in self.literal(True, part)]
+        positive = [self.branch(self.literal(True, part)) for part in parts]
+        if not sign:
+            shapes: list[Shape] = [*ANYTHING]
+            for part in parts:
+                shapes = self.both(shapes, self.literal(False, part))
+            for i, branch in enumerate(positive):
+                shapes += [shape for other in positive[:i] for shape in self.both(branch, other)]
+            return shapes
+        branches = []
+        for i, shapes in enumerate(positive):
+            branch = shapes
+            for j, part in enumerate(parts):
+                if i != j and any(map(self.loose.is_possible_shape, self.both(shapes, self.loose.literal(True, part)))):
+                    branch = self.both(branch, self.literal(False, part))
+            branches.append(branch)
+        return self.any_of(branches)
+
+    def exclude(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        return self.literal(not sign, schema["not"])
+
+    def condition(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if "if" not in schema:
+            return ANYTHING if sign else ()
+        met = self.both(self.literal(True, schema["if"]), self.literal(sign, schema.get("then", True)))
+        unmet = self.both(self.literal(False, schema["if"]), self.literal(sign, schema.get("else", True)))
+        return [*met, *unmet]
+
+    def scalar(self, kind: str, sign: bool, language: Dfa, opposite: Dfa | None = None) -> Iterable[Shape]:
+        if sign:
+            return only(kind, language=language) if language.rows else [s for s in ANYTHING if s.kind != kind]
+        return violating(kind, language=complement(language) if opposite is None else opposite)
+
+    def length(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
+        if low > languages.MAX_COUNT:
+            raise self.document.error(schema, "minLength", f"is {low}, and may be at most {languages.MAX_COUNT}")
+        if sign:
+            high = None if high is None else min(int(high), max(self.max_length, low)) if high >= low else int(high)
+            return self.scalar("string", True, languages.of_length(low, high))
+        shapes = [*violating("string", language=languages.of_length(0, low - 1))] if low else []
+        if high is not None:
+            long = high < languages.MAX_COUNT
+            shapes += (
+                violating("string", language=languages.of_length(int(high) + 1, None))
+                if long
+                else self.leave_out(schema, "maxLength")
+            )
+        return shapes
+
+    def pattern(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        return self.scalar("string", sign, self.search(schema, "pattern", schema["pattern"]))
+
+    def search(self, schema: Any, key: str, pattern: str) -> Dfa:
+        try:
+            return ecma_search(pattern)
+        except ValueError as error:
+            raise self.document.error(schema, key, f"is not supported: {error}") from None
+
+    def format(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        language = languages.of_format(schema["format"])
+        if language is None:
+            self.document.unknown[f"format {schema['format']!r}"] = None
+            return ANYTHING if sign else ()
+        opposite = languages.not_of_format(schema["format"])
+        if self.is_loose:
+            return ANYTHING if opposite is None else only("string", language=complement(opposite))
+        if not sign and opposite is None:
+            return self.leave_out(schema, "format")
+        return self.scalar("string", sign, language, opposite)
+
+    def bounds(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        limits: list[tuple[Callable[..., Dfa], Any, bool]] = []
+        makers: dict[str, Callable[..., Dfa]] = {"Minimum": languages.at_least, "Maximum": languages.at_most}
+        for side, make in makers.items():
+            key, strict = side.lower(), schema.get(f"exclusive{side}")
+            if key in schema:
+                limits.append((make, schema[key], strict is True))
+            if strict is not None and not isinstance(strict, bool):
+                limits.append((make, strict, True))
+        shapes: list[Shape] = [*ANYTHING] if sign else []
+        for make, value, is_strict in limits:
+            if not abs(value) < 1e300:
+                raise self.document.error(schema, "minimum", "and the other bounds must be below 1e300")
+            if sign:
+                shapes = self.both(shapes, only("number", language=make(value, is_strict)))
+            else:
+                opposite = languages.at_most if make is languages.at_least else languages.at_least
+                shapes += violating("number", language=opposite(value, not is_strict))
+        return shapes
+
+    def multiple(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        language = languages.multiples(schema["multipleOf"])
+        if language is None:
+            raise self.document.error(schema, "multipleOf", f"is {schema['multipleOf']}, which has too many digits")
+        return self.scalar("number", sign, language, difference(languages.EXACT, language))
+
+    def properties(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        listed = schema.get("properties", {})
+        patterns = [
+            (self.search(schema, f"patternProperties.{pattern}", pattern), part)
+            for pattern, part in schema.get("patternProperties", {}).items()
+        ]
+        others = schema.get("additionalProperties")
+        if sign:
+            members = Members(
+                {name: self.goal(part) for name, part in listed.items()},
+                tuple((language, self.goal(part)) for language, part in patterns),
+                self.goal(True if others is None else others),
+                others is not None,
+            )
+            return only("object", members=(members,))
+        shapes = list[Shape]()
+        for name, part in listed.items():
+            if (goal := self.goal(part, False)) != NO_VALUE:
+                shapes += self.present(name, goal)
+        languages = tuple(language for language, _ in patterns)
+        keys = [(None, (language,), part, "patternProperties") for language, part in patterns]
+        for names, selected, part, key in (
+            *keys, (frozenset(listed), languages, True if others is None else others, "additionalProperties")
+        ):  # fmt: skip
+            if (goal := self.goal(part, False)) != NO_VALUE:
+                self.leave_out(schema, key)
+                shapes += violating("object", some=(SomeKey(names, selected, goal),), least=1)
+        return shapes
+
+    def present(self, name: str, goal: Goal = OPEN) -> tuple[Shape, ...]:
+        """Objects that have a key with a value of a goal."""
+        members = (Members({name: goal}, is_negative=True),)
+        return violating("object", members=members, required=(name,), offered=frozenset({name}), least=1)
+
+    def absent(self, name: str) -> dict[str, Any]:
+        return {"members": (Members({name: NO_VALUE}, is_negative=True),)}
+
+    def required(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        names = tuple(dict.fromkeys(schema["required"]))
+        if sign:
+            return only("object", required=names) if names else ANYTHING
+        return [shape for name in names for shape in violating("object", **self.absent(name))]
+
+    def property_names(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        goal = self.goal(schema["propertyNames"])
+        if goal == OPEN:
+            return ANYTHING if sign else ()
+        return only("object", names=(goal,)) if sign else self.leave_out(schema, "propertyNames")
+
+    def count(self, schema: Any, sign: bool, kind: str, noun: str) -> Iterable[Shape]:
+        low, high = int(schema.get(f"min{noun}", 0)), schema.get(f"max{noun}")
+        if low > languages.MAX_COUNT:
+            raise self.document.error(schema, f"min{noun}", f"is {low}, and may be at most {languages.MAX_COUNT}")
+        if sign:
+            if high is not None and high < low:
+                return [shape for shape in ANYTHING if shape.kind != kind]
+            return only(kind, least=low, most=None if high is None else int(high))
+        shapes = [*violating(kind, most=low - 1)] if low else []
+        if high is not None and high < languages.MAX_COUNT:
+            shapes += violating(kind, least=int(high) + 1)
+        return shapes
+
+    def dependencies(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        rules: list[tuple[str, Any]] = []
+        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+            rules += schema.get(key, {}).items()
+        shapes: list[Shape] = [*ANYTHING] if sign else []
+        for name, rule in rules:
+            if isinstance(rule, list):
+                holds: Iterable[Shape] = violating("object", required=(name, *rule), offered=frozenset({name}))
+                fails = [shape for other in rule for shape in violating("object", **self.absent(other))]
+            else:
+                holds = self.both(self.present(name), self.literal(True, rule))
+                fails = [*self.literal(False, rule)]
+            if sign:
+                shapes = self.both(shapes, [*only("object", **self.absent(name)), *holds])
+            else:
+                shapes += self.both(self.present(name), fails)
+        return shapes
+
+    def items(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        items = schema.get("items", True)
+        if isinstance(items, list):
+            front, rest = items, schema.get("additionalItems", True)
+        else:
+            front, rest = schema.get("prefixItems", []), items
+        if sign:
+            listed = {index: self.goal(part) for index, part in enumerate(front)}
+            return only("array", members=(Members(listed, others=self.goal(rest)),))
+        shapes = list[Shape]()
+        for index, part in enumerate(front):
+            if (goal := self.goal(part, False)) != NO_VALUE:
+                shapes += violating("array", members=(Members({index: goal}),), least=index + 1)
+        if rest is False:
+            shapes += violating("array", least=len(front) + 1)
+        elif (goal := self.goal(rest, False)) != NO_VALUE:
+            if front:
+                return [*shapes, *self.leave_out(schema, "items")]
+            shapes += violating("array", contains=((goal, self.goal(rest), 1, None),), least=1)
+        return shapes
+
+    def unique(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if not schema["uniqueItems"]:
+            return ANYTHING if sign else ()
+        if not sign:
+            return self.leave_out(schema, "uniqueItems")
+        return only("array", unique=self.document.error(schema, "uniqueItems", "").args[0].strip())
+
+    def contained(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if "contains" not in schema:
+            return ANYTHING if sign else ()
+        low, high = int(schema.get("minContains", 1)), schema.get("maxContains")
+        goals = self.goal(schema["contains"]), self.goal(schema["contains"], False)
+        if max(low, high or 0) > 64:
+            raise self.document.error(schema, "contains", "may be counted up to 64")
+        if sign:
+            return only("array", contains=((*goals, low, None if high is None else int(high)),), least=low)
+        shapes = [*violating("array", contains=((*goals, 0, low - 1),))] if low else []
+        more = (
+            () if high is None else violating("array", contains=((*goals, int(high) + 1, None),), least=int(high) + 1)
+        )
+        return [*shapes, *more]
+
+
+Rule = Callable[[Goals, Any, bool], Iterable[Shape]]
+RULES: dict[str, Rule] = {
+    "$ref": Goals.reference,
+    "type": Goals.type,
+    **dict.fromkeys(("enum", "const"), Goals.enum),
+    "allOf": Goals.all_of,
+    "anyOf": Goals.some_of,
+    "oneOf": Goals.one_of,
+    "not": Goals.exclude,
+    **dict.fromkeys(("if", "then", "else"), Goals.condition),
+    **dict.fromkeys(("minLength", "maxLength"), Goals.length),
+    "pattern": Goals.pattern,
+    "format": Goals.format,
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Goals.bounds),
+    "multipleOf": Goals.multiple,
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Goals.properties),
+    "required": Goals.required,
+    "propertyNames": Goals.property_names,
+    **dict.fromkeys(("minProperties", "maxProperties"), partial(Goals.count, kind="object", noun="Properties")),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), Goals.dependencies),
+    **dict.fromkeys(("items", "prefixItems", "additionalItems"), Goals.items),
+    **dict.fromkeys(("minItems", "maxItems"), partial(Goals.count, kind="array", noun="Items")),
+    "uniqueItems": Goals.unique,
+    **dict.fromkeys(("contains", "minContains", "maxContains"), Goals.contained),
+}
+"""The rule of each keyword; those of one rule are read together."""

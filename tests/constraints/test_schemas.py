@@ -1,0 +1,369 @@
+"""Keywords of JSON schemas against a plain validator: cases, all texts of small vocabularies, random schemas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+import warnings
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+from schema_validator import is_valid
+from test_values import matches, some_text
+
+import paradec
+from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+
+
+def automaton_of(schema: Any, depth: int = 3) -> ByteAutomaton:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return byte_automaton(paradec.JsonSchema(schema, depth).node())
+
+
+def accepts(automaton: ByteAutomaton, value: Any) -> bool:
+    """With spaces and without; both are alike."""
+    spaced, compact = json.dumps(value), json.dumps(value, separators=(",", ":"))
+    assert matches(automaton, spaced) == matches(automaton, compact)
+    return matches(automaton, spaced)
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+AB = {"a": {"type": "integer"}, "b": {"type": "string"}}
+CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "bounds of numbers": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": 2}, [-1.5, 0, 1.99], [-1.51, 2, 2.5]),
+    "draft 4's bounds": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
+    "multiples": ({"type": "number", "multipleOf": 0.25, "maximum": 1}, [0.5, -7, 0.75], [0.3, 1.25]),
+    "pattern and length": ({"type": "string", "pattern": "^a+", "maxLength": 3, "minLength": 2}, ["aa", "ab", "abc"],
+                           ["a", "ba", "aaaa"]),
+    "format and length": ({"type": "string", "format": "ipv4", "maxLength": 7}, ["1.2.3.4"], ["1.2.3.40"]),
+    "two patterns": ({"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, ["ab", "axb"], ["a", "b"]),
+    "unlisted required": ({"type": "object", "properties": AB, "required": ["z"]}, [{"z": [1]}, {"a": 1, "z": None}],
+                          [{"a": 1}]),
+    "no type": ({"properties": AB, "required": ["a"]}, [{"a": 1}], [{"a": "x"}, {}, 3]),
+    "keywords of another type": ({"type": "integer", "minLength": 3, "format": "date", "additionalItems": False}, [3],
+        ["abc"]),
+    "all of objects": ({"allOf": [{"properties": AB}, {"required": ["b"]}, {"properties": {"b": {"maxLength": 1}}}]},
+                       [{"b": "x"}, {"a": 1, "b": ""}], [{"a": 1}, {"b": "xx"}]),
+    "next to a reference": ({"$defs": {"s": {"type": "string"}}, "$ref": "#/$defs/s", "minLength": 2}, ["ab"], ["a"]),
+    "next to anyOf": ({"type": "object", "properties": AB, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+                      [{"a": 1}, {"b": ""}, {"a": 1, "b": ""}], [{}]),
+    "one of required": ({"type": "object", "properties": AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+                        [{"a": 1}, {"b": ""}], [{}, {"a": 1, "b": ""}]),
+    "one of overlapping": ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, [1, 2.5, -3], [2, 3,
+        1.5]),
+    "one of constants": ({"oneOf": [{"properties": {"k": {"const": k}, "v": {"type": t}}, "required": ["k"]}
+                                    for k, t in (("x", "integer"), ("y", "string"))]},
+                         [{"k": "x", "v": 1}, {"k": "y", "v": "1"}, {"k": "y"}], [{"k": "x", "v": "1"}, {"k": "z"},
+                             {}]),
+    "one of closed objects": ({"oneOf": [{**CLOSED, "properties": {"a": {"type": "integer"}}},
+                                         {**CLOSED, "properties": {"b": {"type": "string"}}}]}, [{"a": 1}, {"b": ""}],
+                              [{}, {"a": 1, "b": ""}]),
+    "one of formats": ({"oneOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]},
+                       ["1.2.3.4", "::1"], ["a"]),
+    "not": ({"not": {"type": ["integer", "object"]}}, ["a", None, 0.5, [1]], [1, {}]),
+    "not an enumeration": ({"type": ["integer", "string"], "not": {"enum": [1, "a"]}}, [2, 10, "b", "aa", ""], [1,
+        "a"]),
+    "not required": ({"type": "object", "properties": AB, "not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"b": ""}],
+                     [{"a": 1, "b": ""}]),
+    "not all items": ({"type": "array", "items": {"enum": [1, "a"]}, "not": {"items": {"type": "string"}}},
+                      [[1], ["a", 1]], [[], ["a"]]),
+    "if": ({"type": "object", "properties": AB, "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+            "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
+           [{"a": 1, "b": ""}, {"a": 2}, {}], [{"a": 1}, {"b": ""}, {"a": 2, "b": ""}]),
+    "dependencies": ({"type": "object", "properties": AB, "dependentRequired": {"a": ["b"]}}, [{}, {"b": ""},
+                     {"a": 1, "b": ""}], [{"a": 1}]),
+    "dependent schemas": ({"type": "object", "properties": AB,
+        "dependencies": {"b": {"properties": {"a": {"minimum": 5}}}}},
+                          [{"a": 1}, {"a": 5, "b": ""}, {"b": ""}], [{"a": 1, "b": ""}]),
+    "pattern properties": ({**CLOSED, "patternProperties": {"^x": {"type": "integer"}, "y$": {"minimum": 3}}},
+                           [{}, {"x": 1, "xa": 2}, {"xy": 3}, {"ay": 4}], [{"a": 1}, {"xy": 1}, {"x": "a"}]),
+    "patterns and lists": ({**CLOSED, "properties": {"xa": {}}, "patternProperties": {"^x": {"type": "integer"}}},
+                           [{"xa": 1, "xb": 2}], [{"xa": "a"}, {"y": 1}]),
+    "additional schema": ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+                          [{"a": 1, "b": None, "c": None}, {}], [{"b": 1}]),
+    "names": ({"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": {"type": "null"}},
+              [{"a": None}, {}], [{"c": None}]),
+    "numbers of properties": ({**CLOSED, "properties": {n: {"type": "null"} for n in "abc"}, "minProperties": 1,
+                               "maxProperties": 2}, [{"a": None}, {"b": None, "c": None}], [{},
+                                   {n: None for n in "abc"}]),
+    "at most some keys": ({"additionalProperties": {"type": "null"}, "maxProperties": 1}, [{}, {"q": None}],
+                          [{"q": None, "r": None}]),
+    "contains": ({"type": "array", "items": {"enum": [1, 2, "a"]}, "contains": {"type": "integer"}, "maxContains": 2,
+                  "minContains": 1}, [[1], ["a", 2], [1, "a", 1]], [[], ["a"], [1, 1, 2]]),
+    "front": ({"type": "array", "items": [{"type": "integer"}, {"type": "string"}],
+        "additionalItems": {"type": "null"}},
+              [[], [1], [1, "a"], [1, "a", None]], [["a"], [1, 1], [1, "a", 1]]),
+    "unique": ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1, None]}, "minItems": 1},
+               [["a"], [None, 1, "a"]], [[], [1, 1]]),
+    "unique of many": ({"type": "array", "uniqueItems": True, "items": {"enum": [*range(20)]}}, [[0, 3, 19]], [[3, 3]]),
+    "list index": ({"prefixItems": [{"type": "null"}, {"$ref": "#/prefixItems/0"}], "type": "array"}, [[None, None]],
+                   [[None, 1]]),
+    "constants of structures": ({"enum": [{"a": [1, {}]}, [True], 2.0]}, [{"a": [1, {}]}, [True], 2.0, 2],
+        [{"a": [1]}, [1]]),
+    "not a structure": ({"enum": [{"a": 1}, [1, 2], 3], "not": {"const": {"a": 1.0}}}, [[1, 2], 3], [{"a": 1}]),
+    "escapes": ({"type": "string", "pattern": "^[é\"\\n]$"}, ["é", '"', "\n"], ["e"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keywords(name: str) -> None:
+    """Each case: values that are written and valid, values that are neither; and random texts."""
+    schema, written, others = CASES[name]
+    automaton = automaton_of(schema)
+    reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
+    plain = json.loads(json.dumps(reference).replace('"format"', '"other"'))
+    for value in written:
+        assert accepts(automaton, value) and is_valid(value, plain, plain) == (
+            "format" not in name or "length" in name
+        ), value
+    for value in others:
+        assert not accepts(automaton, value), value
+    draw = np.random.default_rng(0)
+    for _ in range(15 if "of formats" not in name else 0):
+        if (text := some_text(automaton, draw)) is not None:
+            assert is_valid(json.loads(text, parse_float=Decimal), plain, plain), text
+
+
+TOKENS = ["{", "}", "[", "]", '"a":', '"b":', '"a"', "1", "2", "null", ","]
+SMALL: dict[str, Any] = {
+    "optional keys": {**CLOSED, "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}},
+    "counted keys": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 1,
+        "maxProperties": 1},
+    "one of": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "oneOf": [{"required": ["a"]},
+        {"required": ["b"]}]},
+    "excluded": {"type": "array", "items": {"enum": [1, 2, None]}, "not": {"contains": {"const": 2}}},
+    "contained": {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 2}, "maxContains": 1,
+        "maxItems": 3},
+    "front": {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": {"const": None}, "maxItems": 3},
+    "unique": {"type": "array", "items": {"enum": [1, 2, "a"]}, "uniqueItems": True},
+    "recursive": {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}},
+        "$ref": "#/$defs/t"},
+    "any of": {"anyOf": [{**CLOSED, "properties": {"a": {"const": 1}}}, {"type": "array", "items": {"type": "null"}}]},
+    "dependent": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "dependentRequired": {"b": ["a"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_texts_of_a_small_vocabulary(name: str) -> None:
+    """All sequences of up to seven parts: accepted is what is valid, with keys in the schema's order and once."""
+    schema, automaton, found = SMALL[name], automaton_of(SMALL[name], depth=8), 0
+
+    def extend(text: str, state: int, size: int) -> None:
+        nonlocal found
+        for part in TOKENS:
+            after = state
+            for byte in part.encode():
+                after = int(automaton.step[after, automaton.letter_of[byte]]) if after >= 0 else -1
+            check(text + part, after >= 0 and bool(automaton.accept[after]))
+            if size > 1 and (after >= 0 or size > 4):  # what leads nowhere is tried three parts further
+                extend(text + part, after, size - 1)
+
+    def check(text: str, accepted: bool) -> None:
+        nonlocal found
+        try:
+            pairs = json.loads(text, object_pairs_hook=list)
+            value = json.loads(text)
+        except ValueError:
+            assert not accepted, text
+            return
+        keys = [pair[0] for pair in pairs if isinstance(pair, tuple)] if isinstance(pairs, list) else []
+        in_order = keys == [key for key in ("a", "b") if key in keys]
+        assert accepted == (in_order and is_valid(value, schema, schema)), text
+        found += accepted
+
+    extend("", 0, 7)
+    assert found >= 2
+
+
+NAMES, SIMPLE = ["a", "b", "ab", "c"], [1, "a", None, 0.5, True, {}]
+
+
+def random_schema(draw: random.Random, depth: int) -> Any:
+    """A schema of a few keywords, with at most `depth` levels."""
+    if not depth or draw.random() < 0.15:
+        values = draw.sample([1, 2, "a", "b", None, True, False, 0.5, [1], {"a": 1}], 3)
+        kinds = ("string", "integer", "number", "boolean", "null")
+        return draw.choice([*({"type": kind} for kind in kinds), True, {}, {"const": values[0]}, {"enum": values}])
+
+    def inner() -> Any:
+        return random_schema(draw, depth - 1)
+
+    def some(**entries: Any) -> dict[str, Any]:
+        return {key: make() for key, make in entries.items() if draw.random() < 0.35}
+
+    def names() -> list[str]:
+        return draw.sample(NAMES, draw.randint(0, 2))
+
+    match draw.choice(["object"] * 3 + ["array"] * 2 + ["string", "number"] + ["combined"] * 4):
+        case "object":
+            return {"type": "object", "properties": {name: inner() for name in draw.sample(NAMES, 2)}} | some(
+                required=names, additionalProperties=lambda: draw.choice([False, True, inner()]),
+                patternProperties=lambda: {draw.choice(["^a", "b", "."]): inner()},
+                minProperties=lambda: draw.randint(0, 2), maxProperties=lambda: draw.randint(0, 3),
+                dependentRequired=lambda: {draw.choice(NAMES): names()}, dependentSchemas=lambda: {"a": inner()},
+                propertyNames=lambda: draw.choice([{"pattern": "^a"}, {"maxLength": 1}, {"not": {"const": "a"}}]),
+            )  # fmt: skip
+        case "array":
+            return {"type": "array"} | some(
+                items=inner, prefixItems=lambda: [inner()], minItems=lambda: draw.randint(0, 2), contains=inner,
+                maxItems=lambda: draw.randint(0, 3), maxContains=lambda: draw.randint(1, 2),
+            )  # fmt: skip
+        case "string":
+            patterns = ["^a", "b$", "^[ab]*$", "a.", "^(a|bb)$"]
+            return some(minLength=lambda: draw.randint(0, 2), maxLength=lambda: draw.randint(0, 3),
+                        pattern=lambda: draw.choice(patterns))  # fmt: skip
+        case "number":
+            bounds = {key: lambda: draw.choice([0, 1, 2, -1, 0.5, 1.5]) for key in (
+                "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}  # fmt: skip
+            return {"type": draw.choice(["integer", "number"])} | some(
+                **bounds, multipleOf=lambda: draw.choice([1, 0.5, 3])
+            )
+    parts: dict[str, Any] = {
+        "not": inner, "anyOf": lambda: [inner(), inner()], "oneOf": lambda: [inner(), inner(), inner()],
+        "allOf": lambda: [inner(), inner()],
+    }  # fmt: skip
+    chosen: dict[str, Any] = {key: parts[key]() for key in draw.sample([*parts], draw.randint(1, 2))}
+    return chosen | ({"if": inner(), "then": inner(), "else": inner()} if draw.random() < 0.3 else {})
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
+def test_random_schemas_accept_nothing_that_is_invalid(seed: int) -> None:
+    draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
+    values: list[Any] = [None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 2.0, "", "a", "b", "ab", "bb", "aab", [], [[1]]]
+    values += [[*items] for size in (1, 2) for items in itertools.product(SIMPLE[:4], repeat=size)] + [[1, "a", 1]]
+    for keys in (
+        ["a"],
+        ["b"],
+        ["a", "b"],
+        ["ab"],
+        ["c"],
+        ["a", "c"],
+        ["a", "b", "c"],
+        ["zz"],
+        ["a", "zz"],
+        ["ab", "c"],
+    ):
+        values += [dict(zip(keys, items * 2, strict=False)) for items in itertools.product(SIMPLE[:5], repeat=2)]
+    for _ in range(40):
+        schema = random_schema(draw, 3)
+        try:
+            automaton = automaton_of(schema, depth=1)
+        except ValueError:
+            continue
+        counts[0] += 1
+        for value in values:
+            if matches(automaton, json.dumps(value)):
+                assert is_valid(value, schema, schema), (schema, value)
+                counts[1] += 1
+        for _ in range(4):
+            if (text := some_text(automaton, steps)) is not None:
+                assert is_valid(json.loads(text, parse_float=Decimal), schema, schema), (schema, text)
+    assert counts[0] > 20 and counts[1] > 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        ({"$defs": {"x": {"$anchor": "n", "type": "null"}}, "$ref": "#n"}, None, 1),
+        ({"definitions": {"x": {"$id": "#n", "type": "null"}}, "allOf": [{"$ref": "#n"}]}, None, 1),
+        ({"$id": "http://x/root", "$defs": {"x": {"$id": "part", "type": "null"}}, "$ref": "part"}, None, 1),
+        ({"$id": "http://x/root", "$defs": {"x": {"type": "null"}}, "$ref": "http://x/root#/$defs/x"}, None, 1),
+        (
+            {"$defs": {"i": {"type": "integer"}}, "allOf": [
+                {"$id": "http://x/inner", "$defs": {"i": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/i"}]}]},
+            None, 1,
+        ),
+        ({"properties": {"a~b/c%": {"type": "null"}}, "anyOf": [{"$ref": "#/properties/a~0b~1c%25"}]}, None, 1),
+        ({"id": "http://x/y", "definitions": {"x": {"type": "null"}}, "anyOf": [{"$ref": "#/definitions/x"}]}, None, 1),
+    ],
+)  # fmt: skip
+def test_references(schema: Any, yes: Any, no: Any) -> None:
+    automaton = automaton_of(schema)
+    assert accepts(automaton, yes) and not accepts(automaton, no)
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        ({"properties": [1]}, "schema: properties is .1., and must be an object of schemas"),
+        ({"items": {"allOf": {"a": 1}}}, r"schema: items\.allOf is .*, and must be a list of schemas"),
+        ({"type": None}, "type is None, and must be one of object"),
+        ({"properties": {"a": {"required": True}}}, r"properties\.a\.required is True, and must be a list of names"),
+        ({"pattern": 3}, "pattern is 3, and must be a text"),
+        ({"minLength": -1}, "minLength is -1, and must be a whole number from 0"),
+        ({"minimum": "3"}, "minimum is '3', and must be a number"),
+        ({"multipleOf": 0}, "multipleOf is 0, and must be a number above 0"),
+        ({"patternProperties": {"(": {}}}, r"patternProperties\.\( is not supported: regex='\('"),
+        ({"dependencies": {"a": 3}}, "dependencies is .*, and must be"),
+        ({"$ref": "#nowhere"}, "'#nowhere' is not in the schema"),
+        ({"$ref": "#/enum/0", "enum": [3]}, "is 3, not a schema"),
+        ({"$ref": "#/examples/5", "examples": [{}]}, "is not in the schema"),
+        ({"$dynamicRef": "#x"}, "dynamicRef is not supported"),
+        ({"$id": "http://x/y/", "$defs": {"p": {"$id": "z/p", "$ref": "q"}, "q": {"$id": "q"}, "r": {"$id": "z/q"}},
+            "allOf": [
+            {"$ref": "z/p"}]}, "read differently by the drafts"),
+    ],
+)  # fmt: skip
+def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        automaton_of(schema)
+
+
+def test_sizes_and_times() -> None:
+    inner = {"type": "object", "properties": {f"m{at}": {"type": "boolean"} for at in range(12)}}
+    twice = automaton_of({"type": "object", "properties": {f"k{at}": inner for at in range(12)}})
+    assert len(twice.accept) < 2500  # 12 objects, each once
+    begin = time.process_time()
+    levels = {f"t{at}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/t{at + 1}"} for name in "abc"}}
+              for at in range(5)}  # fmt: skip
+    automaton_of({"$defs": levels | {"t5": {"type": "null"}}, "$ref": "#/$defs/t0"})
+    assert len(automaton_of({"type": "string", "maxLength": 500}).accept) < 8003
+    assert len(automaton_of({"type": "string", "pattern": "^[0-9]{0,500}$"}).accept) == 503
+    assert time.process_time() - begin < 5
+    strings = {f"p{at}": {"type": "string", "maxLength": 30_000} for at in range(20)}
+    long = automaton_of({"type": "object", "properties": strings})
+    assert accepts(long, {"p0": "x" * 64}) and not accepts(long, {"p0": "x" * 20_000})
+
+
+def test_unknown_keywords_are_named_once() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "colour": 1, "format": "slug"}}, "colour": 2}
+    with pytest.warns(UserWarning, match="ignored, as they say nothing here: colour, format 'slug'") as caught:
+        value = paradec.JsonSchema(schema)
+    assert len(caught) == 1 and value.accepts('{"a": "x y"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.JsonSchema(
+            {"$schema": "http://json-schema.org/draft-07/schema#", "id": "x", "title": "t", "type": "null"}
+        )
+
+
+def test_finished_texts_are_checked_without_a_model() -> None:
+    assert paradec.Regex("a+b?").accepts("aab") and not paradec.Regex("a+b?").accepts("aabb")
+    assert paradec.Choice(["yes", "no"]).accepts("no") and not paradec.Choice(["yes", "no"]).accepts("n")
+    schema = paradec.JsonSchema({"type": "object", "properties": {"é": {"type": "integer"}}})
+    assert (
+        schema.accepts('{"é": 3}') and schema.accepts("{}") and not schema.accepts('{"é": 3') and not schema.accepts("")
+    )
+    with pytest.raises(ValueError, match="text=3 must be a text"):
+        schema.accepts(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not UTF-8"):
+        schema.accepts("\ud800")
+
+
+def test_schemas_are_constraints_as_they_are() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    person = pydantic.create_model("Person", name=(str, ...), age=(int | None, None))
+    request = paradec.Request(constraint=person)
+    assert request.constraint == paradec.JsonSchema(person)
+    assert request.constraint.accepts('{"name": "x", "age": null}')  # type: ignore[union-attr]
+    assert paradec.Request(constraint={"type": "null"}).constraint == paradec.JsonSchema({"type": "null"})
+    assert paradec.Request(constraint=[None, person]).constraint == (None, paradec.JsonSchema(person))
+    model = paradec.load()
+    for name in ("json_schema", "response_format", "choice", "regex"):
+        with pytest.raises(TypeError, match=f"unknown argument: '{name}'; write constraint=paradec"):
+            paradec.generate(model, "x", **{name: {}})
