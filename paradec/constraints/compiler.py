@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.byte_automaton import byte_automaton
-from paradec.constraints.spelling import lift, spelling_of
+from paradec.constraints.spelling import lift, spell_texts, spelling_of
 from paradec.constraints.values import Constraint, cache_automaton, has_automaton
 
 MAX_KNOWN = 256
@@ -78,7 +78,9 @@ class Compiler:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(key)
             process.stdin.flush()
-            reply = pickle.load(process.stdout)
+            while isinstance(reply := pickle.load(process.stdout), list):  # texts that the tokenizer is to spell
+                pickle.dump(spell_texts(self.tokenizer, reply), process.stdin)
+                process.stdin.flush()
         except (EOFError, OSError, pickle.UnpicklingError):  # it was killed, or has run out of memory
             _end(process)
             size = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
@@ -119,6 +121,12 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     pickle.dump(None, output)
     output.flush()
+
+    def ask(texts: list[str]) -> Any:
+        pickle.dump(texts, output)
+        output.flush()
+        return pickle.load(sys.stdin.buffer)
+
     while True:
         try:
             make, arguments = pickle.load(sys.stdin.buffer)
@@ -127,7 +135,8 @@ def _serve() -> None:
         reply: Any
         try:
             value = make(*arguments)
-            reply = value, lift(byte_automaton(value.node()), spelling, vocab_size)
+            encode = ask if value.spells_literals else None
+            reply = value, lift(byte_automaton(value.node()), spelling, vocab_size, encode)
         except MemoryError:
             reply = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
         except Exception as error:

@@ -36,9 +36,9 @@ class Spelling:
     after: dict[int, int]
     """By id: the context after a token."""
 
-    def read(self, ids: Iterable[int]) -> bytes | None:
-        """Bytes of a sequence of tokens; None if one of them has none."""
-        context, text = 0, b""
+    def read(self, ids: Iterable[int], context: int = 0) -> bytes | None:
+        """Bytes of a sequence of tokens that begins in a context; None if one of them has none."""
+        text = b""
         for token in ids:
             if token not in self.texts[context]:
                 return None
@@ -152,16 +152,26 @@ def _alphabet() -> dict[str, int]:
 _ALPHABET = _alphabet()
 
 
+MOST_WAYS, MOST_LITERALS = 8, 64
+"""Maximum number of bytes that may follow within a literal, and of literals from one state."""
+LITERAL_CONTEXTS = "", "\n", "a", '"'
 MOST_ENTRIES = 2**22
 """Map entries per chunk."""
 MAX_ENTRIES = 2**23
 """Maximum number of entries of all maps, with those of token prefixes."""
 
 
-def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAutomaton:
+def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Encode | None = None) -> TokenAutomaton:
     """Build the automaton of the token sequences of a language, without end tokens.
 
-    Its states are byte states times contexts of the `Spelling`. Raises ValueError above `MAX_STATES` or `MAX_EDGES`.
+    Its states are byte states times contexts of the `Spelling`.
+
+    Args:
+        encode: how the tokenizer writes texts (`spell_texts`). Literals then have its spelling alone, where it reads
+            them back, and no token joins a literal with other text; None for any spelling.
+
+    Raises:
+        ValueError: more than `MAX_STATES` or `MAX_EDGES`.
     """
     size, num_contexts = len(source.accept), len(spelling.texts)
     if not size:
@@ -170,31 +180,143 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     states = [np.arange(size if num_contexts == 1 or context else 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check(int(offsets[-1]), "states", MAX_STATES)
+    spelled = None
+    if encode is not None:
+        free, literals = find_literals(source)
+        spelled = _spell_literals(literals, spelling, offsets, encode, vocab_size)
+        source = source if spelled is None else free
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)
     for context, context_states in enumerate(states):
         ids, map_ids, context_map = _walk_texts(source, context_states, spelling.arrays[context])
         inside = ids < vocab_size
         map_of_token[ids[inside], context] = map_ids[inside]
         maps.append(context_map)
-    tokens = np.flatnonzero((map_of_token >= 0).any(1))
+    literal_edges, num_states = spelled or ([], int(offsets[-1]))
+    _check(num_states, "states", MAX_STATES)
+    literal_tokens = np.unique(np.array([token for _, token, _ in literal_edges], np.int64))
+    tokens = np.union1d(np.flatnonzero((map_of_token >= 0).any(1)), literal_tokens)
     context_after = np.array([spelling.after[token] for token in tokens.tolist()], np.int64)
-    kinds, kind = np.unique(np.column_stack((map_of_token[tokens], context_after)), axis=0, return_inverse=True)
+    # tokens of literals have classes of their own
+    own = np.where(np.isin(tokens, literal_tokens), tokens, -1)
+    keys = np.column_stack((map_of_token[tokens], context_after, own))
+    kinds, kind = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])
-    count = 0
+    count = len(literal_edges)
     for map_context, map_of_context in enumerate(maps):
         context_map_ids = kinds[:, map_context]
         count += int(map_of_context.sizes(context_map_ids[context_map_ids >= 0]).sum())
     _check(count, "edges", MAX_EDGES)
-    edges = [np.zeros((0, 3), np.int64)]
-    for index, (*class_maps, following) in enumerate(kinds.tolist()):
+    class_of = {int(token): index for index, token in enumerate(kinds[:, -1]) if token >= 0}
+    rows = [(state, class_of[token], target) for state, token, target in literal_edges]
+    edges = [np.array(rows, np.int64).reshape(-1, 3)]
+    for index, (*class_maps, following, _) in enumerate(kinds.tolist()):
         for context, map_id in enumerate(class_maps):
             if map_id >= 0:
                 sources, targets = maps[context].entries(map_id)
                 parts = (offsets[context] + sources, np.full(len(sources), index), offsets[following] + targets)
                 edges.append(np.stack(parts, 1))
     accept = np.concatenate([source.accept[context_states] for context_states in states])
+    accept = np.append(accept, np.zeros(num_states - len(accept), bool))
     return TokenAutomaton(vocab_size, members, np.concatenate(edges), accept)
+
+
+Literals = dict[int, list[tuple[bytes, int]]]
+"""By byte state: texts from it and the states after them."""
+Encode = Callable[[list[str]], list[list[list[int]]]]
+"""Converts texts to the token sequences that may be their spelling."""
+
+
+def spell_texts(tokenizer: Any, texts: list[str]) -> list[list[list[int]]]:
+    """Write texts with a tokenizer: each by itself, and after other texts, whose tokens are left out."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    starts = {prefix: encode(prefix) for prefix in LITERAL_CONTEXTS}
+    return [
+        [ids[len(start) :] for prefix, start in starts.items() if (ids := encode(prefix + text))[: len(start)] == start]
+        for text in texts
+    ]
+
+
+def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
+    """Split an automaton into literals and the rest.
+
+    A literal goes through states with few next bytes: keys, punctuation, enumerations. Returns the automaton without
+    their moves, and the literals.
+    """
+    bytes_of = [np.flatnonzero(source.letter_of == letter) for letter in range(source.step.shape[1])]
+    byte_of = [int(values[0]) if len(values) == 1 else -1 for values in bytes_of]
+    moves = [
+        [(byte_of[letter], int(row[letter])) for letter in np.flatnonzero(row >= 0).tolist()] for row in source.step
+    ]
+    is_literal = [
+        not accept and 0 < len(row) <= MOST_WAYS and all(byte >= 0 for byte, _ in row)
+        for row, accept in zip(moves, source.accept.tolist(), strict=True)
+    ]
+    step, literals, heads, known = source.step.copy(), Literals(), [0], {0}
+    for head in heads:  # it grows
+        leaves = [(b"", head)] if is_literal[head] else []
+        leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
+        found, seen = list[tuple[bytes, int]](), {head}
+        for text, state in leaves:  # breadth first: it grows
+            if not is_literal[state] or text and state in seen or len(leaves) > MOST_LITERALS:
+                found.append((text, state))
+            else:
+                leaves += [(text + bytes([byte]), target) for byte, target in moves[state]]
+            seen.add(state)
+        literals[head] = found
+        step[head, [source.letter_of[text[0]] for text, _ in found]] = -1
+        targets = [state for _, state in found] + [int(state) for state in step[head][step[head] >= 0]]
+        new = [state for state in dict.fromkeys(targets) if state not in known]
+        heads += new
+        known.update(new)
+    return ByteAutomaton(step, source.letter_of, source.accept), literals
+
+
+def _spell_literals(
+    literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int
+) -> tuple[list[tuple[int, int, int]], int] | None:
+    """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states with theirs;
+    None where the tokenizer does not read one of them back, or lacks a token that free text needs."""
+    single = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
+    try:
+        texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
+    except UnicodeDecodeError:
+        return None
+    if not all(bytes([byte]) in known for known in single for byte in range(0x21, 0x7F)):
+        return None
+    spellings = dict(zip(texts, encode(texts), strict=True))
+    edges, ids, count = list[tuple[int, int, int]](), dict[Any, int](), int(offsets[-1])
+    todo = list[tuple[int, frozenset[tuple[tuple[int, ...], int]]]]()
+    for context in range(len(spelling.texts)):
+        for head, entries in literals.items():
+            if len(spelling.texts) > 1 and not context and head:
+                continue  # no text begins there
+            spelled = set[tuple[tuple[int, ...], int]]()
+            for text, state in entries:
+                readable = [c for c in spellings[text.decode()] if c and spelling.read(c, context) == text]
+                if not readable or max(readable[0]) >= vocab_size:
+                    return None
+                spelled.add((tuple(readable[0]), int(offsets[spelling.after[readable[0][-1]]]) + state))
+            todo.append((int(offsets[context]) + head, frozenset(spelled)))
+    for source, rest in todo:  # it grows; what is left of literals is a state, shared by all that lead there
+        ways: dict[int, set[tuple[tuple[int, ...], int]]] = {}
+        for tokens, target in rest:
+            ways.setdefault(tokens[0], set()).add((tokens[1:], target))
+        for token, others in ways.items():
+            (first, target), *more = others
+            if not first and not more:
+                edges.append((source, token, target))
+                continue
+            key = frozenset(others)
+            if key not in ids:
+                ids[key] = count
+                todo.append((count, key))
+                count += 1
+            edges.append((source, token, ids[key]))
+    return edges, count
 
 
 def _check(count: int, name: str, limit: int) -> None:

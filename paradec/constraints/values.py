@@ -8,10 +8,10 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import check_int, check_text, shown, unknown_name
+from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
 
 if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton
@@ -49,9 +49,9 @@ class Constraint:
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         """Build the automaton of all token sequences of the texts.
 
-        Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown way.
+        Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown_name way.
         """
-        from paradec.constraints.spelling import lift, spelling_of
+        from paradec.constraints.spelling import lift, spell_texts, spelling_of
 
         source = _byte_automaton(self)
         spelling = spelling_of(tokenizer)
@@ -60,7 +60,12 @@ class Constraint:
                 f"constraint={shown(self)}: the tokenizer does not join its tokens plainly, so that what they read "
                 "together is not known; only paradec.Choice works with it"
             )
-        return lift(source, spelling, vocab_size)
+        return lift(source, spelling, vocab_size, partial(spell_texts, tokenizer) if self.spells_literals else None)
+
+    @property
+    def spells_literals(self) -> bool:
+        """Whether literals have the tokenizer's spelling alone."""
+        return False
 
 
 @lru_cache(maxsize=2)
@@ -173,6 +178,8 @@ class JsonSchema(Constraint):
         schema: a mapping, its JSON text, or a class of pydantic; docs/structured.md lists its keywords. Unknown ones
             are ignored, with a warning that names them.
         depth: levels of arrays and objects where the schema leaves them open, or refers to itself.
+        spelling: "tokenizer": keys, punctuation and enumerations in the tokens that the tokenizer makes of them, so
+            that models which decide in any order write a key at once; "any": in any tokens. Other text is in any.
 
     Raises:
         ValueError: a keyword that an automaton cannot hold, by its path; or no text is left.
@@ -180,9 +187,11 @@ class JsonSchema(Constraint):
 
     schema: str
     depth: int = 3
+    spelling: str = "tokenizer"
 
-    def __init__(self, schema: Any, depth: int = 3):
+    def __init__(self, schema: Any, depth: int = 3, spelling: str = "tokenizer"):
         check_int("depth", depth, low=0, high=DEEPEST)
+        check_choice("spelling", spelling, ("tokenizer", "any"))
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if isinstance(schema, str):
@@ -199,13 +208,19 @@ class JsonSchema(Constraint):
         check_text("schema", text)
         object.__setattr__(self, "schema", text)
         object.__setattr__(self, "depth", int(depth))
+        object.__setattr__(self, "spelling", spelling)
         from paradec.constraints.json_schema import read_schema
 
         if ignored := read_schema(text, self.depth)[1]:
             warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"json_schema": json.loads(self.schema), "depth": self.depth}
+        spelling = {} if self.spells_literals else {"spelling": self.spelling}
+        return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling
+
+    @property
+    def spells_literals(self) -> bool:
+        return self.spelling == "tokenizer"
 
     def node(self) -> Node:
         from paradec.constraints.json_schema import read_schema
@@ -270,7 +285,12 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
             f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar, a "
             "class of pydantic or a JSON schema with a type; for holes a list of them and None"
         )
-    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}, "grammar": {"grammar"}}
+    kinds = {
+        "regex": {"regex"},
+        "choice": {"choice"},
+        "json_schema": {"json_schema", "depth", "spelling"},
+        "grammar": {"grammar"},
+    }
     kind = next((key for key in kinds if key in value), None)
     for key in value:
         if kind is None or key not in kinds[kind]:
@@ -278,7 +298,7 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     if kind is None:
         raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
     if kind == "json_schema":
-        return JsonSchema(value["json_schema"], value.get("depth", 3))
+        return JsonSchema(value["json_schema"], value.get("depth", 3), value.get("spelling", "tokenizer"))
     return {"regex": Regex, "choice": Choice, "grammar": Grammar}[kind](value[kind])
 
 
@@ -300,6 +320,10 @@ class ToolCalls(Constraint):
                 raise ValueError(f"parameters of {shown(function['name'])}: {error}") from error
             tools.append((function["name"], schema.schema))
         return cls(tuple(tools))
+
+    @property
+    def spells_literals(self) -> bool:
+        return True
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, sequence, text

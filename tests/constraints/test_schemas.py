@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from schema_validator import is_valid
 from test_values import matches, some_text
+from tokenized_models import TOKENIZER, ids_of
 
 import paradec
+from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.values import constraint_of, token_automaton
 
 
 def automaton_of(schema: Any, depth: int = 3) -> ByteAutomaton:
@@ -367,3 +370,72 @@ def test_schemas_are_constraints_as_they_are() -> None:
     for name in ("json_schema", "response_format", "choice", "regex"):
         with pytest.raises(TypeError, match=f"unknown argument: '{name}'; write constraint=paradec"):
             paradec.generate(model, "x", **{name: {}})
+
+
+def spelled(schema: Any, spelling: str = "tokenizer") -> TokenAutomaton:
+    return token_automaton(paradec.JsonSchema(schema, spelling=spelling), TOKENIZER, len(TOKENIZER), (), ())
+
+
+def sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
+    """All accepted sequences of up to `most` tokens."""
+    found, todo = list[list[int]](), [(list[int](), 0)]
+    for ids, state in todo:
+        if automaton.accept[state]:
+            found.append(ids)
+        for index, target in zip(*automaton.after(state), strict=True):
+            if len(ids) < most:
+                todo += [([*ids, token], int(target)) for token in automaton.members[index].tolist()]
+    return found
+
+
+def test_literals_have_the_tokenizer_s_spelling() -> None:
+    """A schema of literals alone: each of its texts once, in the tokens of the whole text; in any spelling, more."""
+    schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
+    own, free = spelled(schema), spelled(schema, "any")
+    found = sequences(own, 60)
+    texts = [TOKENIZER.decode(ids) for ids in found]
+    value = paradec.JsonSchema(schema)
+    assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
+    assert found == [ids_of(text) for text in texts]
+    for ids in found:
+        letters = [token for sign in TOKENIZER.decode(ids) for token in ids_of(sign)]
+        assert accepted(free, ids) and accepted(free, letters)
+        assert not accepted(own, letters) or letters == ids
+
+
+def test_free_text_has_any_spelling_between_literals() -> None:
+    """Strings in all of their spellings, what is around them in one."""
+    schema = {**CLOSED, "properties": {"one": {"type": "string", "pattern": "^[a-z]{1,4}$"}}, "required": ["one"]}
+    own, free = spelled(schema), spelled(schema, "any")
+    for text in ("one", "t", "twoo", "three", ""):
+        for ids in all_spellings(text):
+            assert accepted(own, [*ids_of('{"one": "'), *ids, *ids_of('"}')]) == (1 <= len(text) <= 4)
+    for head in all_spellings('{"one":"'):
+        assert accepted(free, [*head, *ids_of("t"), *ids_of('"}')])
+        assert accepted(own, [*head, *ids_of("t"), *ids_of('"}')]) == (head == ids_of('{"one":"'))
+
+
+def all_spellings(text: str) -> list[list[int]]:
+    if not text:
+        return [[]]
+    parts = {token: TOKENIZER.decode([token]) for token in range(3, len(TOKENIZER))}
+    return [[token, *rest] for token, part in parts.items() if part and text.startswith(part)
+            for rest in all_spellings(text[len(part) :])]  # fmt: skip
+
+
+def test_the_spelling_is_part_of_the_value() -> None:
+    value = paradec.JsonSchema({"type": "null"}, spelling="any")
+    assert (
+        constraint_of("constraint", json.loads(json.dumps(value.to_dict())))
+        == value
+        != paradec.JsonSchema({"type": "null"})
+    )
+    with pytest.raises(ValueError, match="spelling"):
+        paradec.JsonSchema({"type": "null"}, spelling="own")
+
+
+def accepted(automaton: TokenAutomaton, ids: list[int]) -> bool:
+    state = 0
+    for token in ids:
+        state = automaton.step(state, token)
+    return state >= 0 and bool(automaton.accept[state])
