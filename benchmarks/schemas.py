@@ -1,0 +1,200 @@
+"""Measure JSON schemas: how many are accepted, whether their automata agree with instances, and what they cost.
+
+    python benchmarks/schemas.py FOLDER [--limit N]
+
+FOLDER holds `real.jsonl.gz` (a schema a line: name, schema, tests with data and valid) and may hold `suite.jsonl.gz`
+(a test a line: file, group, schema, test, data, valid). A valid instance is missed if one of its two texts, with and
+without spaces, is not accepted; each is counted under the first reason below whose change makes it accepted.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paradec
+from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.json_schema import MAX_LENGTHS
+from paradec.constraints.schema_document import SchemaDocument
+from paradec.constraints.schema_shapes import NO_VALUE, Goal, Goals
+
+LIMIT_S = 60
+DEEPER = 8
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def compile_schema(schema: Any, depth: int = 3) -> ByteAutomaton:
+    return byte_automaton(paradec.JsonSchema(schema, depth).node())
+
+
+def accepts(automaton: ByteAutomaton, value: Any) -> list[bool]:
+    texts = json.dumps(value), json.dumps(value, separators=(",", ":"))
+    return [automaton.accepts(text.encode()) for text in texts]
+
+
+def rewrite(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[Any]:
+    """The value with keys in the order of each alternative, and without unlisted ones (`drop`)."""
+    for shape in goals.shapes(goal):
+        if isinstance(value, dict) and shape.kind == "object":
+            order = [name for name in shape.listed_names() if name in value]
+            order += [] if drop else [name for name in value if name not in order]
+            parts = [[*rewrite_key(goals, goals.key_goal(shape, name), value[name], drop)] for name in order]
+            yield from (dict(zip(order, choice, strict=True)) for choice in islice(product(*parts), 64))
+        elif isinstance(value, list) and shape.kind == "array":
+            parts = [[*rewrite_key(goals, goals.item_goal(shape, i), part, drop)] for i, part in enumerate(value)]
+            yield from map(list, islice(product(*parts), 64))
+    if not isinstance(value, (dict, list)):
+        yield value
+
+
+def rewrite_key(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[Any]:
+    is_free = NO_VALUE <= goal or not goal
+    yield from ([] if is_free else [*islice(rewrite(goals, goal, value, drop), 8)]) or [value]
+
+
+def missed_reason(schema: Any, value: Any) -> str:
+    """Why a valid instance is not accepted."""
+
+    def some(automaton: ByteAutomaton, drop: bool) -> bool:
+        goals = Goals(SchemaDocument(schema), MAX_LENGTHS[0])
+        return any(all(accepts(automaton, v)) for v in rewrite(goals, goals.goal(schema), value, drop))
+
+    def without_lengths(part: Any) -> Any:
+        if isinstance(part, list):
+            return [without_lengths(entry) for entry in part]
+        if not isinstance(part, dict):
+            return part
+        return {
+            key: without_lengths(entry)
+            for key, entry in part.items()
+            if not (key == "maxLength" and isinstance(entry, int) and entry > MAX_LENGTHS[-1])
+        }
+
+    automaton = compile_schema(schema)
+    reasons: dict[str, Callable[[], bool]] = {
+        "keys in another order": lambda: some(automaton, False),
+        "unlisted keys": lambda: some(automaton, True),
+        "strings up to maxLength that are longer than what is counted": lambda: some(
+            compile_schema(without_lengths(schema)), True
+        ),
+        f"deeper than depth=3, within {DEEPER}": lambda: all(accepts(compile_schema(schema, DEEPER), value)),
+        f"order, unlisted keys and depth up to {DEEPER}": lambda: some(compile_schema(schema, DEEPER), True),
+        "characters beyond U+FFFF as escapes": lambda: "\\ud8" in json.dumps(value),
+    }
+    for reason, holds in reasons.items():
+        try:
+            if holds():
+                return reason
+        except ValueError:
+            continue
+    return "other"
+
+
+def compile_timed(schema: Any) -> tuple[ByteAutomaton | None, str, float]:
+    """The automaton of a schema or why it has none, and the seconds of CPU time."""
+    begin = time.process_time()
+    signal.alarm(LIMIT_S)
+    try:
+        return compile_schema(schema), "", time.process_time() - begin
+    except ValueError as error:
+        return None, str(error), time.process_time() - begin
+    finally:
+        signal.alarm(0)
+
+
+def short_reason(message: str) -> str:
+    """A refusal without what differs from schema to schema."""
+    message = re.sub(r"^schema: \S*?([\w$]+(\[\d+\])?) (is|names|regex|and|may)", r"\1 \3", message)
+    return re.sub(r"'[^']*'|\d+|=\{.*?(?= allows)", "_", message)[:70]
+
+
+def measure_real(entries: list[dict[str, Any]]) -> None:
+    seconds, refused, missed, before = list[float](), Counter[str](), Counter[str](), peak_mib()
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        automaton, why, used = compile_timed(entry["schema"])
+        seconds.append(used)
+        if automaton is None:
+            refused[short_reason(why)] += 1
+            continue
+        counts["accepted"] += 1
+        for test in entry["tests"]:
+            results = accepts(automaton, test["data"])
+            counts["valid" if test["valid"] else "invalid"] += 1
+            if not test["valid"] and any(results):
+                counts["wrong"] += 1
+                print(f"  INVALID ACCEPTED: {entry['name']}: {json.dumps(test['data'])[:200]}")
+            if test["valid"] and not all(results):
+                reason = missed_reason(entry["schema"], test["data"])
+                missed[reason] += 1
+                if reason == "other":
+                    print(f"  MISSED: {entry['name']}: {json.dumps(test['data'])[:200]}")
+    print(f"schemas {len(entries)}, accepted {counts['accepted']} ({counts['accepted'] / len(entries):.1%})")
+    print(f"invalid instances {counts['invalid']}, accepted {counts['wrong']}")
+    share = missed.total() / max(counts["valid"], 1)
+    print(f"valid instances {counts['valid']}, missed {missed.total()} ({share:.1%})")
+    for reason, count in missed.most_common():
+        print(f"  {count:4} {reason}")
+    print("refused:")
+    for reason, count in refused.most_common(40):
+        print(f"  {count:4} {reason}")
+    p50, p95, worst = (float(np.quantile(seconds, share)) for share in (0.5, 0.95, 1))
+    print(f"compile: p50 {p50:.4f} s, p95 {p95:.3f} s, worst {worst:.2f} s of CPU time; "
+          f"peak memory {peak_mib() - before:.0f} MiB above {before:.0f}")  # fmt: skip
+
+
+def measure_suite(tests: list[dict[str, Any]]) -> None:
+    """Print verdicts by file: right, missed (a valid one), wrong (an invalid one is accepted), refused."""
+    automata: dict[str, ByteAutomaton | None] = {}
+    verdicts: dict[str, Counter[str]] = {}
+    for test in tests:
+        key = json.dumps(test["schema"])
+        if key not in automata:
+            automata[key] = compile_timed(test["schema"])[0]
+        automaton, counts = automata[key], verdicts.setdefault(test["file"], Counter())
+        if automaton is None:
+            counts["refused"] += 1
+            continue
+        accepted = any(accepts(automaton, test["data"]))
+        verdict = "right" if accepted == test["valid"] else "missed" if test["valid"] else "wrong"
+        counts[verdict] += 1
+        if verdict == "wrong":
+            print(f"  WRONG: {test['file']}: {test['group']}: {test['test']}")
+    for name, counts in sorted(verdicts.items()):
+        print(f"  {name:50}" + "".join(f"{counts[v]:5} {v}" for v in ("right", "missed", "wrong", "refused")))
+    total = sum(verdicts.values(), Counter())
+    print("suite: " + ", ".join(f"{verdict} {count}" for verdict, count in total.most_common()))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(ValueError(f"takes more than {LIMIT_S} s")))
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, Python {sys.version.split()[0]}")
+    measure_real(read_lines(options.folder / "real.jsonl.gz")[: options.limit])
+    if (suite := options.folder / "suite.jsonl.gz").exists():
+        measure_suite(read_lines(suite))
