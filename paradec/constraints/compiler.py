@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradec.constraints.automaton import ConstraintSizeError
-from paradec.constraints.byte_automaton import byte_automaton
-from paradec.constraints.spelling import lift, spell_texts, spelling_of
+from paradec.constraints.spelling import spell_texts, spelling_of
 from paradec.constraints.values import Constraint, cache_automaton, has_automaton
 
 MAX_KNOWN = 256
@@ -135,8 +134,7 @@ def _serve() -> None:
         reply: Any
         try:
             value = make(*arguments)
-            encode = ask if value.spells_literals else None
-            reply = value, lift(byte_automaton(value.node()), spelling, vocab_size, encode)
+            reply = value, value.lift(spelling, vocab_size, ask)
         except MemoryError:
             reply = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
         except Exception as error:

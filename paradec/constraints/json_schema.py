@@ -41,8 +41,10 @@ ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "
 
 
 @lru_cache(maxsize=8)
-def read_schema(schema: str, depth: int) -> tuple[Node, tuple[str, ...]]:
+def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tuple[Node, tuple[str, ...]]:
     """Convert a schema, given as JSON. Returns its texts, and names of ignored keywords and formats.
+
+    max_length: the longest string that is counted, or a shorter one.
 
     Raises ValueError for a keyword that is not supported or has another shape, by its path, or without texts.
     """
@@ -50,9 +52,11 @@ def read_schema(schema: str, depth: int) -> tuple[Node, tuple[str, ...]]:
     try:
         node: Node = NEVER
         size = float("inf")
-        for max_length in MAX_LENGTHS:
-            goals = Goals(document, max_length)
-            shorter = _Writer(goals, depth, max_length).write(document.root)
+        for length in MAX_LENGTHS:
+            if length > max_length:
+                continue
+            goals = Goals(document, length)
+            shorter = _Writer(goals, depth, length).write(document.root)
             if shorter.size > 0.9 * size:  # large for another reason
                 break
             node, size = shorter, shorter.size

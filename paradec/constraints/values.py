@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton
     from paradec.constraints.byte_automaton import ByteAutomaton
     from paradec.constraints.expressions import Node
+    from paradec.constraints.spelling import Encode, Spelling
 
 MAX_KEPT_BYTES = 2**28
 """Limit of the automata cached per tokenizer."""
@@ -51,21 +52,21 @@ class Constraint:
 
         Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown_name way.
         """
-        from paradec.constraints.spelling import lift, spell_texts, spelling_of
+        from paradec.constraints.spelling import spell_texts, spelling_of
 
-        source = _byte_automaton(self)
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
                 f"constraint={shown(self)}: the tokenizer does not join its tokens plainly, so that what they read "
                 "together is not known; only paradec.Choice works with it"
             )
-        return lift(source, spelling, vocab_size, partial(spell_texts, tokenizer) if self.spells_literals else None)
+        return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
 
-    @property
-    def spells_literals(self) -> bool:
-        """Whether literals have the tokenizer's spelling alone."""
-        return False
+    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
+        """Build the automaton of the tokens of a spelling. Raises ValueError if it is too large."""
+        from paradec.constraints.spelling import lift
+
+        return lift(_byte_automaton(self), spelling, vocab_size)
 
 
 @lru_cache(maxsize=2)
@@ -215,12 +216,24 @@ class JsonSchema(Constraint):
             warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
-        spelling = {} if self.spells_literals else {"spelling": self.spelling}
+        spelling = {} if self.spelling == "tokenizer" else {"spelling": self.spelling}
         return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling
 
-    @property
-    def spells_literals(self) -> bool:
-        return self.spelling == "tokenizer"
+    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
+        """Build the automaton of the tokens of a spelling, with shorter strings where it is too large."""
+        from paradec.constraints.byte_automaton import byte_automaton
+        from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
+        from paradec.constraints.spelling import lift
+
+        encode_literals = encode if self.spelling == "tokenizer" else None
+        for max_length in MAX_LENGTHS[::2]:
+            try:
+                source = byte_automaton(read_schema(self.schema, self.depth, max_length)[0])
+                return lift(source, spelling, vocab_size, encode_literals)
+            except ValueError:
+                if max_length == MAX_LENGTHS[-1]:
+                    raise
+        raise AssertionError("the last length returns or raises")
 
     def node(self) -> Node:
         from paradec.constraints.json_schema import read_schema
@@ -321,9 +334,10 @@ class ToolCalls(Constraint):
             tools.append((function["name"], schema.schema))
         return cls(tuple(tools))
 
-    @property
-    def spells_literals(self) -> bool:
-        return True
+    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
+        from paradec.constraints.spelling import lift
+
+        return lift(_byte_automaton(self), spelling, vocab_size, encode)
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, sequence, text

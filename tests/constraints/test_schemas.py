@@ -17,9 +17,10 @@ from test_values import matches, some_text
 from tokenized_models import TOKENIZER, ids_of
 
 import paradec
+from paradec.constraints import spelling
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
-from paradec.constraints.values import constraint_of, token_automaton
+from paradec.constraints.values import constraint_of
 
 
 def automaton_of(schema: Any, depth: int = 3) -> ByteAutomaton:
@@ -372,8 +373,8 @@ def test_schemas_are_constraints_as_they_are() -> None:
             paradec.generate(model, "x", **{name: {}})
 
 
-def spelled(schema: Any, spelling: str = "tokenizer") -> TokenAutomaton:
-    return token_automaton(paradec.JsonSchema(schema, spelling=spelling), TOKENIZER, len(TOKENIZER), (), ())
+def spelled(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
+    return paradec.JsonSchema(schema, spelling=how).to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
 def sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
@@ -421,6 +422,17 @@ def all_spellings(text: str) -> list[list[int]]:
     parts = {token: TOKENIZER.decode([token]) for token in range(3, len(TOKENIZER))}
     return [[token, *rest] for token, part in parts.items() if part and text.startswith(part)
             for rest in all_spellings(text[len(part) :])]  # fmt: skip
+
+
+def test_strings_are_shorter_where_tokens_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "string", "maxLength": 1000}
+    edges = len(spelled({"type": "string", "maxLength": 300}).edges)
+    monkeypatch.setattr(spelling, "MAX_EDGES", edges)
+    automaton = spelled(schema)
+    assert accepted(automaton, ids_of(json.dumps("x" * 256))) and len(automaton.edges) <= edges
+    monkeypatch.setattr(spelling, "MAX_EDGES", 100)
+    with pytest.raises(ValueError, match="more than 100 edges"):
+        spelled(schema)
 
 
 def test_the_spelling_is_part_of_the_value() -> None:
