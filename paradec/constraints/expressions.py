@@ -153,10 +153,6 @@ def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
     return part if least == most == 1 else Repeated(part, least, most)
 
 
-def optional(part: Node) -> Node:
-    return repeated(part, 0, 1)
-
-
 def machine(edges: list[tuple[tuple[Node, int], ...]], accept: list[bool], separator: Node) -> Node:
     """A `Machine`; no text where no accepting state is reached."""
     reached, todo = {0}, [0]
