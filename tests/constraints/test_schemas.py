@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from schema_validator import is_valid
+from oracles.json_schema import is_valid
 from test_values import matches, some_text
 from tokenized_models import TOKENIZER, ids_of
 
