@@ -35,7 +35,7 @@ class SCD(SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Siblings(self.siblings, self.branching, self.refresh)  # raises ValueError
+        Siblings(self.siblings, self.branching, self.refresh)  # checks them
 
     @property
     def branches(self) -> Siblings | None:

@@ -58,7 +58,6 @@ class SpanConstraint(Feature):
     """The spans of each row, whose undecided tokens are drawn jointly."""
 
     spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
-    """[B]: of each row."""
 
     host_only = "a constraint is asked on the host"
     stream: ClassVar[int]
@@ -387,7 +386,6 @@ class CausalConstraint:
     num_read: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens of each answer that `text_states` has read."""
     text_states: list[Any] = field(metadata=ROWS)
-    """[B]: the states of the texts."""
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> CausalConstraint:

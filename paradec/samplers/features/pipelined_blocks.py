@@ -151,7 +151,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
-        # a sampler's look-ahead may have filled the window's first block
+        # look-ahead may have filled the window's first block
         first = torch.where(undecided, blocks, blocks.shape[1]).amin(1, keepdim=True)
         return torch.where(blocks == first, blocks, -1)
     num_undecided = torch.zeros_like(totals).scatter_add_(1, blocks.clamp(min=0), undecided.long())

@@ -34,7 +34,7 @@ class KLASS(LowConfidence):
     Presets: "llada" (GSM8K; the paper uses blocks of 64) and "dream". `steps` plans the schedule and does not bound the
     forwards: a step with one ready position commits only that one, as in the public code. Stores the last distribution
     in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and 126,464 tokens; the
-    public code stores that of the whole canvas in float64).
+    public code that of the whole canvas in float64).
     """
 
     confidence_threshold: float = 0.9
