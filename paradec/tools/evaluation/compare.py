@@ -14,7 +14,7 @@ import os
 import subprocess
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,11 +186,14 @@ class Comparison:
                 Result(
                     Configuration(row["sampler"], row["changes"]),
                     {name: (right, num_prompts) for name, (right, num_prompts) in row["tasks"].items()},
-                    answers=_answers(row["answers"], row["tasks"]),
+                    answers=list(row["answers"]),
                     **{name: row[name] for name in READ},
                 )
                 for row in data["results"]
             ]
+            for result in results:
+                if (sum(bool(answer["right"]) for answer in result.answers), len(result.answers)) != result.right():
+                    raise ValueError("answers and counts differ")
             return cls(data["setup"], data["machine"], data["many"], results, data["complete"], data["prompts"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{str(file)!r} is no comparison of schema {SCHEMA!r} ({error!r})") from None
@@ -227,15 +230,6 @@ def _right_only_in_first(first: Result, second: Result) -> list[int]:
     """Indices of prompts that only the first answered right."""
     pairs = enumerate(zip(first.answers, second.answers, strict=True))
     return [index for index, (a, b) in pairs if a["right"] and not b["right"]]
-
-
-def _answers(rows: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read a file's answers. Raises ValueError where they disagree with the counts."""
-    answers = list(rows)
-    right, num_prompts = sum(bool(answer["right"]) for answer in answers), sum(of for _, of in tasks.values())
-    if (right, len(answers)) != (sum(count for count, _ in tasks.values()), num_prompts):
-        raise ValueError("answers and counts differ")
-    return answers
 
 
 # The comparison --------------------------------------------------------------------------------------------------
@@ -294,7 +288,7 @@ def compare(
     request |= {"max_new_tokens": new, "block_length": block_length}
     request["constraint"] = one_constraint("constraint", constraint)
     if names is None:
-        arguments = request | {"seed": None} | _constraint_field(request, questions[0])
+        arguments = request | {"seed": None, "constraint": questions[0].constraint or request["constraint"]}
         todo = [entry for entry in todo if _is_supported(entry, model, questions[0].prompt, arguments)]
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
@@ -345,18 +339,6 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     return setup | {name: to_data(request[name]) for name in ("attention", "suffix") if request[name] is not None}
 
 
-def _constraint_field(request: Mapping[str, Any], question: Question) -> dict[str, Any]:
-    """The constraint of a question."""
-    return {"constraint": question.constraint or request["constraint"]}
-
-
-def _in_batches(questions: Sequence[Question], batch: int) -> Iterator[Sequence[Question]]:
-    """The questions, in order: at most `batch` with one constraint."""
-    for _, group in itertools.groupby(questions, lambda question: question.constraint):
-        while rows := list(itertools.islice(group, batch)):
-            yield rows
-
-
 def _measure(
     result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
 ) -> Iterator[int]:
@@ -366,10 +348,12 @@ def _measure(
     method = configuration.make()
     policy = choose_policy(method, model, None, request["block_length"])
     right: dict[str, list[bool]] = {}
-    for rows in _in_batches(questions, batch):
+    groups = [list(group) for _, group in itertools.groupby(questions, lambda question: question.constraint)]
+    for rows in (group[first : first + batch] for group in groups for first in range(0, len(group), batch)):
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
-        arguments = request | _constraint_field(request, rows[0]) | configuration.request(new, max(counts))
+        constraint = {"constraint": rows[0].constraint or request["constraint"]}
+        arguments = request | constraint | configuration.request(new, max(counts))
         if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
             arguments["seed"] = None
         padding = PaddingCounter()

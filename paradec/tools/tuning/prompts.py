@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -135,11 +136,8 @@ def halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], li
         for members in members_of_task:
             dealt[turn % 2][-1].append(members)
             turn += 1
-    first, second = (_in_turns(half) for half in dealt)
+    first, second = (
+        [entry for members in itertools.chain(*itertools.zip_longest(*half, fillvalue=[])) for entry in members]
+        for half in dealt
+    )
     return first, second
-
-
-def _in_turns(tasks: list[list[list[Question]]]) -> list[Question]:
-    longest = max(map(len, tasks))
-    ordered = [groups[k] for k in range(longest) for groups in tasks if k < len(groups)]
-    return [entry for members in ordered for entry in members]

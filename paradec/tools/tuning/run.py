@@ -137,7 +137,12 @@ def tune(
         progress=progress,
     )
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
-    space = work.build_space(names, _cache_names(caches, objective), blocks)
+    if caches is None:
+        caches = ["none", *(n for n in cache_plans.names() if n != "none" and objective != "forwards")]
+    cache_names = [caches] if isinstance(caches, str) else list(dict.fromkeys(caches))
+    if not cache_names:
+        raise ValueError("caches is empty; give at least one")
+    space = work.build_space(names, cache_names, blocks)
     judge = None if checker is None else getattr(checker, "__qualname__", type(checker).__name__)
     setup = work.setup(space, questions, checker=judge, objective=objective, mask=mask, loss=loss)
     directions = ["maximize", *("minimize" for _ in work.costs)]
@@ -153,15 +158,6 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
     check_int("seed", seed, low=0, high=2**31)
     check_number("minutes", minutes, low=0, open_low=True, none=True)
     check_number("tolerance", tolerance, low=0, high=100)
-
-
-def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]:
-    if names is None:
-        return ["none"] if objective == "forwards" else ["none", *(n for n in cache_plans.names() if n != "none")]
-    selected = [names] if isinstance(names, str) else list(dict.fromkeys(names))
-    if not selected:
-        raise ValueError("caches is empty; give at least one")
-    return selected
 
 
 def weights_of(model: Any) -> str:
@@ -248,9 +244,6 @@ class _Work:
         """The request of a point, without a seed."""
         return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
-    def seeded(self, request: Request) -> Request:
-        return dataclasses.replace(request, seed=self.seed)
-
 
 class _Search:
     """One process's work on a study."""
@@ -271,7 +264,8 @@ class _Search:
         self.starts = [self.space.params(start) for start in self.space.starts]
         try:
             if "seconds" in self.work.costs:  # what a process does once is no trial's
-                self.work.choosing.decode(self.work.seeded(Request(**self.work.base)), 0, min(2, self.rungs[0]))
+                warm = Request(**self.work.base, seed=self.work.seed)
+                self.work.choosing.decode(warm, 0, min(2, self.rungs[0]))
             refused = 0
             while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
                 refused += not self._trial()
@@ -313,7 +307,7 @@ class _Search:
             if spaces.is_reference(request, self.work.positions):
                 return self._refuse(trial, "it is one token per step, the reference")
             trial.set_user_attr("candidate", candidate.to_data())
-            self._climb(trial, candidate, self.work.seeded(request), other_trials)
+            self._climb(trial, candidate, request, other_trials)
         except BaseException:
             trial.set_user_attr("owner", "")  # left to whoever goes on with the study
             raise
@@ -363,7 +357,7 @@ class _Search:
                 return
 
     def _measure(self, half: Half, request: Request, start: int, stop: int) -> Measured:
-        references = self.references[half.name]
+        request, references = dataclasses.replace(request, seed=self.work.seed), self.references[half.name]
         return half.measure(request, start, stop, self.work.batch, self.work.scorer, references)
 
     def _tell_progress(self, label: str, share: float | None = None) -> None:
@@ -449,7 +443,7 @@ class _Search:
                 key = f"reporting {point.name} {start}-{end}"
                 if key not in stored:
                     try:
-                        part = self._measure(half, self.work.seeded(point.request), start, end)
+                        part = self._measure(half, point.request, start, end)
                     except Failed as error:
                         raise ValueError(f"{point.name} failed on the reported half: {error}") from error
                     self.study.study.set_user_attr(key, dataclasses.asdict(part))
