@@ -82,7 +82,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     owner = owner + torch.arange(heads, device=device) * key_heads // heads
     owner = owner[:, :, None].expand(batch, heads, count).reshape(-1, 1)
     limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
-    key_blocks, value_blocks = (_in_blocks(part, total, size) for part in (key, value))
+    if padding := total * size - keys:
+        key, value = F.pad(key, (0, 0, 0, padding)), F.pad(value, (0, 0, 0, padding))
+    key_blocks, value_blocks = (part.reshape(-1, size, part.shape[-1]) for part in (key, value))
 
     queries = by_tile(query, tiles, size).reshape(-1, 1, size, width).to(key.dtype)
     output = value.new_empty((len(queries), size, value.shape[-1]))
@@ -119,7 +121,9 @@ def lists_of(
     T]."""
     (batch, heads), device = query.shape[:2], query.device
     if index is None:
-        index = _every_block(batch, heads, tiles.last + 1, total, size, device)
+        shape = (batch, heads, tiles.last + 1)
+        every = torch.arange(total, device=device).expand(*shape, total)
+        index = BlockIndex(torch.full((1,), total, device=device).expand(shape), every, size)
         rows = np.arange(batch)
     row = torch.as_tensor(rows, device=device)[:, None, None]
     head = torch.arange(heads, device=device)[:, None]
@@ -144,14 +148,3 @@ def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
         return tensor[:, :, :columns]
     index = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
     return tensor.gather(2, index)
-
-
-def _in_blocks(tensor: Tensor, blocks: int, size: int) -> Tensor:
-    """Split [B, G, K, D] into zero-padded blocks [B * G * blocks, size, D], without a copy if possible."""
-    padding = blocks * size - tensor.shape[2]
-    return (F.pad(tensor, (0, 0, 0, padding)) if padding else tensor).reshape(-1, size, tensor.shape[-1])
-
-
-def _every_block(batch: int, heads: int, count: int, total: int, size: int, device: torch.device) -> BlockIndex:
-    blocks = torch.arange(total, device=device).expand(batch, heads, count, total)
-    return BlockIndex(torch.full((1,), total, device=device).expand(batch, heads, count), blocks, size)

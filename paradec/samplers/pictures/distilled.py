@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Sta
 from paradec.models.images.var import ScaleQuery
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import filtered_distribution, guided
+from paradec.samplers.pictures.continuous import normal
 from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import keys_of
 
@@ -70,10 +70,6 @@ class CellTeaching:
     def span(self, at: int) -> tuple[int, int]:
         """The first token of `at`, and the one after its last."""
         return at, at + 1
-
-    def read_up_to(self, at: int) -> None:
-        """What `query` asked for is decided."""
-        self.stored = at + 1
 
 
 class ScaleTeaching(CellTeaching):
@@ -309,7 +305,11 @@ class Distilled(Sampler):
         device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)
         keys, seeds = keys_of(request, [[label] for label in labels], device)
         shape = (len(labels), stages.kept[-1], facts.channels)
-        noise = normal(keys, shape) if noise is None else torch.as_tensor(noise)
+        if noise is None:
+            positions = torch.arange(shape[1], device=device).expand(shape[:2])
+            zero = torch.zeros(len(labels), dtype=torch.int64, device=device)
+            noise = normal(rng.uniform(keys, zero, positions, shape[2], NOISE_STREAM).clamp(max=BELOW_ONE))
+        noise = torch.as_tensor(noise)
         if noise.shape != shape or not noise.is_floating_point():
             raise ValueError(f"noise has shape {tuple(noise.shape)}; it must be {list(shape)} numbers")
         noise = noise.to(device, dtype)
@@ -442,7 +442,7 @@ class Distilled(Sampler):
             state.ids = nearest(state.tokens, state.codes)
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teaching is not None:
-            state.teaching.read_up_to(stage)
+            state.teaching.stored = stage + 1
         start = state.written
         state.written = state.tokens.shape[1] if following is None else state.stages.kept[following[1]]
         state.accepted.append(np.full(state.batch, state.written - start, np.int64))
@@ -452,15 +452,6 @@ class Distilled(Sampler):
 
     def observe(self, state: DistilledState, proposal: DistilledProposal) -> Notes:
         return Notes(proposal.cost.counts[0].tolist(), None)
-
-
-def normal(keys: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Standard normal numbers [B, N, C] float64 of the rows' keys [B, 2]."""
-    rows, count, channels = shape
-    positions = torch.arange(count, device=keys.device).expand(rows, count)
-    zero = torch.zeros(rows, dtype=torch.int64, device=keys.device)
-    uniform = rng.uniform(keys, zero, positions, channels, NOISE_STREAM).clamp(max=BELOW_ONE)
-    return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 
 def nearest(vectors: Tensor, codes: Tensor) -> Tensor:

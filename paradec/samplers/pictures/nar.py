@@ -4,7 +4,6 @@ heads."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_int
 from paradec.core.memory import Memory
-from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
 from paradec.core.protocol import Proposal
 from paradec.core.query import Cost, Query, StoreCall
@@ -172,12 +170,8 @@ class NAR(GroupWriter):
 
 def diagonal(grid: Grid, index: int) -> np.ndarray:
     """[W] int64: the cells (i, j) with i + j = index, counted row by row, the upper ones first."""
-    return _diagonals(grid.height, grid.width)[index]
-
-
-@lru_cache(maxsize=64)
-def _diagonals(height: int, width: int) -> tuple[np.ndarray, ...]:
-    return tuple(group[0].copy() for group in Diagonal().groups(height, width))
+    rows = np.arange(max(0, index - grid.width + 1), min(grid.height, index + 1))
+    return rows * grid.width + index - rows
 
 
 def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:

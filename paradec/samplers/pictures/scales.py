@@ -246,7 +246,8 @@ class VAR(Sampler):
         answer, query = outputs[-1], queries[-1]
         guided = self.guided(state, answer.logits)
         filtered = self.filtered(state, guided)
-        logits = self.cooled(state, filtered)  # None at temperature 0
+        temperature = self.temperature(state)
+        logits = None if temperature == 0 else tempered(filtered, temperature)
         tokens = argmax(filtered) if logits is None else self.draw(state, logits)
         p = (guided if logits is None else logits).softmax(-1)
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
@@ -280,11 +281,6 @@ class VAR(Sampler):
         """[B, n, V]: -inf for what the filters exclude."""
         top_k = state.request.top_k if self.top_ks is None else self.top_ks[state.index] or None
         return filter_logits(filter_logits(logits, None, top_k), state.request.top_p, None)
-
-    def cooled(self, state: ScaleState, logits: Tensor) -> Tensor | None:
-        """Logits over this scale's temperature [B, n, V]; None where that is 0."""
-        temperature = self.temperature(state)
-        return None if temperature == 0 else tempered(logits, temperature)
 
     def temperature(self, state: ScaleState) -> float:
         """The temperature of the next scale."""
