@@ -83,7 +83,12 @@ class DraftingSampler(CausalSampler):
             Tree.of(self.tree)
             self._set("tree", hashable(self.tree))
         if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
-            self._set("drafter", _wrap_drafter(self.drafter))
+            from paradec.models.wrapping import wrap
+
+            try:
+                self._set("drafter", wrap(self.drafter))
+            except ValueError as error:
+                raise ValueError(f"drafter={type(self.drafter).__name__} cannot be taken as it is: {error}") from None
         if self.drafter_slots is not None:
             self._check_window_drafter()
         if self.drafter is not None and not self.is_named:
@@ -338,16 +343,6 @@ def _join_hidden(state: CausalState, queries: list[CausalQuery]) -> Tensor:
         branch_rows = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
         features[torch.as_tensor(branch_rows, device=features.device), : hidden.shape[1]] = hidden
     return features
-
-
-def _wrap_drafter(module: nn.Module) -> Any:
-    """Wrap a causal language model of transformers as a drafter."""
-    from paradec.models.wrapping import wrap
-
-    try:
-        return wrap(module)
-    except ValueError as error:
-        raise ValueError(f"drafter={type(module).__name__} cannot be taken as it is: {error}") from None
 
 
 def check_vocabulary(model: Any, drafter: Any) -> None:

@@ -200,7 +200,8 @@ class Siblings:
         remaining = window.distributions(slot).scatter(-1, window.tokens[:, :depth, None], 0)
         if self.refresh == "gumbel":
             noise = at_slots(state.memory.read(rows)["noise"], positions % state.width)
-            drafts = gumbel_top_k(remaining, noise, self.siblings - 1)
+            largest = (log_of(remaining) + noise).topk(min(self.siblings - 1, remaining.shape[-1]), -1)
+            drafts = largest.indices.masked_fill(largest.values.isinf(), -1)
         else:
             # number 0 is the guess's
             uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]
@@ -226,10 +227,3 @@ def follow_path(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Ten
     chain = torch.arange(depth + 1, tree.layout.depth + 1, device=device).expand(len(nodes), -1)
     slot_nodes = torch.cat((node_index[torch.stack(path, 1)], last_node.unsqueeze(1), chain), 1)
     return slot_nodes, (accepted == depth) & (last_node == depth)
-
-
-def gumbel_top_k(q: Tensor, noise: Tensor, count: int) -> Tensor:
-    """[R, B, count] int64: the tokens of largest log q + g of q and noise [R, B, V]; -1 where q has no further
-    token."""
-    largest = (log_of(q) + noise).topk(min(count, q.shape[-1]), -1)
-    return largest.indices.masked_fill(largest.values.isinf(), -1)

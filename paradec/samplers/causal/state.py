@@ -288,14 +288,6 @@ class CausalState(State):
             p.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(p.dtype))
         return p
 
-    def log_distribution(self, p: Tensor, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """ln of the distribution p of logits [R, W, V]; at temperature 0, where p is one-hot, that of temperature 1."""
-        if self.request.temperature == 0:
-            untempered = copy.copy(self)
-            untempered.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
-            p = untempered.distribution(logits, rows, positions)
-        return log_of(p)
-
     def recorded(
         self,
         p: Tensor | None,
@@ -312,8 +304,11 @@ class CausalState(State):
         quantities = {}
         if self.logprobs is not None:
             node_logits = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
-            p = self.distribution(node_logits, rows, positions) if p is None else p
-            quantities["log_p"] = self.log_distribution(p, node_logits, rows, positions)
+            source = self
+            if self.request.temperature == 0:  # where p is one-hot: that of temperature 1
+                source, p = copy.copy(self), None
+                source.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
+            quantities["log_p"] = log_of(source.distribution(node_logits, rows, positions) if p is None else p)
         if self.rollout is not None:
             quantities["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
         return quantities

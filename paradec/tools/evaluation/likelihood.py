@@ -80,13 +80,6 @@ class _Span:
     width: int
 
 
-def exact_maskings(context: list[int], continuation: list[int]) -> list[MaskingSpan]:
-    """One row, in which causal models judge every position by what comes before it."""
-    row = context + continuation
-    positions = list(range(len(context), len(row)))
-    return [MaskingSpan([Masking(row, positions, continuation, len(context), 1.0, 0)], 1, False)]
-
-
 def chain_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, samples: int, seed: int
 ) -> list[MaskingSpan]:
@@ -278,7 +271,9 @@ def log_likelihoods(
     def parts_of(pair: Pair) -> list[MaskingSpan]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
         if method == "exact":
-            return exact_maskings(context, continuation)
+            # one row, in which causal models judge every position by what comes before it
+            row, start = context + continuation, len(context)
+            return [MaskingSpan([Masking(row, [*range(start, len(row))], continuation, start, 1.0, 0)], 1, False)]
         if method == "chain":
             return chain_maskings(facts, context, continuation, order, samples, seed)
         return random_maskings(facts, context, continuation, samples, stratum, seed)

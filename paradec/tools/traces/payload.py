@@ -47,12 +47,11 @@ def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
         raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can be side by side")
     if names and len(names) != len(traces):
         raise ValueError(f"names has {len(names)} entries for {len(traces)} traces; give one for each, or none")
-    return [str(name) for name in names] or [_name_of(trace) for trace in traces]
-
-
-def _name_of(trace: Trace) -> str:
-    name = trace.settings.get("sampler") or trace.family or "trace"
-    return name if trace.cache in ("", "none", "causal") else f"{name}, cache {trace.cache}"
+    called = [str(name) for name in names]
+    for trace in () if called else traces:
+        cache = "" if trace.cache in ("", "none", "causal") else f", cache {trace.cache}"
+        called.append((trace.settings.get("sampler") or trace.family or "trace") + cache)
+    return called
 
 
 def run_data(trace: Trace, name: str) -> dict[str, Any]:

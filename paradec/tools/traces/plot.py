@@ -27,7 +27,11 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
         above.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
         _positions(picture, above, trace)
-        _costs(below, trace)
+        costs = [sum(step.forwarded) for step in trace.steps]
+        colours = [KINDS.get(step.kind, "tab:green") for step in trace.steps]
+        below.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
+        below.set_xlabel("step")
+        below.set_ylabel(trace.unit)
     return picture
 
 
@@ -77,11 +81,3 @@ def _positions(figure: Any, axes: Any, trace: Trace) -> None:
         axes.set_ylim(max(stop for _, stop in spans) - 0.5, min(start for start, _ in spans) - 0.5)
     axes.set_xlabel("step")
     axes.set_ylabel("position")
-
-
-def _costs(axes: Any, trace: Trace) -> None:
-    costs = [sum(step.forwarded) for step in trace.steps]
-    colours = [KINDS.get(step.kind, "tab:green") for step in trace.steps]
-    axes.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
-    axes.set_xlabel("step")
-    axes.set_ylabel(trace.unit)

@@ -75,18 +75,15 @@ def draft_in_order(
         slot_logits = exclude_tokens(state, slot_logits, rows, parents, previous, [slot])
         q = state.distribution(slot_logits, rows, positions[:, slot : slot + 1])
         use_vocabulary = candidates is None or state.prescribes or state.constraint is not None
-        token = _draw_token(q, None if use_vocabulary or candidates is None else candidates(slot), uniform[:, slot])
+        ids = None if use_vocabulary or candidates is None else candidates(slot)
+        if ids is None:
+            token = draw(q, uniform[:, slot]).squeeze(1)
+        else:  # in the order of the candidates, outside of which q is 0
+            column = draw(q.squeeze(1).gather(1, ids).unsqueeze(1), uniform[:, slot])
+            token = ids.gather(1, column).squeeze(1)
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
         every_q.append(q)
     return drafts, record_broken(drafting, rows, torch.cat(every_q, 1))
-
-
-def _draw_token(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
-    """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K], outside of which q is 0."""
-    if candidates is None:
-        return draw(q, uniform).squeeze(1)
-    column = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
-    return candidates.gather(1, column).squeeze(1)
 
 
 def block_query(
