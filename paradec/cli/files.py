@@ -26,6 +26,7 @@ from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
 from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
 from paradec.core.version import DRAWS
+from paradec.request import Request
 
 if TYPE_CHECKING:
     from paradec.core.prompts import Prompts
@@ -113,7 +114,10 @@ class FileJob:
         fitting = work.rows_that_fit(_joined(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
-            work.try_start(min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1))
+            shortest = min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1)
+            request = Request(sampler=work.method, **work.request)  # what does not go together is an error now
+            with work.method.start(work.model, shortest, request).release_stores_on_exit():
+                pass
         if self.out.is_file():
             write_lines(self.out, finished.values())  # nothing is written onto a line that was cut off
         code = 0

@@ -21,7 +21,7 @@ from paradec.core.checks import LARGEST_INT, LARGEST_INT64, check_choice, check_
 from paradec.core.component_text import split_file, split_outside
 from paradec.core.text_files import decode_utf8
 from paradec.core.text_files import read_text as text_of_file
-from paradec.request import FIELDS, Request
+from paradec.request import FIELDS
 
 Names = list[str] | None
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
@@ -238,15 +238,6 @@ def given(context: typer.Context) -> set[str]:
     # by name: typer has click's class, or its own copy of it
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
-def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:
-    """A request with a preset's values, but for the fields `there` that were given."""
-    if preset is None:
-        return request
-    changes = Request.load(preset).changes()
-    changes.pop("trace", None)  # `--trace` says where it goes
-    return request | {name: value for name, value in changes.items() if name not in there}
 
 
 def constraint(shared: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import paradec
 from paradec.cli import options, show
@@ -78,13 +78,6 @@ class Work:
         branches = 1 if self.request["guidance_scale"] == 1 else 2
         return rows_that_fit(self.model, max(map(len, prompts.rows)) + new, branches)
 
-    def try_start(self, prompts: Prompts) -> None:
-        """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
-        with self.method.start(
-            self.model, prompts, Request(sampler=self.method, **self.request)
-        ).release_stores_on_exit():
-            pass
-
     def run(self, prompts: Any, callback: Callable[[Any, Any], None], **arguments: Any) -> Output:
         """Decode a batch, with a callback after every commit. more: further arguments, of this batch."""
         function = getattr(paradec, self.function)
@@ -128,7 +121,10 @@ def prepare(
         request["sampler"] = options.import_classes("--sampler", sampler, "sampler")
         request["cache"] = options.import_classes("--cache", request["cache"], "cache")
         request["attention"] = options.attention_of(attention, attention_set)
-        request = options.with_preset(request, preset, {ARGUMENTS.get(name, name) for name in given})
+        if preset is not None:
+            kept = {ARGUMENTS.get(name, name) for name in given} | {"trace"}  # `--trace` says where it goes
+            changes = Request.load(preset).changes()
+            request |= {name: value for name, value in changes.items() if name not in kept}
         chosen = request.pop("sampler")
         late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         if isinstance(chosen, str):
@@ -175,16 +171,11 @@ def prepare(
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
     if together and os.environ["RANK"] != "0":
-        decode_for_rank_0(loaded, method)
+        warnings.simplefilter("ignore")  # the first process has the same
+        while True:  # decodes what the first one decodes, and ends with its command
+            with suppress(ValueError, TypeError, FloatingPointError):  # it has these, too, and may go on
+                paradec.generate(loaded, [0], sampler=method)
     return Work(function, loaded, method, request, request.pop("chat", None), num_answers)
-
-
-def decode_for_rank_0(model: Any, sampler: Any) -> NoReturn:
-    """In the other processes of torchrun: decode what the first one decodes, and end with its command."""
-    warnings.simplefilter("ignore")  # it has the same
-    while True:
-        with suppress(ValueError, TypeError, FloatingPointError):  # it has these, too, and may go on
-            paradec.generate(model, [0], sampler=sampler)
 
 
 def release_ranks() -> None:
