@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -49,7 +47,8 @@ def token_statistics(
     temperature: above 0; divides all logits."""
     exact = "negative_entropy" not in reads or path_for(logits) == "float64"
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
-    stats = read_stats(logits, _wanted(reads, exact), temperature, ids=tokens, draws=draws)
+    needed = frozenset(fields[name] for name in reads if name in fields)
+    stats = read_stats(logits, needed, temperature, ids=tokens, draws=draws)
     prob: Tensor | None = stats.prob
     if draws is not None:
         tokens, prob = stats.sample, stats.sample_prob
@@ -68,12 +67,6 @@ def token_statistics(
                 value = value / temperature
             quantities[name] = -value if name.endswith("entropy") else value
     return stats.token if tokens is None else tokens, quantities
-
-
-@lru_cache(maxsize=64)
-def _wanted(names: tuple[str, ...], exact: bool) -> frozenset[str]:
-    fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
-    return frozenset(fields[name] for name in names if name in fields)
 
 
 def read_stats(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +35,10 @@ def triton_stats(
         table = table.contiguous()
     count, width, device = table.shape[0] * table.shape[1], table.shape[1], logits.device
     if splits is None:
-        splits = max(1, min(_programs(device) // max(count, 1), triton.cdiv(vocab, block)))
+        # programs that a device holds at once: four per multiprocessor, by the kernel's registers
+        cuda = device.type == "cuda"
+        programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+        splits = max(1, min(programs // max(count, 1), triton.cdiv(vocab, block)))
     span = triton.cdiv(triton.cdiv(vocab, splits), block) * block
     splits = triton.cdiv(vocab, span)
     partial = torch.empty((count, splits, PARTIAL), dtype=torch.float64, device=device)
@@ -78,12 +79,6 @@ def triton_stats(
         sample_prob=None if draws is None else sample_prob,
         **values,
     )
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs that a device holds at once: four per multiprocessor, by the kernel's registers."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
