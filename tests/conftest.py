@@ -83,6 +83,13 @@ def packaged() -> Model:
 
 
 @pytest.fixture(scope="session")
+def packaged64() -> Model:
+    import paradec
+
+    return paradec.load(dtype="float64")
+
+
+@pytest.fixture(scope="session")
 def llada() -> Model:
     from traces import loaded
 

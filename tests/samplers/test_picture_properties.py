@@ -3,14 +3,13 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from decoding import same_values, state_values
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
-from images import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
+from images import random_mar, tiny_llamagen, tiny_student, tiny_var, tiny_var_student
 from pipelines import noise, tiny_dit
 from torch import Tensor
 
@@ -18,23 +17,8 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.models.images.mar import MAR, MARModel
 
 LABELS, SEEDS = [2, 4, 2], [7, 8, 7]
-
-
-@cache
-def tiny_mar(noise: float = 0.0) -> MARModel:
-    """A random MAR whose head stays near the noise that it is given; `noise` is added to its weights."""
-    torch.manual_seed(0)
-    sizes = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
-    module = MAR(**sizes, head_depth=1, head_width=16).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
-    for parameter in module.parameters():
-        parameter.data += noise * torch.randn_like(parameter)
-    return MARModel(module)
 
 
 def code() -> Any:
@@ -42,7 +26,7 @@ def code() -> Any:
 
 
 def cspd() -> Any:
-    return samplers.create("cspd", draft=tiny_mar(1e-4), num_draft=3, head_steps="3,1", inner_temperature=0.5)
+    return samplers.create("cspd", draft=random_mar(noise=1e-4), num_draft=3, head_steps="3,1", inner_temperature=0.5)
 
 
 def distilled(teacher: Any, start: int) -> Any:
@@ -53,8 +37,8 @@ METHODS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] 
     "var": (lambda: samplers.create("var"), tiny_var, {}),
     "var, smooth": (lambda: samplers.create("var", smooth=True), tiny_var, {"top_k": 20}),
     "code": (code, tiny_var, {"temperature": 0.7}),
-    "mar": (lambda: samplers.create("mar", head_steps=3), tiny_mar, {"steps": 5}),
-    "cspd": (cspd, tiny_mar, {"steps": 8}),
+    "mar": (lambda: samplers.create("mar", head_steps=3), random_mar, {"steps": 5}),
+    "cspd": (cspd, random_mar, {"steps": 8}),
     "distilled": (lambda: samplers.create("distilled"), tiny_student, {"guidance_scale": 1.0}),
     "distilled, taught": (lambda: distilled(tiny_llamagen(), 2), tiny_student, {}),
     "distilled var": (lambda: samplers.create("distilled"), tiny_var_student, {"guidance_scale": 1.0}),
@@ -74,13 +58,11 @@ PICTURES = [name for name in METHODS if not name.startswith("taylorseer")]
 
 
 def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
-    """Sampler, model, and a state of some of the rows."""
     make, load, given = METHODS[name]
     sampler, model, rows = make(), load(), [0, 1, 2] if rows is None else rows
     labels, request = [LABELS[row] for row in rows], {"guidance_scale": 2.0} | given
     if name.startswith("taylorseer"):
-        latent = noise(3, torch.float64)[rows]
-        state = sampler.start(model, latent, class_labels=labels, seed=5, **request)
+        state = sampler.start(model, noise(3, torch.float64)[rows], class_labels=labels, seed=5, **request)
     else:
         state = sampler.start(model, labels, seed=[SEEDS[row] for row in rows], **request)
     return sampler, model, state
@@ -88,27 +70,6 @@ def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
 
 def decided(state: Any) -> Tensor:
     return state.latent if hasattr(state, "latent") else state.tokens
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, dict):
-        return all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, torch.Generator):
-        return torch.equal(a.get_state(), b.get_state())
-    if hasattr(a, "__dict__") and not isinstance(a, type):
-        return type(a) is type(b) and same(snapshot(a), snapshot(b))
-    return a == b
-
-
-def snapshot(state: Any) -> dict[str, Any]:
-    """All that may change in a state but the stores, whose entries calls write."""
-    return {name: value for name, value in vars(state).items() if name not in ("request", "facts", "store", "after")}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -127,10 +88,10 @@ def test_a_step_repeated_is_the_step_and_a_commit_writes_its_positions(name: str
     stream = torch.get_rng_state()
     with torch.inference_mode():
         while not state.done:
-            before = copy.deepcopy(snapshot(state))
+            before = copy.deepcopy(state_values(state))
             first, again = sampler.step(model, state), sampler.step(model, state)
             assert torch.equal(first.values, again.values) and first.kind == again.kind
-            assert same(before, snapshot(state)) and torch.equal(torch.get_rng_state(), stream)
+            assert same_values(before, state_values(state)) and torch.equal(torch.get_rng_state(), stream)
             was = decided(state).clone()
             commit = sampler.commit(state, again)
             if not name.startswith(("taylorseer", "distilled")):  # these write everything again

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import GRID, TableModel
-from images import tiny_llamagen, tiny_lpd, tiny_student, tiny_uvit, tiny_var, tiny_var_student
+from images import random_mar, tiny_llamagen, tiny_lpd, tiny_student, tiny_uvit, tiny_var, tiny_var_student
 from pipelines import tiny_dit
 from places import GOLDEN
 from small_models import CANVAS, MASK, piece, tiny, tiny_gemma, tiny_llama, wrap_kind
@@ -20,7 +20,8 @@ from paradec import AdaptiveBlocks, PipelinedBlocks, Regex, samplers
 from paradec.core import orders
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.grid import Grid
-from paradec.models.images.mar import MAR, MARModel
+from paradec.models.images.mar import MARModel
+from paradec.models.images.uvit import UViT
 from paradec.models.images.vq import KLDecoder, VQConfig
 from paradec.samplers.causal.drafts.stopping import Unsure
 from paradec.samplers.masked.loop import MaskedSampler
@@ -36,6 +37,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "opaque": lambda: wrap_kind("Opaque"),
     "encoder": lambda: wrap_kind("Bert"),
     "causal": causal,
+    "without a store": lambda: causal(eager(tiny_llama())),
     "same causal": lambda: paradec.wrap(tiny_llama(), topology="causal", prediction="same"),
     "letters": lettered,
     "causal letters": lambda: causal(tiny_llama(vocab=VOCAB), tokenizer=lettered().tokenizer, eos_token_id=39),
@@ -60,14 +62,16 @@ def model_of(name: str) -> Any:
     return MODELS[name]()
 
 
+def eager(module: Any) -> Any:
+    module.set_attn_implementation("eager")
+    return module
+
+
 def request(model: str, rows: Any = ((1, 2),), **asked: Any) -> Callable[[], Any]:
-    """A call of `generate`."""
     return lambda: paradec.generate(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 6, **asked})
 
 
 def design(**asked: Any) -> Callable[[], Any]:
-    """A call of `generate` for a protein, some of whose residues are given."""
-
     def call() -> Any:
         model = model_of("proteins")
         return paradec.generate(model, model.prompt("plain", fixed=[0, 4]), **asked)
@@ -76,8 +80,6 @@ def design(**asked: Any) -> Callable[[], Any]:
 
 
 def start(model: str, sampler: Any, rows: Any = ((1, 2),), **asked: Any) -> Callable[[], Any]:
-    """A start of a sampler, or of what makes one."""
-
     def call() -> Any:
         method = sampler() if callable(sampler) else samplers.create(sampler)
         return method.start(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 8, **asked})
@@ -106,11 +108,11 @@ def create(name: str, **settings: Any) -> Callable[[], Any]:
     return lambda: samplers.create(name, **settings)
 
 
-def tiny_mar(vae: int | None = None, **sizes: int) -> MARModel:
-    wide = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
-    torch.manual_seed(vae or 0)
-    decoder = KLDecoder(VQConfig(channels=32, channel_mult=(1, 1), res_blocks=1, attention=False, z_channels=4))
-    return MARModel(MAR(**(wide | sizes), head_depth=1, head_width=16), None if vae is None else decoder)
+def with_decoder(seed: int) -> MARModel:
+    module = random_mar().module
+    torch.manual_seed(seed)
+    sizes = {"channels": 32, "channel_mult": (1, 1), "res_blocks": 1, "attention": False, "z_channels": 4}
+    return MARModel(module, KLDecoder(VQConfig(**sizes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (request("masked", sampler="levenshtein"), "levenshtein", "block-causal"),
         (request("blocks", sampler="levenshtein", blocks="pipelined"), "blocks"),
         (picture_of_a_grid(3, 5), "height=3", "width=5", "16"),
+        (lambda: model_of("picture").class_token(99), "label=99"),
+        (lambda: UViT(depth=3), "depth=3", "even"),
         *((request("masked", stop=value), "stop=", "stop_strings") for value in ("</s>", 3, paradec.Prophet, ["</s>"])),
     ],
     "forecasts": [
@@ -281,6 +285,14 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         *(
             (start("causal", create("speculative", drafter=causal(), stop=lambda q, drafts, a=answer: a)), "[R] bool")
             for answer in (True, torch.zeros(2), torch.zeros(1, 1, dtype=torch.bool))
+        ),
+        *(
+            (start("without a store", make), "over a store", "LlamaForCausalLM")
+            for make in (
+                create("jacobi", window=6, pool=3),
+                create("speculative", drafter="token_recycling", rule="naive"),
+                create("scd", window=6, refresh="maximal", siblings=3, branching=2),
+            )
         ),
         (start("masked", "self_speculative"), "self_speculative", "bidirectional"),
         (start("causal", "self_speculative"), "self_speculative", "mask"),
@@ -371,11 +383,11 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
             )
         ),
         *(
-            (lambda sizes=sizes: samplers.CSpD(tiny_mar(**sizes)).start(tiny_mar(), [1]), "draft", *words)
+            (lambda sizes=sizes: samplers.CSpD(random_mar(**sizes)).start(random_mar(), [1]), "draft", *words)
             for sizes, *words in (({"side": 5}, "25", "16"), ({"channels": 3}, "3", "4"), ({"classes": 9}, "9", "10"))
         ),
-        (lambda: samplers.CSpD(tiny_mar(1)).start(tiny_mar(0), [1], steps=4), "draft", "VAE"),
-        (lambda: paradec.generate_images(tiny_mar(), class_labels=1, sampler="cspd", output_type="latent"), "draft"),
+        (lambda: samplers.CSpD(with_decoder(1)).start(with_decoder(0), [1], steps=4), "draft", "VAE"),
+        (lambda: paradec.generate_images(random_mar(), class_labels=1, sampler="cspd", output_type="latent"), "draft"),
         (create("cspd", draft=paradec.load("digits-maskgit")), "draft", "MAR"),
         (create("cspd", draft="mar_base"), "draft='mar_base'"),
         (

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,13 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     for name in ("logp", "logp_drawn", "writes", "writes_logp", "writes_logp_drawn"):
         torch.testing.assert_close(getattr(a, name), getattr(b, name), equal_nan=True, rtol=0, atol=1e-12)
     assert (a.settings, a.version, a.approximation) == (b.settings, b.version, b.approximation)
+
+
+def assert_replayed(model: Model, rollout: Rollout, atol: float = 1e-10, **how: Any) -> None:
+    """What `paradec.replay` finds is what was recorded."""
+    with torch.no_grad():
+        replayed = paradec.replay(model, rollout, **how).double()
+    torch.testing.assert_close(replayed, rollout.logp, equal_nan=True, rtol=0, atol=atol)
 
 
 ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]
@@ -189,6 +197,30 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
     for name, entry in entries:
         if depth < 5 and name not in ("facts", "request", "cache", "blocks", "model"):
             yield from values_below(entry, f"{path}.{name}", depth + 1)
+
+
+def state_values(state: Any) -> dict[str, Any]:
+    """All that may change in a state but its stores, whose entries calls write, and what it derives and caches."""
+    fixed = {"request", "facts", "store", "after"}
+    fixed |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
+    return {name: value for name, value in vars(state).items() if name not in fixed}
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two values are equal, with all tensors, arrays and generators below them."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if hasattr(a, "__dict__") and not isinstance(a, type):
+        return type(a) is type(b) and same_values(state_values(a), state_values(b))
+    return a == b
 
 
 def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:

@@ -164,6 +164,15 @@ def tiny_uvit() -> UViTModel:
     return UViTModel(UViT(size=4, codebook_size=CODES, classes=5, width=32, depth=2, heads=2).double())
 
 
+def random_uvit(depth: int = 2, seed: int = 0) -> UViTModel:
+    """4 x 4 cells of 12 codes, five classes; far from even."""
+    torch.manual_seed(seed)
+    module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return UViTModel(module)
+
+
 def tiny_masked_image() -> MaskedImageModel:
     return MaskedImageModel(tiny_uvit().unwrap(), tiny_vq(), name="tiny-maskgit")
 
@@ -176,6 +185,18 @@ def tiny_mar() -> MARModel:
     torch.manual_seed(0)
     module = MAR(**MAR_SIZES | {"depth": 1}, head_depth=1, head_width=16).double()
     return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)), name="tiny-mar")
+
+
+def random_mar(seed: int = 0, noise: float = 0.0, **sizes: int) -> MARModel:
+    """A MAR without a decoder whose head stays near the noise that it is given; `noise` is added to its weights."""
+    torch.manual_seed(seed)
+    module = MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
+    for parameter in module.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return MARModel(module, name=f"mar-{seed}")
 
 
 SCALES = (1, 2, 3, 4)

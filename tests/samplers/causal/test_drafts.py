@@ -18,8 +18,6 @@ from paradec.cli.work import load_draft_model
 from paradec.samplers.causal.drafts.stopping import Unconfident, Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling, look_up
 from paradec.samplers.causal.jacobi import Jacobi, longest_path, pool_layout
-from paradec.samplers.causal.loop import CausalSampler
-from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.trees import tree_of
@@ -28,29 +26,11 @@ PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
 """Unequal, and some repeat themselves, so that there is something to look up."""
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        Jacobi(window=6, pool=3),
-        Speculative(drafter=TokenRecycling(k=8, tree=(4, 2, 1)), rule="naive"),
-        SCD(window=6, refresh="maximal", siblings=3, branching=2),
-    ],
-    ids=["pool", "recycling", "siblings"],
-)
-def test_models_without_a_store_are_refused(method: CausalSampler) -> None:
-    base = tiny_base()
-    base.module.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="over a store; LlamaForCausalLM does not"):
-        method.start(base, [1, 2], max_new_tokens=4)
-
-
 def sampler(count: int = 5, size: int = 2) -> Speculative:
     return paradec.samplers.create("speculative", drafter=PromptLookup(count, size))
 
 
 class Suppress:
-    """A logits processor of transformers' kind."""
-
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
 
@@ -344,8 +324,7 @@ def test_a_recorded_confidence_ends_the_window() -> None:
         confidence = tensors[f"{key}/confidence_logit"].double().sigmoid()
         for threshold in (0.0, float(confidence[1:].median()) + 1e-4, float(confidence[1:].min()) + 1e-4):
             method, ids = Speculative(drafter=drafter, stop=Unconfident(threshold)), tensors["ids"].tolist()
-            prompt = ids[: case["anchor"]]
-            state = method.start(base, [prompt], max_new_tokens=20, temperature=0)
+            state = method.start(base, [ids[: case["anchor"]]], max_new_tokens=20, temperature=0)
             proposal = method.step(base, state)
             state.ends = state.ends[:0]
             proposal.values[0, 0] = ids[case["anchor"]]  # the recorded token follows, whatever the model says
@@ -373,7 +352,6 @@ def test_drafters_and_stopping_rules_are_saved(settings: dict[str, Any], name: s
     method = Speculative(**settings)
     data = method.to_dict()
     assert expected.items() <= data[name].items()
-    given = settings | {name: data[name]}
-    assert Speculative(**given) == method
+    assert Speculative(**settings | {name: data[name]}) == method
     assert Speculative(drafter=DRAFTER, stop=low_tokens).to_dict()["stop"] == "low_tokens"
     assert load_draft_model("token_recycling", None) == "token_recycling"

@@ -52,7 +52,6 @@ def recorded(holds: str) -> list[Path]:
 
 
 def full_steps(rule: Rule, total: int) -> list[int]:
-    """The steps that a schedule evaluates."""
     return [i for i in range(total) if rule.is_full(RunProgress(total, i))]
 
 
@@ -225,49 +224,36 @@ def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | No
     return full
 
 
-def test_refresh_by_accumulated_change() -> None:
-    rule = AccumulatedChange(threshold=0.3)
-    assert walk(Forecast(when=rule), 10, change=0.125) == [0, 3, 6, 9]
-    assert walk(Forecast(when=replace(rule, first_enhance=3)), 10, change=0.125) == [0, 1, 2, 5, 8]
-    doubled = AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0))
-    assert walk(Forecast(when=doubled), 8, change=0.125) == [0, 2, 4, 6]
-    bounded = AccumulatedChange(threshold=9, max_forecasts=2)
-    assert walk(Forecast(when=bounded), 8, change=0.1) == [0, 3, 6]
+VERIFIED = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
+AT_ONCE = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
+CHANGED = AccumulatedChange(threshold=0.3)
 
 
-def test_refresh_by_verification() -> None:
-    rule = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
-    assert walk(Forecast(when=rule), 12, error=0.01) == [0, 5, 10]
-    assert walk(Forecast(when=rule), 12, error=0.6) == [0, 3, 6, 9]
-    # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
-    assert walk(Forecast(when=rule), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
-    assert walk(Forecast(when=replace(rule, first_enhance=4)), 12, error=0.09) == [0, 2, 7]
-
-
-def test_rules_at_their_thresholds() -> None:
-    """An error must exceed what is allowed; a change that reaches its threshold is enough."""
-    rule = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
-    assert walk(Forecast(when=rule), 12, error=0.5) == [0, 5, 10]
-    assert walk(Forecast(when=rule), 6, error=0.5000001) == [0, 2, 4]
-    rule = Verification(base_threshold=0.01, max_forecasts=4)
-    assert walk(Forecast(when=rule), 12, error=0.1) == [0, 5, 10]
-    rule = AccumulatedChange(threshold=0.25)
-    assert walk(Forecast(when=rule), 7, change=0.125) == [0, 2, 4, 6]
-
-
-def test_rules_survive_plain_data() -> None:
-    for rule in (Verification(base_threshold=0.2), AccumulatedChange(coefficients=(1, 2, 3)), "verification"):
-        sampler = Forecast(when=rule)
-        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
-    schedule = BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,))))
-    sampler = Forecast(when=schedule, how="reuse", max_memory="1.5GB")
-    assert sampler.max_memory == 1_500_000_000
-    assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+@pytest.mark.parametrize(
+    ("rule", "total", "change", "error", "full"),
+    [
+        (CHANGED, 10, 0.125, None, [0, 3, 6, 9]),
+        (replace(CHANGED, first_enhance=3), 10, 0.125, None, [0, 1, 2, 5, 8]),
+        (AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0)), 8, 0.125, None, [0, 2, 4, 6]),
+        (AccumulatedChange(threshold=9, max_forecasts=2), 8, 0.1, None, [0, 3, 6]),
+        (AccumulatedChange(threshold=0.25), 7, 0.125, None, [0, 2, 4, 6]),  # the threshold is enough
+        (VERIFIED, 12, 0, 0.01, [0, 5, 10]),
+        (VERIFIED, 12, 0, 0.6, [0, 3, 6, 9]),
+        # what is allowed falls along the run, but not below 0.1: 0.34 at step 2, 0.28 at 3
+        (VERIFIED, 12, 0, 0.3, [0, 4, 7, 10]),
+        (replace(VERIFIED, first_enhance=4), 12, 0, 0.09, [0, 2, 7]),
+        (AT_ONCE, 12, 0, 0.5, [0, 5, 10]),  # an error must exceed what is allowed
+        (AT_ONCE, 6, 0, 0.5000001, [0, 2, 4]),
+        (Verification(base_threshold=0.01, max_forecasts=4), 12, 0, 0.1, [0, 5, 10]),
+    ],
+)
+def test_rules_that_measure(rule: Rule, total: int, change: float, error: float | None, full: list[int]) -> None:
+    assert walk(Forecast(when=rule), total, change, error) == full
 
 
 def test_memory_in_words() -> None:
     words = {99: 99, "12": 12, "4kb": 4_000, "3 MB": 3_000_000, "2GB": 2_000_000_000, "7KiB": 7 * 1024}
-    words |= {"0.5MiB": 512 * 1024, "1gib": 1024**3}
+    words |= {"0.5MiB": 512 * 1024, "1gib": 1024**3, "1.5GB": 1_500_000_000}
     assert {text: TaylorSeer(max_memory=text).max_memory for text in words} == words
 
 
@@ -296,8 +282,7 @@ def test_bubbling_union_only_adds() -> None:
     errors = {"0.attn": 1.0, "0.ff": 2.0, "1.attn": 4.0, "1.ff": 3.0}
     united = bubbling_union(steps, errors, ["0.ff", "1.ff"], 3)
     assert united == {"0.attn": [0, 3], "0.ff": [0, 4, 6], "1.attn": [0, 5, 6], "1.ff": [0, 6]}
-    everything = bubbling_union(steps, errors, ["0.ff", "1.ff"], 4)
-    assert everything["0.attn"] == [0, 3, 4, 6]
+    assert bubbling_union(steps, errors, ["0.ff", "1.ff"], 4)["0.attn"] == [0, 3, 4, 6]
     assert bubbling_union(steps, errors, ["0.ff", "1.ff"], 1) == steps
 
 
@@ -363,7 +348,6 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int, sche
 
 @pytest.mark.parametrize("basis", list(BASES))
 def test_every_basis_in_the_loop(basis: str) -> None:
-    """The loop's history is what one by itself would be."""
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
     sampler = Forecast(when=Every(3, 2), order=2, how=basis)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
@@ -418,6 +402,8 @@ def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
         *(TaylorSeer(), TaylorSeer(interval=3, order=2), Forecast(Every(5, 3, "diffusers"), "dmd(window=4)", "block")),
         *(Forecast([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(where=["a"], max_memory="1KB")),
         *(Forecast(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
+        Forecast(BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,)))), "reuse", max_memory="1.5GB"),
+        Forecast(AccumulatedChange(coefficients=(1, 2, 3))),
     ):
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
         for copied in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler)), replace(sampler)):

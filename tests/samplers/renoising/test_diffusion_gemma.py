@@ -39,7 +39,6 @@ def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
 def both(
     module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = GEMMA_PAD
 ):
-    """What transformers' generate and ours give for one seed."""
     ids, mask = prompts(case, seed)
     stated = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
     before = module.generation_config.pad_token_id
@@ -190,31 +189,29 @@ def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) ->
     assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
 
 
-def test_what_is_unset_follows_the_model() -> None:
-    module = tiny_gemma()
+def test_what_is_unset_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
-    before = {name: getattr(module.generation_config, name) for name in stated}
-    try:
-        for name, value in stated.items():
-            setattr(module.generation_config, name, value)
-        model = paradec.wrap(module)
-    finally:
-        for name, value in before.items():
-            setattr(module.generation_config, name, value)
-    state = samplers.create("diffusion_gemma").start(model, [9, 10], seed=0)
-    assert (state.steps, state.temperatures, state.rule.gamma) == (3, (0.4, 0.6), 0.1)
-    assert (state.stability_rule.stability, state.stability_rule.entropy) == (0, 0.005)
-    own = samplers.create("diffusion_gemma", entropy_bound=0.2, max_denoising_steps=7, t_min=0.1, stability_threshold=2)
-    state = own.start(model, [9, 10], seed=0)
-    assert (state.steps, state.temperatures, state.rule.gamma) == (7, (0.1, 0.6), 0.2)
-    assert state.stability_rule.stability == 2
-    assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).stability_rule is None
-    state = own.start(model, [9, 10], seed=0, max_new_tokens=2 * CANVAS, steps=10)
-    assert state.steps == 5
-    state = own.start(model, [[9, 10], [9, -1, *range(10, 30)]], seed=0, max_new_tokens=CANVAS, steps=5)
-    assert [len(row) for row in state.starts] == [1, 2] and state.steps == 3  # shared out over the most canvases
-    state = own.start(model, [[9, -1, *range(20, 40), -1, 3], [9, -1, 3]], seed=0, steps=5)  # two canvases, and one
-    assert state.steps == 3
+    request = {"max_new_tokens": 20, "seed": 0}
+
+    def decode(model: Model, **settings: Any) -> tuple[list[list[int]], list[int]]:
+        out = paradec.generate(model, [9, 10], sampler=samplers.create("diffusion_gemma", **settings), **request)
+        return out.new_tokens.tolist(), out.denoising_calls
+
+    plain, module = paradec.wrap(tiny_gemma()), tiny_gemma()
+    for name, value in stated.items():
+        monkeypatch.setattr(module.generation_config, name, value)
+    model, own = paradec.wrap(module), {"max_denoising_steps": 7, "t_min": 0.1}
+    assert decode(model) == decode(plain, **stated | {"t_min": 0.4}) != decode(plain)  # None there is transformers' own
+    assert decode(model, **own) == decode(plain, **stated | own) != decode(model)
+
+
+def test_steps_of_a_request_are_shared_out_over_the_most_canvases() -> None:
+    model, sampler = paradec.wrap(tiny_gemma()), samplers.create("diffusion_gemma", early_stop=False)
+    request = {"sampler": sampler, "seed": 0, "eos_early_stop": False}
+    out = paradec.generate(model, [9, 10], steps=10, max_new_tokens=2 * CANVAS, **request)
+    assert out.denoising_calls == [2 * 5]
+    out = paradec.generate(model, [[9, 10], [9, -1, *range(10, 30)]], steps=5, max_new_tokens=CANVAS, **request)
+    assert out.denoising_calls == [3, 2 * 3]
 
 
 def test_end_and_padding_of_the_module_are_the_models() -> None:

@@ -79,12 +79,6 @@ def random_scores(seed: int, entropies: bool = False) -> Tensor:
     return scores.masked_fill(decided, -INF)
 
 
-def test_equal_maxima_of_a_run_are_all_taken() -> None:
-    scores = torch.tensor([[0.5, 0.5, 0.3, -INF, 0.45, 0.45]], dtype=torch.float64)
-    selected = samplers.create("hierarchy").select(view_of(scores))
-    assert selected.tolist() == [[True, True, False, False, True, True]]
-
-
 def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
     sampler = samplers.create("entropy_bound")
     arguments = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False, "seed": 0}
@@ -115,8 +109,7 @@ def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
 
 
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
-    """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final, in the second block as in the
-    first."""
+    """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final."""
     count, size, planned = 160, 8, 4
     out = paradec.generate(
         tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
@@ -212,7 +205,6 @@ END = 9
 
 
 def around(value: float) -> list[float]:
-    """Just above a value, the value, and just below it."""
     return [math.nextafter(value, INF), value, math.nextafter(value, -INF)]
 
 
@@ -236,7 +228,6 @@ def tensors(values: Any) -> Any:
 
 
 def chosen(sampler: str, scores: list[float], quota: int | None = None, settings: Any = None, **more: Any) -> list[int]:
-    """The columns that a rule selects of one row."""
     view = seen(scores, quota, **more)
     selected = samplers.create(sampler, **(settings or {})).select(view) & view.candidates
     return selected[0].nonzero().flatten().tolist()
@@ -276,29 +267,44 @@ def test_a_threshold_of_one_is_reached() -> None:
         assert chosen(name, scores, settings={setting: 1.0, **({"radius": 0} if name == "localleap" else {})}) == [0, 2]
 
 
-def test_hierarchy_at_the_low_threshold() -> None:
-    for score, expected in zip(around(0.5), (True, False, False), strict=True):
-        found = chosen("hierarchy", [0.625, -INF, 0.25, score], settings={"threshold": None, "low_threshold": 0.5})
-        assert found == ([0, 3] if expected else [0])
+MEAN = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
+"""Of two tokens with 1 and 0.5."""
+BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
+    ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
+    # (n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4
+    ("factor", {"factor": 1.0}, lambda x: [0.875, 0.875, x], 0.75, True, {}, [0, 1, 2]),
+    # the entropies before the k-th sum to gamma
+    ("entropy_bound", {"gamma": 0.625}, lambda x: [-0.125, x, -0.75], -0.5, True, {}, [0, 1, 2]),
+    (
+        "ccd",
+        {"entropy_threshold": 0.5},
+        lambda x: [-0.125, x],
+        -0.5,
+        True,
+        {"updates": {"buffered": [True, True]}},
+        [0, 1],
+    ),
+    ("saber", {"minimum": 1}, lambda x: [0.875, x], 0.75, False, {"memory": MEAN}, [0, 1]),
+]
 
 
-def test_localleap_reaches_as_far_as_its_radius() -> None:
-    scores = [0.5] * 3 + [0.875] + [0.5] * 4
-    assert chosen("localleap", scores, settings={"anchor_threshold": 0.75, "relaxed_threshold": 0.5, "radius": 2}) == [
-        *range(1, 6)
-    ]
+@pytest.mark.parametrize(("name", "settings", "scores", "bound", "included", "more", "columns"), BOUNDS)
+def test_the_last_column_at_its_bound(
+    name: str, settings: dict, scores: Any, bound: float, included: bool, more: dict, columns: list[int]
+) -> None:
+    quota = 1 if name == "ccd" else None
+    for score, enough in zip(around(bound), (True, included, False), strict=True):
+        assert chosen(name, scores(score), quota, settings, **more) == (columns if enough else columns[:-1])
 
 
-def test_factor_at_every_rank() -> None:
-    """(n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4."""
-    for score, expected in zip(around(0.75), (True, True, False), strict=True):
-        assert chosen("factor", [0.875, 0.875, score], settings={"factor": 1.0}) == [0, 1, 2][: 2 + expected]
+def test_ccd_waits_for_its_buffer() -> None:
+    assert chosen("ccd", [-0.125, -0.25], 1, {"entropy_threshold": 0.5}, updates={"buffered": [True, False]}) == [0]
 
 
-def test_entropy_bound_at_gamma() -> None:
-    """The entropies before the k-th sum to gamma."""
-    for second, expected in zip(around(-0.5), (True, True, False), strict=True):
-        assert chosen("entropy_bound", [-0.125, second, -0.75], settings={"gamma": 0.625}) == [0, 1, 2][: 2 + expected]
+def test_runs_and_radii() -> None:
+    assert chosen("hierarchy", [0.5, 0.5, 0.3, -INF, 0.45, 0.45]) == [0, 1, 4, 5]  # equal maxima of a run
+    settings = {"anchor_threshold": 0.75, "relaxed_threshold": 0.5, "radius": 2}
+    assert chosen("localleap", [0.5] * 3 + [0.875] + [0.5] * 4, settings=settings) == [*range(1, 6)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -334,7 +340,6 @@ def test_klass_is_strict_in_divergence() -> None:
 
 
 def test_persistence_at_its_three_thresholds() -> None:
-    """Confidence and steps of at least so much, and an end token of at least `end_threshold`."""
     settings = {"threshold": 0.75, "persist": 3, "end_threshold": 0.5}
 
     def lasting(score: float, runs: int, token: int = 1) -> list[int]:
@@ -351,14 +356,6 @@ def test_persistence_at_its_three_thresholds() -> None:
         view = {"memory": {"best": [5, 5], "run": [0, 0]}, "quantities": {"best_token": torch.tensor([[END, 1]])}}
         found = chosen("persistence", [score, 0.25], 1, settings, tokens=torch.tensor([[END, 1]]), **view)
         assert found == ([0] if enough else [1])
-
-
-def test_ccd_at_its_entropy() -> None:
-    for score, enough in zip(around(-0.5), (True, True, False), strict=True):
-        for buffered in (True, False):
-            updates = {"buffered": [True, buffered]}
-            found = chosen("ccd", [-0.125, score], 1, {"entropy_threshold": 0.5}, updates=updates)
-            assert found == ([0, 1] if enough and buffered else [0])
 
 
 @pytest.mark.parametrize(
@@ -396,8 +393,7 @@ def test_learn2pd_at_its_thresholds() -> None:
 
 
 def revised(sampler: str, settings: dict, decided: float, tokens: int = 2, **more: Any) -> Any:
-    """What is taken back of one row: an undecided column that is committed, two of them under `more`, and a decided one
-    whose token is 1."""
+    """The revision of one row: an undecided column that is committed, two under `more`, and a decided token 1."""
     candidates = torch.tensor([[True, True, False]])
     view = seen(
         [0.875, 0.875, -INF],
@@ -423,14 +419,6 @@ def test_editing_exchanges_above_its_threshold() -> None:
         for token in (1, 2):
             revision = revised("editing", {"editing_threshold": 0.5}, score, token, memory={"post_steps": 0})
             assert revision.edit.tolist() == [[False, False, edited and token != 1]]
-
-
-def test_saber_commits_above_the_mean() -> None:
-    """The mean of two tokens with 1 and 0.5 is 0.75."""
-    for score, more in zip(around(0.75), (True, False, False), strict=True):
-        memory = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
-        found = chosen("saber", [0.875, score], settings={"minimum": 1}, memory=memory)
-        assert found == ([0, 1] if more else [0])
 
 
 @pytest.mark.parametrize(("decided", "bar"), [(0, 4.0), (24, 4.0), (25, 2.0), (74, 2.0), (75, 1.0), (99, 1.0)])
@@ -474,16 +462,6 @@ def test_adaptive_blocks_at_their_threshold() -> None:
     assert [cut_of(policy, [0.75] * 5, [7 if i == at else 1 for i in range(5)], 10) for at in range(5)] == [
         3, 3, 3, 4, 5
     ]  # fmt: skip
-
-
-def test_adaptive_blocks_end_where_a_models_block_does() -> None:
-    policy = AdaptiveBlocks(length=6, delimiters=(7,), window=1.0, model_block=4)
-    for start in range(9):
-        found = policy.open(np.array([3 + start]), np.array([3]), np.array([12]))
-        at = 3 + start + 1
-        while at % 4 and at < 12:
-            at += 1
-        assert found.tolist() == [at]
 
 
 def test_equal_scores_go_to_the_lower_position() -> None:
