@@ -21,14 +21,12 @@ from paradec import Suffix, caches, samplers
 from paradec.caches.cost import why_not_worthwhile
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
-from paradec.caches.store import store_bytes
 from paradec.caches.stored import ChangeLog
-from paradec.caches.table import EXACT, REFUSED, table, verdict
 from paradec.caches.table import MODELS as TABLE_MODELS
+from paradec.caches.table import REFUSED, table
 from paradec.core.memory import check_memory
-from paradec.core.query import Query, StoreCall
+from paradec.core.query import Query
 from paradec.models.adapter import Model
-from paradec.samplers.masked import Needs
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
@@ -40,10 +38,7 @@ STORED = [name for name in caches.names() if caches.get(name).facts.uses_store]
 def differences(
     model: Model, cache: Any, rows: list[list[int]] = ROWS, sampler: Any = "low_confidence", **request: Any
 ):
-    """Largest difference of the scores to those without a cache, step for step on the same canvas.
-
-    Yields until the decoding is over, or the two choose differently.
-    """
+    """Largest difference of the scores to those without a cache, step for step until the two choose differently."""
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "seed": 1} | request
     cached = sampler.start(model, rows, cache=cache, **request)
@@ -80,50 +75,37 @@ EVERY_STEP = [
 def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
     if prediction not in cache.facts.predictions:
         pytest.skip("refused")
-    model = tiny(3, prediction=prediction)
-    assert max(differences(model, cache, sampler=sampler_for(cache))) == 0.0
+    assert max(differences(tiny(3, prediction=prediction), cache, sampler=sampler_for(cache))) == 0.0
+
+
+def evaluated(cache: Any, prediction: str) -> list[list[int]]:
+    """How many positions of each row the steps of a request evaluate, with one token of every row a step."""
+    request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "trace": True}
+    model = tiny(1, prediction=prediction)
+    return [
+        step.forwarded
+        for step in paradec.generate(model, ROWS, sampler="low_confidence", cache=cache, **request).trace.steps
+    ]
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
 @pytest.mark.parametrize(("every", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
 def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int | None, prediction: str) -> None:
-    """The first steps and the one after them, the first of every block, and every so many; else the block and what
-    stands near, one position more on the left where logits stand there."""
+    """Whole rows, or the block and its vicinity, one position more on the left where logits are shifted."""
     cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=every)
-    out = paradec.generate(
-        tiny(1, prediction=prediction),
-        ROWS,
-        sampler="low_confidence",
-        cache=cache,
-        max_new_tokens=NEW,
-        block_length=4,
-        eos_early_stop=False,
-        trace=True,
-    )
-    for step, found in enumerate(out.trace.steps):  # one token of every row
+    counts = evaluated(cache, prediction)
+    for step, forwarded in enumerate(counts):
         whole = step <= warmup or step % 4 == 0 or every is not None and step % 4 % every == 0
         for row, prompt in enumerate(ROWS):
             length, start = len(prompt) + NEW, len(prompt) + step // 4 * 4
             near = min(start + 4 + 2, length) - (start - (prediction == "shifted"))
-            assert found.forwarded[row] == (length if whole else near), (step, row)
-    assert len(out.trace.steps) == NEW
+            assert forwarded[row] == (length if whole else near), (step, row)
+    assert len(counts) == NEW
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_prefill_evaluates_the_prompt_once(prediction: str) -> None:
-    """The first step evaluates whole rows; every other one, in whichever block, what lies after the prompt, and where
-    logits stand one position to the left, the prompt's last position."""
-    out = paradec.generate(
-        tiny(1, prediction=prediction),
-        ROWS,
-        sampler="low_confidence",
-        cache="dkv_prefill",
-        max_new_tokens=NEW,
-        block_length=4,
-        eos_early_stop=False,
-        trace=True,
-    )
-    first, *others = (step.forwarded for step in out.trace.steps)
+    first, *others = evaluated("dkv_prefill", prediction)
     assert first == [len(prompt) + NEW for prompt in ROWS]
     assert others == [[NEW + (prediction == "shifted")] * len(ROWS)] * (NEW - 1)
 
@@ -133,23 +115,26 @@ def test_vicinity_that_covers_everything_is_no_cache() -> None:
     assert max(differences(tiny(3), cache)) < 1e-12
 
 
+def fitting(name: str, topology: str, prediction: str) -> Any:
+    """The cache, refreshed rarely, if it works with such a model."""
+    cache = caches.create(name)
+    if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
+        pytest.skip("refused")
+    return dataclasses.replace(cache, refresh_interval=99) if "refresh_interval" in cache.settings() else cache
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
     """Keys and values of one layer depend on their own token alone: a cache that renews every token's is exact."""
-    cache = caches.create(name)
-    if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
-        pytest.skip("refused")
-    if "refresh_interval" in cache.settings():
-        cache = dataclasses.replace(cache, refresh_interval=99)
-    model = tiny(1, topology, prediction)
+    cache = fitting(name, topology, prediction)
     # several tokens a step, and rows that move at their own pace
+    request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
-        assert max(differences(model, cache, sampler=sampler_for(cache), steps=6)) < 1e-12
-    else:
-        assert max(differences(model, cache, sampler=samplers.create("threshold", threshold=0.3))) < 1e-12
+        request = {"sampler": sampler_for(cache), "steps": 6}
+    assert max(differences(tiny(1, topology, prediction), cache, **request)) < 1e-12
 
 
 @dataclass(frozen=True)
@@ -168,12 +153,24 @@ def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> 
 BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
 
 
+HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
+"""Masks at both ends and in the middle; blocks that are given whole, between blocks that are not."""
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
-@pytest.mark.parametrize(("prediction", "block_length"), [("same", 2), ("same", 8), ("shifted", 4)])
-def test_exact_on_block_causal_models(name: str, prediction: str, block_length: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "new", "prediction", "block_length"),
+    [
+        *((ROWS, NEW, "same", 2), (ROWS, NEW, "same", 8), (ROWS, NEW, "shifted", 4)),
+        *((HOLES, 0, prediction, length) for prediction in ("same", "shifted") for length in (2, 8)),
+    ],
+)
+def test_exact_on_block_causal_models(
+    name: str, rows: list[list[int]], new: int, prediction: str, block_length: int
+) -> None:
     model = tiny(2, "block_causal", prediction)
-    assert max(differences(model, name, block_length=block_length)) < 1e-12
+    assert max(differences(model, name, rows, block_length=block_length, max_new_tokens=new)) < 1e-12
 
 
 def test_hierarchical_is_exact_when_blocks_are_the_models_and_not_below() -> None:
@@ -200,18 +197,6 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
     assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
 
 
-HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
-"""Masks at both ends and in the middle; blocks that are given whole, between blocks that are not."""
-
-
-def fitting(name: str, topology: str, prediction: str) -> Any:
-    """The cache, refreshed rarely, if it works with such a model."""
-    cache = caches.create(name)
-    if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
-        pytest.skip("refused")
-    return dataclasses.replace(cache, refresh_interval=99) if "refresh_interval" in cache.settings() else cache
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -221,14 +206,6 @@ def test_holes_are_filled_as_without_a_cache_with_one_layer(name: str, topology:
     for block_length, new in ((4, 0), (2, 6)):
         changes = {"block_length": block_length, "max_new_tokens": new}
         assert max(differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
-
-
-@pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
-@pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_holes_in_block_causal_models_are_exact(name: str, prediction: str) -> None:
-    model = tiny(2, "block_causal", prediction)
-    for block_length in (2, 8):
-        assert max(differences(model, name, HOLES, block_length=block_length, max_new_tokens=0)) < 1e-12
 
 
 @pytest.mark.thinned
@@ -253,8 +230,7 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
     undecided = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     undecided[data.draw(st.integers(0, length - 1))] = True
     window = data.draw(st.integers(0, 6))
-    masks = np.flatnonzero(undecided).tolist()
-    picks = data.draw(st.permutations(masks))[: data.draw(st.integers(1, 3))]
+    picks = data.draw(st.permutations(np.flatnonzero(undecided).tolist()))[: data.draw(st.integers(1, 3))]
     fresh = [p for p in range(length) if not undecided[p]][:2]
 
     expected = {*picks, *fresh}
@@ -277,8 +253,7 @@ def walked(undecided: np.ndarray, window: int, picks: list[int], fresh: list[int
     state.row_step, state.length = np.array([5]), np.array([len(undecided)])
     state.cache_state = ChangeLog(state)
     state.cache_state.changed_at[0, fresh] = 4
-    needed = DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))
-    return set(np.flatnonzero(needed[0]))
+    return set(np.flatnonzero(DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))[0]))
 
 
 class Counting:
@@ -365,32 +340,6 @@ def test_table(entry: Any, models: dict) -> None:
     assert together.row_nfe[0] == alone.nfe
 
 
-def test_table_follows_from_declarations() -> None:
-    class Facts:
-        topology, prediction, name, whole_blocks = "bidirectional", "same", "a model", False
-
-    @dataclass(frozen=True)
-    class Drafting(type(samplers.create("threshold"))):
-        name = "drafting"
-        needs = Needs(multi_step=True)
-
-    @dataclass(frozen=True)
-    class Rereading(type(samplers.create("threshold"))):
-        name = "rereading"
-        needs = Needs(decided_logits=True)
-
-    allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
-    assert allowed == ["none", "prefix", "dual", "dkv_prefill"]
-    Facts.topology = "block_causal"
-    allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
-    assert {"block", "dual", "prefix", "vicinity"} <= set(allowed) and not {"dkv_decode", "dkv_pd"} & set(allowed)
-    Facts.topology = "bidirectional"
-    refused = [name for name in caches.names() if verdict(Rereading(), caches.create(name), Facts).status == REFUSED]
-    assert {"dkv_decode", "dkv_pd", "dkv_greedy"} <= set(refused) and not {"none", "dual"} & set(refused)
-    settings = caches.create("dkv_decode", refresh_interval=1)
-    assert verdict(samplers.create("threshold"), settings, Facts).status == EXACT
-
-
 def test_to_dict_makes_the_same_cache_again() -> None:
     for name in caches.names():
         cache = caches.create(name)
@@ -475,19 +424,6 @@ def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
         paradec.generate(model, [[1] * 8], cache="none", max_new_tokens=16, block_length=4)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_estimate_is_what_is_allocated(dtype: torch.dtype | None) -> None:
-    model = tiny(3)
-    store = model.make_store(2, 11, None if dtype is None else "bfloat16")
-    positions = torch.arange(4).expand(2, 4)
-    query = Query(torch.arange(2).numpy(), positions, positions, store=StoreCall(torch.arange(2), positions))
-    model(query, store)
-    assert store.nbytes == store_bytes(model.module.config, 2, 11, dtype or torch.float64)
-    assert next(iter(store.layer_keys.values())).dtype == (dtype or torch.float64)
-    store.release()
-    assert store.nbytes == 0 and store.peak_bytes > 0 and not store.valid.any()
-
-
 def test_a_store_beyond_the_machine_is_refused_before_it_is_made() -> None:
     with pytest.raises(ValueError, match=r"would take .* more than this machine's memory .* narrower store_dtype"):
         tiny(1).make_store(10**6, 10**6)
@@ -516,7 +452,6 @@ ASKED: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_
 
 
 def rows_of(out: Any) -> list[list[int]]:
-    """What each row holds, without padding."""
     return [ids[there.bool()].tolist() for ids, there in zip(out.sequences, out.attention_mask, strict=True)]
 
 

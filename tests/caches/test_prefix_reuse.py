@@ -47,13 +47,21 @@ def largest_gap(
     with torch.inference_mode():
         while not ours.done:
             found, expected = method.step(model, ours), method.step(model, theirs)
-            there = found.available
-            gap = max(gap, float((found.scores - expected.scores)[there].abs().max()))
+            gap = max(gap, float((found.scores - expected.scores)[found.available].abs().max()))
             method.commit(ours, found)
             method.commit(theirs, expected)
             if not torch.equal(ours.canvas, theirs.canvas):
                 return float("inf")
     return gap
+
+
+def assert_rows_alone(together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any) -> None:
+    """Each row is what it is alone; the batch takes `extra` forwards more."""
+    for index, row in enumerate(rows):
+        alone = paradec.generate(model, [row], **request)
+        assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+        assert together.finished[index] == alone.finished[0]
+        assert together.row_nfe[index] == alone.nfe + extra
 
 
 def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **changes: Any) -> list[Any]:
@@ -175,8 +183,7 @@ def test_only_what_is_common_is_reused() -> None:
 
 
 def whole_blocks(prediction: str, common: int, prompt: int) -> int:
-    """How many leading positions of a prompt can be taken over, by counting: blocks of 4 that are common, and of which
-    none holds the logits of the first undecided position."""
+    """How many leading positions can be taken over: common blocks of 4 before the first undecided position's logits."""
     logits_at = prompt - (prediction == "shifted")
     return sum(4 for end in range(4, 200, 4) if end <= common and end <= logits_at)
 
@@ -233,10 +240,7 @@ def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
     rows = [SYSTEM + row for row in ROWS]
     together = paradec.generate(model, rows, cache=cache, share_prefix=True, **request())
     assert together.cost.reused_tokens == [8, 8, 8]
-    for index, row in enumerate(rows):
-        alone = paradec.generate(model, [row], cache=cache, **request())
-        assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
-        assert together.row_nfe[index] == alone.nfe + 1
+    assert_rows_alone(together, model, rows, 1, cache=cache, **request())
     assert largest_gap(model, rows, cache, share_prefix=True) < 1e-12
 
 
@@ -248,10 +252,7 @@ def test_samplers_over_a_shared_prefix(sampler: str) -> None:
     changes = request(sampler=method, eos_early_stop=True, temperature=1.0, max_new_tokens=16)
     together = paradec.generate(model, rows, cache="block", share_prefix=True, **changes)
     assert len(set(together.row_nfe)) > 1
-    for index, row in enumerate(rows):
-        alone = paradec.generate(model, [row], cache="block", **changes)
-        assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
-        assert together.finished[index] == alone.finished[0]
+    assert_rows_alone(together, model, rows, 1, cache="block", **changes)
 
 
 def test_a_shared_prefix_is_stored_and_counted_once() -> None:
@@ -345,9 +346,7 @@ def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
         changes = request(block_length=5, cache=cache, prefix=kept)
         together = paradec.generate(model, rows, **changes)
         assert together.cost.reused_tokens == [10, 10, 10]
-        for index, row in enumerate(rows):
-            alone = paradec.generate(model, [row], **changes)
-            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+        assert_rows_alone(together, model, rows, **changes)
 
 
 @pytest.fixture(scope="module")
