@@ -27,7 +27,6 @@ SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", coun
 
 
 def answers(out: Any) -> list[list[int]]:
-    """What each row's answer is, as ids."""
     return [row[-NEW:].tolist() for row in out.sequences]
 
 
@@ -99,8 +98,7 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
                 assert there[row, positions].all()
                 left_out += state.length[row] - len(set(positions.tolist()))
         if state.store is not None:
-            filled = state.store.valid.numpy()
-            assert not (filled & ~there).any()
+            assert not (state.store.valid.numpy() & ~there).any()
         sampler.commit(state, proposal)
     assert left_out > 0
 
@@ -110,10 +108,6 @@ def test_given_text_after_the_window_is_context(cache: str) -> None:
     model = tiny(3)
     holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
     asked = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
-    state = samplers.create("low_confidence").start(model, [holes], **asked)
-    there = state.present[0]
-    assert there[:6].all() and there[6:8].all() and not there[8:10].any()
-    assert there[10:12].all() and not there[12:20].any() and there[20:].all()
     first = paradec.generate(model, [holes], **asked).sequences[0]
     other = paradec.generate(model, [[*holes[:-1], 9]], **asked).sequences[0]
     assert first[:10].tolist() != other[:10].tolist()
@@ -140,20 +134,6 @@ def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
     assert found.shape == (256,) and found[0] == pytest.approx(nearest, abs=1e-3)
     assert found[-1] == pytest.approx(found[0] * math.exp(-8), rel=1e-9)
     assert (np.diff(found) < 0).all()
-
-
-def test_masks_are_kept_as_often_as_the_density_says() -> None:
-    suffix, rows = Suffix(16, "gaussian", scale=1.5), 4000
-    keys = torch.as_tensor(row_keys(list(range(rows)), [[1]] * rows))
-    start, end = np.full(rows, 2), np.full(rows, 4)
-    kept = suffix.choose_masks(np.ones((rows, 30), bool), start, end, keys, None, "same")
-    odds = suffix.probabilities("same", 16)
-    assert not kept[:, :4].any() and not kept[:, 20:].any()
-    share = kept[:, 4:20].mean(0)
-    assert (np.abs(share - odds) < 4.5 * np.sqrt(odds * (1 - odds) / rows) + 1e-9).all()
-    even = Suffix(16, "uniform", count=5).choose_masks(np.ones((rows, 30), bool), start, end, keys, None, "same")
-    assert (even.sum(1) == 5).all() and not even[:, 20:].any()
-    assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
 
 
 @pytest.mark.parametrize(
@@ -193,6 +173,5 @@ def test_several_open_blocks(cache: str) -> None:
             several += end - start > 4
             last = max(stop for _, stop in step.evaluated[row])
             assert last == min(end + window, len(prompt) + 24) or cache == "dual" and last <= end + window
-        alone = paradec.generate(model, [prompt], suffix=window, **asked)
-        assert answers(alone) == [answers(cut)[row]]
+        assert answers(paradec.generate(model, [prompt], suffix=window, **asked)) == [answers(cut)[row]]
     assert several

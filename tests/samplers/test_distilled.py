@@ -1,6 +1,7 @@
 """Distilled students of LlamaGen and VAR: replays of the public code, plain loops, and what must hold."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,47 @@ def golden_teacher(name: str, grid: int) -> LlamaGenModel:
     return LlamaGenModel(module)
 
 
+def replay_steps(
+    sampler: Distilled,
+    model: Any,
+    state: Any,
+    recorded: dict[str, Any],
+    arrays: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    assert_teacher_call: Callable[[Any, dict[str, Any]], None],
+) -> None:
+    """Decode, and compare every recorded step."""
+    calls = 0
+    for step in recorded["steps"]:
+        tokens = torch.tensor(step["tokens"])
+        if step["kind"] == "quantised":
+            assert torch.equal(state.ids[:, : tokens.shape[1]], tokens)
+            assert state.ids.shape == tokens.shape or isinstance(model, DistilledLlamaGenModel)
+            continue
+        if "u" in step:
+            u = torch.tensor(step["u"], dtype=torch.float64).view(state.batch, -1, 1)
+            monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
+        (query,) = sampler.query(state)
+        proposal = sampler.step(model, state)
+        assert torch.equal(proposal.ids.view(tokens.shape), tokens)
+        if step["kind"] == "teacher":
+            assert_teacher_call(query, step)
+            assert_checksum(proposal.logits, step["guided_logits"])
+        else:
+            assert state.plan[state.index] == ("student", step["t"])
+            if "kept" in step:
+                assert (query.kept, state.split) == (step["kept"], step["discrete"])
+            assert_checksum(query.tokens, step["input"])
+            outputs = {"continuous": proposal.continuous, "logits": proposal.logits, "result": proposal.values}
+            for key, value in outputs.items():
+                assert_checksum(value, step[key])
+                if f"{key}.{calls}" in arrays:
+                    torch.testing.assert_close(value.float(), arrays[f"{key}.{calls}"], atol=1e-4, rtol=0)
+            calls += 1
+        sampler.commit(state, proposal)
+    assert state.done and calls == recorded["calls"] and state.teacher_nfe == recorded.get("teacher_calls", 0)
+
+
 @pytest.mark.parametrize("name", LLAMAGEN)
 @replays("name", "dd-llamagen/")
 def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,37 +131,13 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
         assert settings["t_list"][-1] == settings["teacher_end"]
     sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **given)
     state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **taught)
-    calls = 0
-    for step in said["steps"]:
-        if step["kind"] == "quantised":
-            tokens = torch.tensor(step["tokens"])
-            assert torch.equal(state.ids[:, : tokens.shape[1]], tokens)
-            continue
-        if "u" in step:
-            u = torch.tensor(step["u"], dtype=torch.float64).view(state.batch, -1, 1)
-            monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
-        (query,) = sampler.query(state)
-        proposal = sampler.step(model, state)
-        if step["kind"] == "teacher":
-            assert query.positions[0].tolist() == step["positions"]
-            assert state.teaching is not None
-            assert_checksum(state.teaching.answer(query), step["raw_logits"])
-            assert_checksum(proposal.logits, step["guided_logits"])
-            assert proposal.ids.squeeze(1).tolist() == step["tokens"]
-        else:
-            assert state.plan[state.index] == ("student", step["t"])
-            assert_checksum(query.tokens, step["input"])
-            assert_checksum(proposal.continuous, step["continuous"])
-            assert_checksum(proposal.logits, step["logits"])
-            assert_checksum(proposal.values, step["result"])
-            for key in ("continuous", "logits"):
-                torch.testing.assert_close(getattr(proposal, key).float(), arrays[f"{key}.{calls}"], atol=1e-4, rtol=0)
-            torch.testing.assert_close(proposal.values.float(), arrays[f"result.{calls}"], atol=1e-4, rtol=0)
-            assert proposal.ids.tolist() == step["tokens"]
-            calls += 1
-        sampler.commit(state, proposal)
-    assert state.done and calls == said["calls"] and state.teacher_nfe == said.get("teacher_calls", 0)
-    assert state.nfe.tolist() == [calls + state.teacher_nfe] * state.batch
+
+    def assert_teacher_call(query: Any, step: dict[str, Any]) -> None:
+        assert query.positions[0].tolist() == step["positions"]
+        assert_checksum(state.teaching.answer(query), step["raw_logits"])
+
+    replay_steps(sampler, model, state, said, arrays, monkeypatch, assert_teacher_call)
+    assert state.nfe.tolist() == [said["calls"] + state.teacher_nfe] * state.batch
     if "codes" in said:
         assert state.ids[:, : settings["t_list"][-1]].tolist() == said["codes"]
     # the reference's pictures are not clamped
@@ -172,59 +190,10 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
         torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
 
 
-@torch.no_grad()
-def test_kept_tokens_become_codes_up_to_the_split_alone() -> None:
-    student = tiny_student()
-    sampler = Distilled(t_list=(0, 3, 9), split=5)
-    state = sampler.start(student, [3], seed=2)
-    x = noise = state.noise[0]
-    for kept in (0, 3, 9):
-        x = distilled_stage(student, 3, x, noise, kept, 5)
-        sampler.commit(state, sampler.step(student, state))
-        torch.testing.assert_close(state.tokens[0], x, atol=1e-10, rtol=0)
-    book = student.codes()
-    distance = torch.cdist(state.tokens[0], book).amin(-1)
-    assert (distance[:5] < 1e-6).all() and (distance[5:] > 1e-3).all()
-
-
 def test_rows_begin_with_noise_of_their_own() -> None:
     noise = Distilled().start(tiny_student(), [1] * 400, seed=0).noise.flatten()
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
     assert len(noise.unique()) == len(noise)  # copies of a row have their own
-
-
-def test_stages_follow_the_request() -> None:
-    student = tiny_student(second=6, split=7)
-    plans = {}
-    for name, given, steps in (
-        ("one", {}, 1),
-        ("two", {}, 2),
-        ("default", {}, None),
-        ("listed", {"t_list": (0, 2, 4)}, None),
-        ("whole", {"t_list": (0, 16)}, None),  # nothing is left to decode at the last stage
-        ("taught", {"teacher": tiny_llamagen(), "teacher_start": 4}, 2),
-        ("taught from 0", {"teacher": tiny_llamagen(), "t_list": (0, 2)}, None),
-        ("drawn", {"teacher": tiny_llamagen(), "t_list": (0, 16), "teacher_start": 15}, None),
-    ):
-        plans[name] = Distilled(**given).start(student, [1], steps=steps, seed=0).plan
-    first = ("student", 0)
-    assert plans["one"] == plans["whole"] == [first]
-    assert plans["two"] == plans["default"] == [first, ("student", 6)]
-    assert plans["listed"] == [first, ("student", 2), ("student", 4)]
-    assert plans["taught"] == [first, ("teacher", 4), ("teacher", 5), ("student", 6)]
-    assert plans["taught from 0"] == [("teacher", 0), ("teacher", 1), ("student", 2)]
-    assert plans["drawn"] == [first, ("teacher", 15)]
-    assert Distilled().start(student, [1], seed=0).split == 7
-    # the published ones
-    sizes = {"n_layer": 1, "n_head": 16, "vocab_size": 8, "num_classes": 2, "ffn_dim": 8}
-    for dim, split in ((768, 80), (1024, 130)):
-        config = DistilledLlamaGenConfig(dim=dim, **sizes)
-        assert (config.second, config.split) == (80, split)
-    counts = []
-    for calls in (22, 42, 81):
-        sampler = paradec.samplers.create("distilled", preset=f"llamagen_l_{calls}", teacher=tiny_llamagen())
-        counts.append(len(sampler.plan(tiny_student(grid=16).facts.stages, None)))
-    assert counts == [22, 42, 81]
 
 
 def test_a_drawn_picture_is_the_teacher_s() -> None:
@@ -341,42 +310,16 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         taught |= {"top_p": settings["top_p"] or None}
     sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **given)
     state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **taught)
-    calls = 0
-    for step in said["steps"]:
-        if step["kind"] == "quantised":
-            assert state.ids.tolist() == step["tokens"]
-            continue
-        if "u" in step:
-            u = torch.tensor(step["u"], dtype=torch.float64).unsqueeze(-1)
-            monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
-        (query,) = sampler.query(state)
-        proposal = sampler.step(model, state)
-        if step["kind"] == "teacher":
-            assert query.positions.shape[1] == step["evaluated"]
-            if settings["cfg"]:  # the reference evaluates the half without weight at 0 too
-                assert query.branches * state.batch == step["rows"]
-            assert state.teaching is not None
-            raw = state.teaching.answer(query)
-            if raw.numel() == step["raw_logits"][0]:  # not of the prefix, nor of a half without weight
-                assert_checksum(raw, step["raw_logits"])
-            assert_checksum(proposal.logits, step["guided_logits"])
-            assert proposal.ids.tolist() == step["tokens"]
-        else:
-            assert state.plan[state.index] == ("student", step["t"])
-            assert (query.kept, state.split) == (step["kept"], step["discrete"])
-            assert_checksum(query.tokens, step["input"])
-            assert_checksum(proposal.continuous, step["continuous"])
-            assert_checksum(proposal.logits, step["logits"])
-            assert_checksum(proposal.values, step["result"])
-            for key, found in (("continuous", proposal.continuous), ("logits", proposal.logits)):
-                if f"{key}.{calls}" in arrays:
-                    torch.testing.assert_close(found.float(), arrays[f"{key}.{calls}"], atol=1e-4, rtol=0)
-            if f"result.{calls}" in arrays:
-                torch.testing.assert_close(proposal.values.float(), arrays[f"result.{calls}"], atol=1e-4, rtol=0)
-            assert proposal.ids.tolist() == step["tokens"]
-            calls += 1
-        sampler.commit(state, proposal)
-    assert state.done and calls == said["calls"] and state.teacher_nfe == said.get("teacher_calls", 0)
+
+    def assert_teacher_call(query: Any, step: dict[str, Any]) -> None:
+        assert query.positions.shape[1] == step["evaluated"]
+        if settings["cfg"]:  # the reference evaluates the half without weight at 0 too
+            assert query.branches * state.batch == step["rows"]
+        raw = state.teaching.answer(query)
+        if raw.numel() == step["raw_logits"][0]:  # not of the prefix, nor of a half without weight
+            assert_checksum(raw, step["raw_logits"])
+
+    replay_steps(sampler, model, state, said, arrays, monkeypatch, assert_teacher_call)
     if "f_hat" in arrays:
         torch.testing.assert_close(model.latent(state.tokens).float(), arrays["f_hat"], atol=1e-4, rtol=0)
     images = model.decode(state.tokens)
@@ -449,22 +392,6 @@ def test_one_call_is_the_network_s() -> None:
     torch.testing.assert_close(state.tokens, x, atol=1e-10, rtol=0)
 
 
-@torch.no_grad()
-def test_a_token_sees_coarser_scales_and_itself() -> None:
-    student = tiny_var_student()
-    ends = student.facts.stages.kept
-    noise = torch.randn(1, ends[-1], 4, dtype=torch.float64)
-    plain = torch.cat(student.module(torch.tensor([3]), noise, 0), -1)
-    scale = 1
-    at = ends[scale]
-    other = noise.clone()
-    other[0, at] += 1
-    changed = (torch.cat(student.module(torch.tensor([3]), other, 0), -1) - plain).abs().amax(-1)[0] > 1e-9
-    expected = torch.arange(ends[-1]) >= ends[scale + 1]
-    expected[at] = True
-    assert torch.equal(changed, expected)
-
-
 def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     student = tiny_var_student()
     weights, module = student.module.state_dict(), student.module
@@ -499,10 +426,16 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
 
 def test_published_stages() -> None:
     assert SECONDS == {1024: 5, 1280: 4, 1536: 4}
-    for name, calls in (("var_d16_3", 3), ("var_d16_4", 4), ("var_d16_6", 6)):
-        sampler = paradec.samplers.create("distilled", preset=name, teacher=tiny_var())
-        stages = Stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
-        assert len(sampler.plan(stages, None)) == calls
+    sizes = {"n_layer": 1, "n_head": 16, "vocab_size": 8, "num_classes": 2, "ffn_dim": 8}
+    published = [DistilledLlamaGenConfig(dim=dim, **sizes) for dim in (768, 1024)]
+    assert [(config.second, config.split) for config in published] == [(80, 80), (80, 130)]
+    scales = Stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
+    tokens = tiny_student(grid=16).facts.stages
+    for name, calls in (("llamagen_l_", (22, 42, 81)), ("var_d16_", (3, 4, 6))):
+        teacher, stages = (tiny_llamagen(), tokens) if name.startswith("llamagen") else (tiny_var(), scales)
+        for count in calls:
+            sampler = paradec.samplers.create("distilled", preset=f"{name}{count}", teacher=teacher)
+            assert len(sampler.plan(stages, None)) == count
 
 
 def test_the_command_takes_a_teacher(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from images import random_mar
 from oracles.pictures import cspd_token
 from recorded import checksum, image_case, image_cases, replays
 from torch import Tensor
@@ -18,7 +19,6 @@ import paradec
 from paradec.core.protocol import Sampler, decode
 from paradec.models.images.continuous import ContinuousQuery, TokenDistribution, solver
 from paradec.models.images.mar import MAR, MARModel
-from paradec.models.images.vq import KLDecoder, VQConfig
 from paradec.samplers.pictures.cspd import CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
@@ -289,28 +289,14 @@ def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
     assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
 
 
-SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
-SIZES |= {"head_depth": 1, "head_width": 16}
-
-
-def make(seed: int, dtype: torch.dtype = torch.float64, **sizes: int) -> MARModel:
-    torch.manual_seed(seed)
-    module = MAR(**(SIZES | sizes)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    # a head that stays near the noise that it is given
-    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
-    return MARModel(module.to(dtype), name=f"mar-{seed}")
-
-
 @pytest.fixture(scope="module")
 def model() -> MARModel:
-    return make(0)
+    return random_mar(0)
 
 
 @pytest.fixture(scope="module")
 def draft() -> MARModel:
-    return make(1, width=8, head_width=8)
+    return random_mar(1, width=8, head_width=8)
 
 
 @pytest.fixture(scope="module")
@@ -326,22 +312,6 @@ def near(model: MARModel) -> MARModel:
 def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) -> Any:
     given = {"steps": 8, "guidance_scale": 2.0, "seed": 4} | request
     return decode(sampler, model, sampler.start(model, list(labels), **given))
-
-
-def test_the_schedule(draft: MARModel, model: MARModel) -> None:
-    for steps, num_draft, ratio, expected in (
-        (8, 3, 0.15, [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]),
-        (8, 3, 0.0, [(0, 1), (1, 4), (4, 7), (7, 8)]),
-        (4, 1, 0.25, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        (5, 9, 0.0, [(0, 1), (1, 5)]),
-        (1, 8, 0.15, [(0, 1)]),
-    ):
-        state = CSpD(draft, num_draft, ratio).start(model, 1, steps=steps)
-        assert [(call.start, call.stop) for call in state.calls] == expected
-        assert state.targets == 1 + math.floor(ratio * steps)
-        assert state.left[-1] == 0 and state.left[0] == 16 and len(state.left) == len(expected) + 1
-    published = CSpD(make(1, side=16)).start(make(0, side=16), 1)
-    assert len(published.calls) == 17 and published.targets == 10
 
 
 def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
@@ -423,19 +393,6 @@ def test_generate_images(model: MARModel, near: MARModel) -> None:
     assert not torch.equal(cool, out.tokens)
 
 
-VAE = {"channels": 32, "channel_mult": (1, 1), "res_blocks": 1, "attention": False, "z_channels": 4}
-
-
-def with_vae(model: MARModel, seed: int) -> MARModel:
-    torch.manual_seed(seed)
-    return MARModel(model.module, KLDecoder(VQConfig(**VAE)), name=f"{model.facts.name}-{seed}")
-
-
-def test_draft_models_of_the_same_pictures_or_of_none(model: MARModel, draft: MARModel) -> None:
-    for fits in (with_vae(draft, 0), draft):
-        assert CSpD(fits).start(with_vae(model, 0), [1], steps=4).index == 0
-
-
 @pytest.mark.parametrize("sections", [(4,), (1,), (3, 1), (10, 1), (2, 2, 3), (1000,)])
 def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
     times, table = solver(sections)
@@ -448,10 +405,3 @@ def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
         assert len(inside) == count and inside[0] == low and (count == 1 or inside[-1] == high - 1)
     assert sections_of(",".join(map(str, sections))) == sections_of(sections) == sections
     assert CSpD(head_steps=list(sections)) == CSpD(head_steps=sections)
-
-
-def test_progress(model: MARModel, near: MARModel) -> None:
-    seen = []
-    sampler = CSpD(near, num_draft=3, head_steps="2,1")
-    images(model, sampler=sampler, callback=lambda state, commit: seen.append(state.progress))
-    assert seen == [(2, 32), (4, 32), (10, 32), (26, 32), (32, 32)]

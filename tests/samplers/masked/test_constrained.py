@@ -115,7 +115,6 @@ class Never:
 
 
 def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any) -> tuple[Any, Any, Any]:
-    """Sampler, model and state of a recorded case."""
     settings, slots, size = case.get("settings", {}), case["slots"], len(case["vocab"])
     canvas, holes = case["canvas"] if canvas is None else canvas, case.get("holes") or []
     if not holes and not case["ends"] and canvas.count(None) == slots:
@@ -140,7 +139,6 @@ def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = Non
 
 
 def text_of(state: Any, case: dict[str, Any]) -> list[int]:
-    """The row's text; what comes after it holds end tokens."""
     canvas = state.canvas[0, 1 : 1 + case["slots"]].tolist()
     kept = canvas[: int(state.end[0]) - 1] if case.get("ends") else canvas
     return kept + [case["end"]] * (case["slots"] - len(kept))
@@ -297,8 +295,8 @@ def all_runs(
 ) -> dict[tuple[int, ...], list[float]]:
     """Every text that a request at temperature 1 can give: its probability, and the sum of probability times weight.
 
-    Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
-    takes as candidates has to be that text."""
+    Each step is taken once for every text that it may draw, with numbers that draw this text.
+    """
     tracker = type("Own", (Recorded,), {"forced": forced})
     monkeypatch.setattr(constraints, "MaskedConstraint", tracker)
     automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
@@ -356,19 +354,24 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
         assert away == pytest.approx(expected["distance"][kind], rel=1e-9, abs=1e-12)
 
 
+def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: Any) -> dict[str, Any]:
+    """A case whose slots are independent of each other."""
+    size = len(vocab) + 1
+    return {
+        "vocab": [*vocab, "<end>"], "end": size - 1, "ends": True, "slots": slots, "canvas": [None] * slots,
+        "constraint": {"regex": pattern}, "settings": settings,
+        "model": {"bias": bias or [[0.0] * size] * slots, "pair": [[[[0.0] * size] * size] * slots] * slots},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("pattern", ["[ab]c?[ab]|cab", "(ab|ba|cc)[abc]", "[abc]{2,3}"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the slots are independent of each other, the mean weight is how likely the model writes a text of the
-    constraint, whatever the order; and weights make every text as likely as it is."""
+    """With independent slots, weights make every text as likely as the model does, whatever the order."""
     monkeypatch.setattr(Ordered, "where", lambda canvas: sorted(at for at in range(3) if canvas[at] is None)[place])
-    vocab, draw = [*"abc", "<end>"], torch.Generator().manual_seed(len(pattern))
-    bias, slots = torch.randn(3, 4, generator=draw).tolist(), 3
-    case = {
-        "vocab": vocab, "end": 3, "ends": True, "slots": slots, "canvas": [None] * slots,
-        "constraint": {"regex": pattern}, "model": {"bias": bias, "pair": [[[[0.0] * 4] * 4] * slots] * slots},
-        "settings": {"rule": {}, "temperature": 1.0},
-    }  # fmt: skip
+    draw, slots = torch.Generator().manual_seed(len(pattern)), 3
+    bias = torch.randn(3, 4, generator=draw).tolist()
+    case = case_of("abc", slots, pattern, bias, rule={}, temperature=1.0)
     expected = dict.fromkeys(itertools.product(range(4), repeat=slots), 0.0)
     fits = [text for text in expected if accepts(automaton_of(case), text)]
     p = softmax(torch.tensor(bias, dtype=torch.float64))
@@ -382,11 +385,8 @@ def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch:
 @pytest.mark.parametrize("pattern", ["abc", "a[ab]", "a[ab]c|cab"])
 def test_weights_count_a_template(pattern: str, block: int) -> None:
     """Of a uniform model: the share of a block's tokens with which a text can go on, of every block."""
-    vocab, slots = [*"abcd", "<end>"], 3
-    case = {
-        "vocab": vocab, "end": 4, "ends": True, "slots": slots, "canvas": [None] * slots,
-        "constraint": {"regex": pattern}, "model": {"bias": [[0.0] * 5] * 3, "pair": [[[[0.0] * 5] * 5] * 3] * 3},
-    }  # fmt: skip
+    slots = 3
+    case = case_of("abcd", slots, pattern)
     texts = [text for text in itertools.product(range(5), repeat=slots) if accepts(automaton_of(case), text)]
     asked: dict[str, Any] = {"constraint": paradec.Regex(pattern), "max_new_tokens": slots, "block_length": block}
     asked |= {"temperature": 1.0, "seed": [*range(3)], "eos_early_stop": False}
@@ -507,11 +507,7 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
 
 def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the canvas a step of {ab, ba}: each alone would be aa or bb half of the time."""
-    case = {
-        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
-        "constraint": {"regex": "ab|ba"}, "model": {"bias": [[0.0] * 3] * 2, "pair": [[[[0.0] * 3] * 3] * 2] * 2},
-        "settings": {"rule": {"name": "low_confidence", "steps": 1}, "temperature": 1.0},
-    }  # fmt: skip
+    case = case_of("ab", 2, "ab|ba", rule={"name": "low_confidence", "steps": 1}, temperature=1.0)
     found = all_runs(case, None, monkeypatch)
     assert {text: mass for text, (mass, _) in found.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
 
@@ -531,11 +527,7 @@ def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_said(bad: float) -> None:
-    case = {
-        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
-        "constraint": {"regex": "ab|ba"},
-        "model": {"bias": [[0.0] * 3, [bad, 0.0, 0.0]], "pair": [[[[0.0] * 3] * 3] * 2] * 2},
-    }  # fmt: skip
+    case = case_of("ab", 2, "ab|ba", [[0.0] * 3, [bad, 0.0, 0.0]])
     sampler, model, state = begun(case)
     proposal = sampler.step(model, state)
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):

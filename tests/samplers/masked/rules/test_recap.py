@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from images import random_uvit
 from places import GOLDEN
 from recorded import Refused, find_weights, golden, read_head, read_json, replay, replays
 from safetensors.torch import load_file, save_file
 
 import paradec
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.uvit import UViT, UViTModel, load_uvit
+from paradec.models.images.uvit import UViTModel, load_uvit
 from paradec.samplers.masked.rules.maskgit import counts
 from paradec.samplers.masked.rules.recap import Recap
 
@@ -29,19 +30,6 @@ SCHEDULES = [
     path for path in FILES if isinstance(read_head(path), list) and all("nc" in row for row in read_head(path))
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # that it cannot win on so small a model
-
-
-@pytest.fixture(scope="module")
-def golden_model() -> UViTModel:
-    return load_uvit(TRACES / "golden_recap_uvit.safetensors", heads=4)
-
-
-def random_model(depth: int, seed: int = 0) -> UViTModel:
-    torch.manual_seed(seed)
-    module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return UViTModel(module)
 
 
 def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
@@ -84,8 +72,6 @@ def groups_of(log: list[dict[str, Any]], positions: int) -> list[Group]:
 
 @dataclass(frozen=True)
 class Replayed(Recap):
-    """Recap with recorded draws."""
-
     groups: Any = ()
 
     def at(self, state: Any) -> tuple[Group, int]:
@@ -219,15 +205,14 @@ def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> N
     """Where the reference's last count is negative, or its grouping loses tokens, ours adds up and is positive."""
     sizes = counts("power", masks, steps)
     assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
-    sampler = Recap(local_steps=local, full_groups=full)
-    lengths = np.bincount(sampler.group_index(np.arange(steps)))
+    lengths = np.bincount(Recap(local_steps=local, full_groups=full).group_index(np.arange(steps)))
     assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize("cache", ["none", "recap"])
 def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
-    model = random_model(2)
+    model = random_uvit(2)
     request = {"steps": 5, "temperature": 1.0, "guidance_scale": guidance, "seed": 3, "trace": True}
     rows = prompts(model, 0, 3)
     settings = {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65, "guidance_start": 1.0}
@@ -240,7 +225,7 @@ def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
 @pytest.mark.parametrize("order", ["confidence", "halton"])
 @pytest.mark.parametrize(("depth", "local"), [(4, 4), (0, 1), (0, 2)])
 def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
-    model = random_model(depth)
+    model = random_uvit(depth)
     sampler = Recap(local_steps=local, order=order)
     states = [
         sampler.start(model, prompts(model, 1, 2), cache=cache, steps=5, temperature=1.0, seed=4)
@@ -265,7 +250,7 @@ def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
 @pytest.mark.parametrize("start", [None, 1.5])
 def test_local_steps_are_guided(cache: str, start: float | None) -> None:
     """uncond + w (cond - uncond), also where the targets alone are evaluated."""
-    model, steps, last = random_model(0), 6, 4.0
+    model, steps, last = random_uvit(0), 6, 4.0
     sampler = Recap(local_steps=2, final_temperature=None, guidance_start=start)
     rows = prompts(model, 1, 3)
     state = sampler.start(model, rows, cache=cache, steps=steps, temperature=1.0, guidance_scale=last, seed=4)
@@ -289,7 +274,7 @@ def test_local_steps_are_guided(cache: str, start: float | None) -> None:
 
 
 def test_local_steps_evaluate_the_targets_alone() -> None:
-    model = random_model(2)
+    model = random_uvit(2)
     sampler = Recap(local_steps=1, full_groups=1)
     out = paradec.generate(
         model, prompts(model, 1), sampler=sampler, cache="recap", steps=5, temperature=1.0, trace=True
@@ -307,20 +292,9 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
     ]
 
 
-def test_bad_requests(golden_model: UViTModel) -> None:
-    with pytest.raises(ValueError, match="label=11 must be an integer from 0 to 10"):
-        golden_model.class_token(11)
-    with pytest.raises(ValueError, match="is less than the 64 positions"):
-        sampler = Recap(order="halton", height=4, width=4)
-        paradec.generate(golden_model, prompts(golden_model, 1), sampler=sampler)
-    with pytest.raises(ValueError, match="depth=3 must be even"):
-        UViT(depth=3)
-
-
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     weights = load_file(TRACES / "golden_recap_uvit.safetensors")
-    broken = {**weights, "mid_block.attn.proj.bias": torch.zeros(3)}
-    save_file(broken, tmp_path / "broken.safetensors")
+    save_file({**weights, "mid_block.attn.proj.bias": torch.zeros(3)}, tmp_path / "broken.safetensors")
     with pytest.raises(CheckpointError, match="do not fit a U-ViT: .*mid_block.attn.proj.bias"):
         load_uvit(tmp_path / "broken.safetensors", heads=4)
     save_file({"norm.weight": weights["norm.weight"]}, tmp_path / "other.safetensors")
@@ -328,12 +302,3 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
         load_uvit(tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="heads=5 must divide width=32"):
         load_uvit(TRACES / "golden_recap_uvit.safetensors", heads=5)
-
-
-@pytest.mark.parametrize(
-    ("steps", "full_groups", "full", "local"),
-    [(32, 12, 22, 10), (24, 10, 17, 7), (20, 10, 15, 5), (16, 8, 12, 4), (16, 0, 8, 8)],
-)
-def test_published_scripts_evaluate_so_often(steps: int, full_groups: int, full: int, local: int) -> None:
-    place = Recap(full_groups=full_groups).index_in_group(np.arange(steps))
-    assert ((place == 0).sum(), (place > 0).sum()) == (full, local)
