@@ -130,6 +130,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 PROVENANCE = "says where the recording comes from"
 CHOICE = "chooses the replay"
+UNREFUSED = "read of cases that are not refused"
+BEHIND = "of blocks behind an end"
 DERIVED = "follows from what is compared"
 BOOKKEEPING = "counted by the reference alone; its calls are compared"
 NOT_COMPARED: dict[str, str] = {
@@ -163,28 +165,24 @@ NOT_COMPARED: dict[str, str] = {
     ),
     **dict.fromkeys(("steps.cached", "settings.rollout_p", "full_attention"), BOOKKEEPING),
     **dict.fromkeys(("settings.cache", "settings.function"), CHOICE),
-    **dict.fromkeys(("answer", "correct", "decoded", "prompt"), "read of cases that are not refused"),
-    **dict.fromkeys(("cases.final_ids", "cases.prompt_ids"), "read of cases that are not refused"),
+    **dict.fromkeys(("answer", "correct", "decoded", "prompt"), UNREFUSED),
+    **dict.fromkeys(("cases.final_ids", "cases.prompt_ids"), UNREFUSED),
     "block_history": "read of adaptive blocks alone",
     "steps.fed": "read of rules that are compared by position",
-    **dict.fromkeys(("rope_parameters.factor", "long_factor", "short_factor"), "read of cases that are not refused"),
+    **dict.fromkeys(("rope_parameters.factor", "long_factor", "short_factor"), UNREFUSED),
     **dict.fromkeys(
         ("original_max_position_embeddings", "max_position_embeddings"), "read of cases that are not refused"
     ),
-    **dict.fromkeys(("attention_factor", "inv_freq", "cos", "sin", "positions"), "read of cases that are not refused"),
-    **dict.fromkeys(("head_dim", "cases.adapter", "cases.input_ids"), "read of cases that are not refused"),
-    **dict.fromkeys(("cases.before", "cases.causal", "cases.name"), "read of cases that are not refused"),
+    **dict.fromkeys(("attention_factor", "inv_freq", "cos", "sin", "positions"), UNREFUSED),
+    **dict.fromkeys(("head_dim", "cases.adapter", "cases.input_ids"), UNREFUSED),
+    **dict.fromkeys(("cases.before", "cases.causal", "cases.name"), UNREFUSED),
     **dict.fromkeys(("steps.ids", "steps.closed", "calls.stored"), "of calls that only store a block"),
     **dict.fromkeys(("steps.done", "steps.logits", "steps.original", "steps.post_steps", "steps.steps"), DERIVED),
     "explicit_given": CHOICE,
     **dict.fromkeys(("drafts", "hidden", "input_ids", "logits"), "of a last call that paradec does not make"),
     **dict.fromkeys(("max_new_tokens", "settings.sampler", "block_length"), "drawn: replayed, not decoded again"),
-    **dict.fromkeys(
-        ("blocks.calls", "committed", "blocks.first", "next_first", "trajectory"), "of blocks behind an end"
-    ),
-    **dict.fromkeys(
-        ("cached_after", "converged", "iterations", "greedy", "max_new_seq_len"), "of blocks behind an end"
-    ),
+    **dict.fromkeys(("blocks.calls", "committed", "blocks.first", "next_first", "trajectory"), BEHIND),
+    **dict.fromkeys(("cached_after", "converged", "iterations", "greedy", "max_new_seq_len"), BEHIND),
     **dict.fromkeys(("averaged_logits", "input_tokens", "kv"), "of calls that evaluate a half without weight"),
     **dict.fromkeys(("f_hat", "next_input", "teacher_end", "unknown_after", "result"), DERIVED),
     **dict.fromkeys(("draws", "settings.eos", "seed"), "nothing is drawn by it"),

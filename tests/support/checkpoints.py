@@ -39,7 +39,6 @@ DREAM = {
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Weights of the right names and shapes for a small config, float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -77,7 +76,6 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -> Path:
-    """A checkpoint folder of a config and weights (random ones by default)."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath("config.json").write_text(json.dumps(config))
     weights = random_weights(config) if weights is None else weights
@@ -100,7 +98,6 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 19]
 
 
 def shard(folder: Path, to: Path) -> dict[str, str]:
-    """Split model.safetensors into two shards with an index; returns the index's weight_map."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("model.safetensors"))
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
@@ -168,7 +165,6 @@ REMOTE_FILES = ("modeling_sdar.py", "configuration_sdar.py", "modeling.py", "con
 
 
 def family_weights(family: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights under the names of the published files, float64."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head = config.get("head_dim", hidden // config["num_attention_heads"])
     wide, narrow = (config[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
@@ -220,8 +216,7 @@ def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
 def write_family(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
     """A checkpoint folder in the published format, with remote code that must not run."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = changed(CONFIGS[family], **fields)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(changed(CONFIGS[family], **fields)))
     save_file(family_weights(family, CONFIGS[family]) if weights is None else weights, folder / "model.safetensors")
     write_tokenizer(folder, MASK_NAMES[family])
     for name in REMOTE_FILES:
@@ -236,7 +231,6 @@ MOE_CHECKPOINTS = sorted(path.parent for path in MOE_RECORDED.glob("*/forwards.j
 
 
 def moe_forwards(name: str | Path) -> dict[str, Any]:
-    """`forwards.json` of a checkpoint."""
     return read_json(MOE / name / "forwards.json")
 
 
@@ -247,7 +241,6 @@ def moe_format(name: str | Path) -> str:
 
 
 def moe_facts(name: str | Path) -> dict[str, Any]:
-    """What `load` must be told, since the published config.json does not say it."""
     facts = moe_forwards(name)["facts"]
     block = {"block_length": facts["block"]} if moe_format(name) == "llada2-tiny" else {}
     return {"mask_token_id": facts["mask"]} | block
@@ -286,14 +279,12 @@ MOE_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def small_config(name: str, **fields: Any) -> dict[str, Any]:
-    """A golden checkpoint's config.json with smaller sizes: a dense layer, and one of experts; blocks of 4."""
     config = json.loads((MOE / name / "config.json").read_text())
     config.pop("mask_token_id", None)
     return config | MOE_SIZES | MOE_FIELDS[name] | fields
 
 
 def small_weights(name: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Random weights under the published names, float64."""
     hidden, vocab, experts = (config[field] for field in ("hidden_size", "vocab_size", "num_experts"))
     heads, pairs = config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim", hidden // heads)

@@ -35,7 +35,6 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 
 def refused(*arguments: object) -> str:
-    """The one line that the command ends with."""
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

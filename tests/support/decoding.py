@@ -31,8 +31,7 @@ MASKED = [
 
 
 def fits(name: str, model: Model) -> bool:
-    """Whether the model can give what the sampler asks for: some evaluate masks beside the row (`mask_probes`), some
-    are for some topologies."""
+    """Whether the model can give what the sampler needs: calls with `mask_probes`, or a topology."""
     needs = getattr(paradec.samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
@@ -122,8 +121,6 @@ def ticket_ids(ticket: Ticket) -> list[int]:
 
 
 class Recorder:
-    """A streamer that keeps what it is given."""
-
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
         self.drafts: list[list[int]] = []
@@ -141,8 +138,6 @@ class Recorder:
 
 
 class TensorRecorder:
-    """A streamer of batches that keeps what it is given."""
-
     def __init__(self) -> None:
         self.puts: list[Tensor] = []
         self.ends = 0
@@ -156,8 +151,7 @@ class TensorRecorder:
 
 
 class Failing:
-    """A model that fails for rows in which a token stands, or once it has been called so often. It raises `error`, or
-    returns NaN where there is none."""
+    """A model that raises `error`, or returns NaN, for rows with a token or after some calls."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
         self.model, self.token, self.left, self.error = model, token, calls, error
@@ -244,7 +238,8 @@ def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> None:
-    """The call raises an error that says this."""
-    with pytest.raises(error, match=message):
+def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> str:
+    """The text of the error that the call raises, in which `message` is found."""
+    with pytest.raises(error, match=message) as raised:
         call()
+    return str(raised.value)

@@ -35,7 +35,6 @@ def tiny_base(layers: int = 2, seed: int = 0) -> Model:
 def eagle_weights(
     hidden: int = 16, vocab: int = VOCAB, kv_heads: int = 2, bias: bool = True, qkv_bias: bool = False, seed: int = 1
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and weights as EAGLE's authors publish them."""
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": 24,
         "max_position_embeddings": 64, "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 1,
@@ -103,8 +102,7 @@ def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
     rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
     if guided:
         request["negative_prompt"] = Prompts([NEGATIVE[:2][i % 2] for i in range(2 * ROWS)], False, [0] * len(rows))
-    prompts = Prompts(rows, False, [0] * len(rows))
-    state = sampler.start(base, prompts, seed=len(request), max_new_tokens=NEW, **request)
+    state = sampler.start(base, Prompts(rows, False, [0] * len(rows)), seed=len(request), max_new_tokens=NEW, **request)
     decode(sampler, base, state)
     found = state.canvas.gather(1, torch.as_tensor(state.prompt_length)[:, None] + torch.arange(NEW))
     every = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW)))
@@ -143,14 +141,11 @@ class Recording:
 def drafts_after(
     drafter: Any, base: Model, ids: Tensor, case: dict[str, Any], window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Drafts [n] and their q [n, V] after `anchor` evaluated tokens and the one at the anchor, which the first
-    step commits: its logits are made to say so. `case["uniform"]` are the numbers that drafts are drawn with. window:
-    of drafters that draft token by token."""
+    """Drafts [n] and their q [n, V] after the token at `anchor`. window: of drafters that draft token by token."""
     settings = {} if window is None else {"window": window}
     anchor, sampler = case["anchor"], paradec.samplers.create("speculative", drafter=drafter, **settings)
     width = window or drafter.slots
-    request = Request(max_new_tokens=width + 1, temperature=case["temperature"])
-    state = sampler.start(base, ids[None, :anchor], request)
+    state = sampler.start(base, ids[None, :anchor], Request(max_new_tokens=width + 1, temperature=case["temperature"]))
     queries = sampler.query(state)
     outputs = [base(query, state.store) for query in queries]
     certain = [torch.full_like(each, -1e4).index_fill(-1, ids[anchor : anchor + 1], 0.0) for each in outputs]
@@ -181,5 +176,4 @@ def pair_p_value(
     p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
     p = p.reshape(6, 36).sum(0)
     pairs = torch.cartesian_prod(*[torch.tensor([*kept])] * 2)
-    counts = exactness.counted(found, pairs, 64)
-    return float(exactness.p_value(counts, p.double().numpy()))
+    return float(exactness.p_value(exactness.counted(found, pairs, 64), p.double().numpy()))

@@ -21,8 +21,7 @@ def block_logits(model: Model, ids: list[int], start: int) -> Tensor:
     """[W, V]: what the model says of the tokens from `start` on, where nothing stands after `ids`."""
     tokens = torch.tensor([ids])
     logits = model(Query(rows=np.zeros(1, np.int64), tokens=tokens, positions=torch.arange(len(ids)).unsqueeze(0)))[0]
-    source = (torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)
-    return logits[source]
+    return logits[(torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)]
 
 
 class HostEngine:
@@ -38,7 +37,6 @@ class HostEngine:
         self.ids[key] = prompt[: self.hosted.window(key)[0]]
 
     def round(self, keys: list[Any]) -> dict[Any, Any]:
-        """One forward and one step of some rows."""
         logits = {}
         for key in keys:
             start, window = self.hosted.window(key)
@@ -57,8 +55,6 @@ BLOCK = 4
 
 @dataclass(frozen=True)
 class Rule:
-    """An algorithm's configuration, and the sampler that it stands for."""
-
     why: str
     make: Callable[[], Any]
     config: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +75,6 @@ RULES = {
 
 
 def dllm_config(block: int = BLOCK, mask: int = MASK, fdfo: bool = False, **settings: Any) -> Any:
-    """What an algorithm reads of SGLang's DllmConfig."""
     return SimpleNamespace(
         block_size=block, mask_id=mask, algorithm_config=settings, first_done_first_out_mode=fdfo, algorithm=""
     )
@@ -91,7 +86,6 @@ def forward_batch(
     starts: list[int] | None = None,
     prompt_mask: Tensor | None = None,
 ) -> Any:
-    """What an algorithm reads of SGLang's ForwardBatch."""
     size = len(rows[0])
     return SimpleNamespace(
         batch_size=len(rows),
@@ -103,8 +97,7 @@ def forward_batch(
 
 
 class Requests:
-    """Rows of ids over a model: prompt blocks pass through, and each round is one forward, or in the synchronous loop
-    one block, for every request that takes part in it."""
+    """Rows of ids over a model, decoded in rounds of one forward, or of one block in the synchronous loop."""
 
     def __init__(self, model: Model, prompts: dict[str, list[int]], blocks: int):
         self.model, self.blocks, self.prompts = model, blocks, prompts
@@ -130,7 +123,6 @@ class Requests:
             self.canvases[name].append(canvas)
 
     def decode(self, made: Any, runner: Callable[[Any], Any], draw: random.Random) -> None:
-        """Decode all of them, in batches that change from round to round."""
         while going := [name for name in self.prompts if len(self.ids[name]) < self.blocks * BLOCK]:
             names = [name for name in going if draw.random() < 0.7] or going
             starts = [len(self.ids[name]) for name in names]
@@ -149,25 +141,16 @@ class Requests:
 
 
 def check_rule(name: str, made: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
-    """Requests of unequal lengths, several blocks each: after every step the tokens are those of `paradec.generate`;
-    the forwards are its own, and one for every block that a forward has to find as it stays."""
+    """After every step the tokens are those of `paradec.generate`, with one more forward for a block that is stored."""
     rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 3
-    lengths = {"a": 3, "b": 6, "c": 4}
-    prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in lengths.items()}
+    prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in {"a": 3, "b": 6, "c": 4}.items()}
     requests = Requests(model, prompts, blocks)
     requests.decode(made, runner, draw)
     for key, prompt in prompts.items():
         decoded = blocks - len(prompt) // BLOCK
         steps = {"steps": 2 * decoded} if "steps" in rule.config else {}
-        out = paradec.generate(
-            model,
-            prompt,
-            sampler=rule.make(),
-            max_new_tokens=blocks * BLOCK - len(prompt),
-            eos_early_stop=False,
-            trace=True,
-            **steps,
-        )
+        request = {"sampler": rule.make(), "max_new_tokens": blocks * BLOCK - len(prompt)} | steps
+        out = paradec.generate(model, prompt, eos_early_stop=False, trace=True, **request)
         assert requests.ids[key] == out.sequences[0].tolist()
         expected: list[list[int]] = []
         canvas = list(out.trace.canvas[0])

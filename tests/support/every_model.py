@@ -37,7 +37,6 @@ EVERY = [*TEXT, CANVAS, PROTEIN, IN_ORDER, *IMAGES]
 
 
 def tiny_protein() -> Any:
-    """A ProteinMPNN with random weights, and two pieces of a backbone."""
     whole = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
     pieces = [
         Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
@@ -51,8 +50,7 @@ def make_mar() -> MARModel:
     module = MAR(**MAR_SIZES).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    decoder = KLDecoder(VQConfig(**MAR_DECODER)).double()
-    return MARModel(module, decoder, {"steps": 5, "guidance_scale": 2.0}, "tiny")
+    return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
 
 
 MAKERS: dict[str, Callable[[], Any]] = {name: make for name, (make, _) in IMAGE_MODELS.items()} | {
@@ -77,7 +75,6 @@ PICTURES: dict[str, dict[str, Any]] = {
 
 
 def make(kind: str) -> Any:
-    """A new model, float64."""
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write_family(Path(folder) / kind, kind), dtype="float64")
@@ -90,13 +87,11 @@ def make(kind: str) -> Any:
 
 @lru_cache
 def shared(kind: str) -> Any:
-    """A model for all tests that leave it as it is."""
     return make(kind)
 
 
 @lru_cache
 def expected(kind: str, seed: int = 0) -> Tensor:
-    """What `decoded` gives for the shared model."""
     return decoded(shared(kind), kind, seed)
 
 
@@ -127,7 +122,6 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
 
 
 def designs(model: Any) -> list[list[int]]:
-    """A row of each of its structures, some residues of which are given."""
     return [model.prompt(0, fixed=[2, 3]), model.prompt(1)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from places import GOLDEN
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     ChameleonConfig,
     ChameleonForConditionalGeneration,
@@ -38,28 +38,21 @@ from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import KLDecoder, VQConfig, VQModel
 
 CODES = 32
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # the default scale makes all distributions alike, and mistakes invisible
-    "initializer_range": 0.5,
-}
-TINY_VQ = VQConfig(
-    codebook_size=CODES,
-    codebook_embed_dim=4,
-    channels=8,
-    channel_mult=(1, 2),
-    res_blocks=1,
-    z_channels=8,
-    norm_groups=4,
-)
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT["initializer_range"] = 0.5  # type: ignore[assignment]  # the default scale makes all distributions alike
+VQ_SIZES = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "norm_groups": 4}
+TINY_VQ = VQConfig(**VQ_SIZES, codebook_size=CODES, codebook_embed_dim=4, z_channels=8)
+LLAMAGEN = {"dim": 48, "n_layer": 2, "n_head": 4, "vocab_size": CODES, "num_classes": 10}
+CAPTIONED = {"caption_dim": 16, "caption_length": 6}
+
+
+def randomize(module: nn.Module, std: float, vectors: bool = True) -> Any:
+    """The module in float64, with random weights; those with one dimension only with `vectors`."""
+    for parameter in module.double().parameters():
+        if vectors or parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return module
 
 
 def tiny_vq(**changes: object) -> VQModel:
@@ -69,39 +62,22 @@ def tiny_vq(**changes: object) -> VQModel:
 
 def tiny_llamagen(condition: str = "c2i", vq: bool = True, grid: int = 4, seed: int = 0) -> LlamaGenModel:
     torch.manual_seed(seed)
-    config = LlamaGenConfig(
-        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, condition=condition,
-        num_classes=10, caption_dim=16, caption_length=6,
-    )  # fmt: skip
-    network = LlamaGen(config).double()
-    for parameter in network.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=0.3)
+    config = LlamaGenConfig(**LLAMAGEN, **CAPTIONED, grid=grid, condition=condition)
+    network = randomize(LlamaGen(config), 0.3, vectors=False)
     return LlamaGenModel(network, tiny_vq() if vq else None)
 
 
 def tiny_nar(condition: str = "c2i", grid: int = 4) -> NARModel:
     torch.manual_seed(0)
-    config = NARConfig(
-        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, condition=condition,
-        num_classes=10, caption_dim=16, caption_length=6,
-    )  # fmt: skip
-    network = NAR(config).double()
-    for parameter in network.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=0.3)
+    config = NARConfig(**LLAMAGEN, **CAPTIONED, grid=grid, condition=condition)
+    network = randomize(NAR(config), 0.3, vectors=False)
     return NARModel(network, tiny_vq())
 
 
 def tiny_student(grid: int = 4, **stages: int) -> DistilledLlamaGenModel:
     torch.manual_seed(0)
-    config = DistilledLlamaGenConfig(
-        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, num_classes=10, codebook_dim=4, **stages
-    )
-    network = DistilledLlamaGen(config).double()
-    for parameter in network.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=0.3)
+    config = DistilledLlamaGenConfig(**LLAMAGEN, grid=grid, codebook_dim=4, **stages)
+    network = randomize(DistilledLlamaGen(config), 0.3, vectors=False)
     return DistilledLlamaGenModel(network, tiny_vq())
 
 
@@ -217,34 +193,28 @@ def tiny_var(
     """Pictures of 8 x 8 pixels out of 32 codes."""
     if vq is None:
         torch.manual_seed(vq_seed)
-        sizes = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "attention": False, "norm_groups": 4}
-        vq = MultiScaleVQ(MultiScaleVQConfig(codebook_size=32, codebook_embed_dim=4, z_channels=4, **sizes)).double()
+        sizes = VQ_SIZES | {"attention": False, "codebook_size": 32, "codebook_embed_dim": 4, "z_channels": 4}
+        vq = MultiScaleVQ(MultiScaleVQConfig(**sizes)).double()
     torch.manual_seed(seed)
     book = {"codebook_size": 32, "code_dim": 4}
-    module = VAR(scales, depth, width, heads, classes, **book, shared_adaln=shared_adaln, l2_norm=l2_norm).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return VARModel(module, vq, {"guidance_scale": 2.0}, name="tiny-var")
+    module = VAR(scales, depth, width, heads, classes, **book, shared_adaln=shared_adaln, l2_norm=l2_norm)
+    return VARModel(randomize(module, 0.5), vq, {"guidance_scale": 2.0}, name="tiny-var")
 
 
 def tiny_lpd() -> LPDModel:
     """4 x 4 cells of 32 codes, five classes."""
     torch.manual_seed(0)
-    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5))
+    module = randomize(module, 0.3)
     return LPDModel(module.requires_grad_(False), tiny_vq())
 
 
 def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> DistilledVARModel:
-    """A student of `tiny_var`."""
     teacher = tiny_var() if teacher is None else teacher
     torch.manual_seed(1)
     sizes = {"codebook_size": 32, "code_dim": 4, "depth": 2, "width": 8, "heads": 2}
-    module = DistilledVAR(teacher.module.scales, classes=teacher.module.classes, **sizes).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return DistilledVARModel(module, teacher.vq, "tiny-var-student", **stages)
+    module = DistilledVAR(teacher.module.scales, classes=teacher.module.classes, **sizes)
+    return DistilledVARModel(randomize(module, 0.5), teacher.vq, "tiny-var-student", **stages)
 
 
 def tiny_glm_image() -> GlmImageModel:
@@ -284,8 +254,7 @@ def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:
         for forced in grid.layout.tolist():
             if forced < 0:
                 logits = [last_logits(model, row, prompt + answer, branch) for branch, prompt in enumerate(prompts)]
-                guided = logits[1] + scale * (logits[0] - logits[1])
-                forced = int(guided.masked_fill(~allowed, -torch.inf).argmax())
+                forced = int((logits[1] + scale * (logits[0] - logits[1])).masked_fill(~allowed, -torch.inf).argmax())
             answer.append(forced)
         answers.append(answer)
     return torch.tensor(answers)
@@ -320,6 +289,5 @@ IMAGE_MODELS: dict[str, tuple[Callable[[], ImageModel], dict[str, Any]]] = {
 
 @lru_cache
 def image_model(name: str) -> tuple[ImageModel, dict[str, Any]]:
-    """The model, and a request of two rows with prompts of unequal lengths (where there are lengths)."""
     make, request = IMAGE_MODELS[name]
     return make(), request

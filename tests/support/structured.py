@@ -56,8 +56,7 @@ class Table(nn.Module):
         super().__init__()
         self.bias, self.pair = torch.tensor(bias, dtype=torch.float64), torch.tensor(pair, dtype=torch.float64)
         self.extra = extra
-        size = self.bias.shape[1] + extra
-        self.config = SimpleNamespace(vocab_size=size, max_position_embeddings=64)
+        self.config = SimpleNamespace(vocab_size=self.bias.shape[1] + extra, max_position_embeddings=64)
 
     def of(self, canvas: Canvas) -> Tensor:
         """[n, V]."""
@@ -98,25 +97,14 @@ def causal_model_of(case: dict[str, Any], noise: float = 0.0) -> Model:
     """noise: how far its numbers are from the case's."""
     vocab, module = case["vocab"], CausalTable(**case["model"])
     module.bias += noise * torch.randn(module.bias.shape, generator=torch.Generator().manual_seed(0))
-    return paradec.wrap(
-        module,
-        eos_token_id=case["end"],
-        prediction="shifted",
-        topology="causal",
-        tokenizer=tokenizer_of(vocab, case["end"]),
-    )
+    facts = {"eos_token_id": case["end"], "tokenizer": tokenizer_of(vocab, case["end"])}
+    return paradec.wrap(module, prediction="shifted", topology="causal", **facts)
 
 
 def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
-    vocab = case["vocab"]
-    return paradec.wrap(
-        Table(**case["model"]),
-        mask_token_id=len(vocab),
-        eos_token_id=case["end"],
-        prediction="same",
-        topology=topology,
-        tokenizer=tokenizer_of(vocab, case["end"]),
-    )
+    ids = {"mask_token_id": len(case["vocab"]), "eos_token_id": case["end"]}
+    tokenizer = tokenizer_of(case["vocab"], case["end"])
+    return paradec.wrap(Table(**case["model"]), **ids, prediction="same", topology=topology, tokenizer=tokenizer)
 
 
 def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
@@ -150,8 +138,7 @@ def softmax(logits: Tensor) -> list[list[float]]:
 def masked_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
-    """Of token-by-token decoding, by a plain recursion over all prefixes. p_after: called with a prefix: the model's
-    distribution."""
+    """Of token-by-token decoding, by recursion over prefixes. p_after: the distribution after a prefix."""
     found: dict[tuple[int, ...], float] = {}
 
     def ends_well(state: int, left: int) -> bool:
@@ -186,16 +173,14 @@ def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
 
 def reading_letters(model: Model, end: int) -> Model:
     """The model, whose tokens read different letters, but for the last two; `end` is the end token."""
-    size = model.facts.vocab_size
-    letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(size - 2)]
+    letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(model.facts.vocab_size - 2)]
     model.tokenizer = tokenizer_of(letters, end)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(end,))
     return model
 
 
 def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Answers of a causal model to one prompt have the distribution of token-by-token decoding under a pattern, and are
-    those of it at temperature 0; returns the output."""
+    """Check a causal model's answers under a pattern against token-by-token decoding; return the output."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from small_models import random_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import paradec
 from paradec.models.adapter import Model
@@ -16,7 +17,6 @@ TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are given."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token=words[-1])
@@ -65,14 +65,8 @@ class Recites(nn.Module):
 def reciting(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
     """A model that answers the prompt [first, first] with the text of that number."""
     module = Recites({10 + number: ids for number, ids in enumerate(texts)})
-    return paradec.wrap(
-        module,
-        mask_token_id=TOKENIZER.mask_token_id,
-        eos_token_id=TOKENIZER.eos_token_id,
-        prediction="same",
-        topology="bidirectional",
-        tokenizer=tokenizer,
-    )
+    ids = {"mask_token_id": TOKENIZER.mask_token_id, "eos_token_id": TOKENIZER.eos_token_id}
+    return paradec.wrap(module, **ids, prediction="same", topology="bidirectional", tokenizer=tokenizer)
 
 
 def ids_of(text: str) -> list[int]:
@@ -87,7 +81,6 @@ TEMPLATE = (
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """ "Yes", "No" and all letters are tokens."""
     tokenizer = byte_level_tokenizer(text="Yes Yes Yes No No No level level Answer only.\n" * 9)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -99,25 +92,12 @@ CHAT_MASK, CHAT_END = CHAT_TOKENIZER.mask_token_id, CHAT_TOKENIZER.eos_token_id
 
 
 def chat_network(seed: int = 0, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=CHAT_VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=CHAT_END,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(dtype).eval()
+    sizes = {"vocab_size": CHAT_VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    positions = {"max_position_embeddings": 1024, "initializer_range": 0.3}
+    return random_llama(seed, dtype, **sizes, **positions, eos_token_id=CHAT_END)
 
 
 def chat_model(topology: str, prediction: str = "same", module: nn.Module | None = None, **more: Any) -> Model:
-    """topology "causal" has no mask."""
     if topology == "causal":
         more, prediction = {"eos_token_id": CHAT_END} | more, "shifted"
     else:

@@ -44,14 +44,12 @@ PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]
 
 
 def load_trace(name: str) -> Any:
-    """A trace file by "method/setting"."""
     trace = read_json(TRACES / f"{name}.json")
     dict.__setitem__(trace, "file", name)
     return trace
 
 
 def head_of(name: str) -> Any:
-    """A trace file, to choose what is replayed."""
     return read_head(TRACES / f"{name}.json")
 
 
@@ -61,7 +59,6 @@ def trace_names(*methods: str) -> list[str]:
 
 
 def checkpoint(name: str) -> Path:
-    """The folder of a trace's model."""
     return find_checkpoint(name, "traces")
 
 
@@ -118,7 +115,6 @@ def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str
 
 
 def model_of(trace: dict, precision: str = "float64") -> Model:
-    """The model of a trace, which tests share."""
     return loaded(checkpoint(trace["model"]), precision, trace["mask_id"], trace["eos_id"])
 
 
@@ -129,7 +125,6 @@ def table_of(trace: dict) -> list[str] | None:
 
 
 def text_of(trace: dict, answer: list[int]) -> str:
-    """The text of an answer, up to its end."""
     strings, tokens = table_of(trace) or [], [*answer, trace["eos_id"]]
     return "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
 
@@ -157,8 +152,7 @@ def cache_of(trace: dict) -> str:
 
 
 def request_of(trace: dict) -> tuple[Sampler, dict]:
-    """Our sampler and request, its cache included, for the settings of a trace of LLaDA, Dream, Fast-dLLM (both of its
-    versions) or AdaBlock."""
+    """Our sampler and request for the settings of a trace of LLaDA, Dream, Fast-dLLM (both versions) or AdaBlock."""
     method, settings, cache = trace["method"], trace["settings"], cache_of(trace)
     request = {"temperature": settings["temperature"], "guidance_scale": 1 + settings.get("cfg_scale", 0.0)}
     request |= {} if cache == "none" else {"cache": cache}
@@ -247,8 +241,7 @@ def decision_gap(
     scores: dict[int, float],
     threshold: float | None,
 ) -> float:
-    """The difference of the scores at which one step chose other positions: the least one between a position of ours
-    alone and one of theirs alone, or to the threshold. Other tokens at equal positions are no tie of positions."""
+    """The least difference of the scores at which one step chose other positions, or to the threshold."""
     mine, other = {at for at, _ in ours}, {at for at, _ in theirs}
     bounds = [threshold] if threshold is not None else []
     gaps = [
@@ -261,7 +254,6 @@ def decision_gap(
 
 @contextlib.contextmanager
 def replay_rows(rows: list[Row]) -> Iterator[None]:
-    """Replay the case of these rows."""
     with replay(rows[0].name):
         try:
             yield
@@ -297,7 +289,6 @@ def replay_case(trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, A
 
 
 def by_case(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each case."""
     cases: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         cases[row.name].append(row)
@@ -438,8 +429,7 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
-    """As `assert_replayed`, for references whose rows open their next block together: a row that has filled its block
-    is in the calls until the others have, and commits nothing. Ours move on alone."""
+    """As `assert_replayed`, for references whose rows open their next block together; ours move on alone."""
     for together in by_case(rows):
         with replay_rows(together):
             for row in together:
@@ -451,8 +441,7 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
 
 
 def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
-    """Our calls as code makes them that looks what is left only after a second call: where the first one fills a block,
-    that one has nothing to commit."""
+    """Our calls, with an idle one after a call that fills its block, as some public code makes them."""
     calls = []
     for block in row.blocks(block_length):
         calls += block
@@ -463,8 +452,7 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def forced_first(sampler: MaskedSampler) -> MaskedSampler:
-    """`sampler`, but that its first step in a block commits the block's first position, however unsure, and no other:
-    what cached decoders of shifted models do in the public code, since their later calls have no logits for it."""
+    """`sampler`, whose first step in a block commits the block's first position alone, as cached public decoders do."""
 
     class Forced(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -480,8 +468,7 @@ def forced_first(sampler: MaskedSampler) -> MaskedSampler:
 
 
 def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
-    """`sampler` and what else to ask for, as newer codes for Dream run on the defaults of transformers' generation
-    config: probabilities are those among the 50 likeliest tokens, greedy or not."""
+    """`sampler` with probabilities among the 50 likeliest tokens, and what else to ask for."""
 
     class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
         needs = dataclasses.replace(type(sampler).needs, score_from="sampled")
@@ -494,8 +481,7 @@ class WithoutLeft(PrefixCache):
     """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
-        rows = state.window.rows[chosen]
-        start, stop = self.range(state, rows)
+        start, stop = self.range(state, state.window.rows[chosen])
         return range_parts(state, chosen, start, stop, "window", most, self.shape_multiple)
 
 
@@ -518,8 +504,7 @@ class Fed:
 
 
 def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
-    """The reference's, of a trace that says `fed`. block: positions of a block, where what was written after the open
-    one is to be left out (it fills rows up after an end token)."""
+    """The reference's, of a trace that has `fed`. block: its length, where later writes fill rows after an end."""
     found = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}
