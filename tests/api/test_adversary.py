@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
 
 
 def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Write one with random sizes and ids."""
     heads, vocab = rng.choice([2, 4]), rng.choice([12, 20, 33])
     kv_heads, hidden = rng.choice([n for n in (1, 2, 4) if heads % n == 0]), heads * rng.choice([4, 6])
     mask, end = rng.sample(range(vocab), 2)
@@ -71,16 +70,8 @@ def compare(
     model: Any, prompt: list[int], new: int, sampler: Any, expected: tuple[Tensor, Calls], **request: Any
 ) -> None:
     """Decode, and compare tokens and, for calls that committed something, positions evaluated and committed."""
-    out = paradec.generate(
-        model,
-        input_ids=[prompt],
-        sampler=sampler,
-        max_new_tokens=new,
-        rng="reference",
-        eos_early_stop=False,
-        trace=True,
-        **request,
-    )
+    request |= {"sampler": sampler, "max_new_tokens": new, "rng": "reference", "eos_early_stop": False, "trace": True}
+    out = paradec.generate(model, input_ids=[prompt], **request)
     canvas, calls = expected
     assert out.sequences[0].tolist() == canvas.tolist()
     branches = 2 if request.get("guidance_scale", 1.0) != 1.0 else 1
@@ -238,8 +229,7 @@ def plain_dream(
     def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
         tokens = best(logits, mask)
         if temperature:
-            possible = logits.index_fill(-1, torch.tensor(mask), -torch.inf)
-            probs = filtered(possible / temperature).softmax(-1)
+            probs = filtered(logits.index_fill(-1, torch.tensor(mask), -torch.inf) / temperature).softmax(-1)
             tokens = torch.multinomial(probs, 1, generator=generator).squeeze(-1)
         probs = filtered(logits / temperature if temperature else logits).softmax(-1)
         if alg == "topk_margin":
@@ -345,8 +335,7 @@ def test_windows_of_drafts(kind: str) -> None:
         support = torch.full((size,), 1 / size, dtype=torch.float64)
         proposed = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
-        drawn = draw(probs, torch.tensor(fresh).unsqueeze(0))
-        window = DraftWindow(probs, proposed, drawn, torch.tensor(embed))
+        window = DraftWindow(probs, proposed, draw(probs, torch.tensor(fresh).unsqueeze(0)), torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
         found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
         assert found.tokens[0].tolist() == expected and int(found.accepted) == first

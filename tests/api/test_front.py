@@ -161,7 +161,6 @@ def test_accelerate_by_name() -> None:
 
 
 def test_the_logger_says_nothing_unless_it_is_asked() -> None:
-    """What it says would be printed by Python's last resort otherwise."""
     code = """
 import logging, paradec
 logging.getLogger("paradec").warning("heard")

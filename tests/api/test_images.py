@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from images import greedy, tiny_llamagen
 from PIL import Image
 from places import load_script
@@ -69,9 +70,7 @@ def test_several_pictures_of_one_class_differ(tiny: LlamaGenModel) -> None:
 
 def test_defaults_are_the_models(tiny: LlamaGenModel) -> None:
     assert torch.equal(make(tiny).tokens, make(tiny, guidance_scale=4.0, temperature=1.0, top_k=0).tokens)
-    cold = make(tiny, top_k=1)
-    labels = tiny.request([1, 2, 3], tiny.grid())
-    assert torch.equal(cold.tokens, greedy(labels, tiny.grid(), 4.0))
+    assert torch.equal(make(tiny, top_k=1).tokens, greedy(tiny.request([1, 2, 3], tiny.grid()), tiny.grid(), 4.0))
 
 
 def test_steps_agree_with_the_trace(tiny: LlamaGenModel) -> None:
@@ -90,10 +89,8 @@ def test_contact_sheet() -> None:
     assert sheet.shape == (2 * 6 + 1, 2 * 8 + 1)
     assert (sheet[:6, :8] == 10).all() and (sheet[:6, 9:] == 20).all() and (sheet[7:, :8] == 30).all()
     assert (sheet[6] == 255).all() and (sheet[7:, 9:] == 255).all()
-    with pytest.raises(ValueError, match="images is empty"):
-        contact_sheet([])
-    with pytest.raises(ValueError, match="columns=0 must be an integer from 1"):
-        contact_sheet(pictures, columns=0)
+    refuses(lambda: contact_sheet([]), "images is empty")
+    refuses(lambda: contact_sheet(pictures, columns=0), "columns=0 must be an integer from 1")
 
 
 def test_a_callback_ends_it(tiny: LlamaGenModel) -> None:
@@ -124,32 +121,9 @@ def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) ->
     assert make(tiny, output_type="pt").images.shape == (3, 3, 8, 8)
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "message"),
-    [
-        ({"class_labels": 10}, ValueError, "class_labels=10 must be an integer from 0 to 9"),
-        ({"class_labels": []}, ValueError, "class_labels is empty"),
-        ({"prompts": "a cat", "class_labels": None}, ValueError, "LlamaGen does not take prompts; .* on class_labels"),
-        ({"class_labels": None}, ValueError, "LlamaGen needs class_labels"),
-        ({"sampler": "threshold"}, ValueError, "'threshold' is of family 'masked'; .* takes the 'draft_verify' family"),
-        ({"height": 16}, ValueError, "height=16 is not what LlamaGen makes"),
-        ({"height": True}, ValueError, "height=True must be an integer"),
-        ({"guidance_scale": -1}, ValueError, r"guidance_scale=-1 must be a number in \[0"),
-        ({"top_k": -1}, ValueError, "top_k=-1 must be an integer from 0"),
-        ({"num_images": 0}, ValueError, "num_images=0 must be an integer from 1 to 100000"),
-        ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
-        ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen has an unconditional input"),
-    ],
-)  # fmt: skip
-def test_bad_requests(tiny: LlamaGenModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make(tiny, **request_)
-
-
 def test_no_decoder() -> None:
     model = tiny_llamagen(vq=False)
-    with pytest.raises(ValueError, match="has no VQ decoder; load it with vq="):
-        make(model, output_type="pt")
+    refuses(lambda: make(model, output_type="pt"), "has no VQ decoder; load it with vq=")
     assert make(model).images.shape == (3, 4, 4)
 
 
@@ -178,8 +152,7 @@ def test_a_smaller_model_drafts(condition: str) -> None:
     if condition == "t2i":
         torch.manual_seed(2)
         given = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
-    sampler = paradec.samplers.create("speculative", drafter=drafter)
-    found = make(model, sampler=sampler, temperature=0, **given)
+    found = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **given)
     assert torch.equal(found.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
     assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **given).nfe < 8
 
@@ -213,8 +186,7 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
     found = paradec.generate_images(model, temperature=0, sampler=sampler, **request)
     assert torch.equal(found.codes, one_by_one.codes)
     # what it drafts stands more often than not, and its own forwards are counted apart
-    drawn = paradec.generate_images(model, sampler=sampler, **request)
-    for out in (found, drawn):
+    for out in (found, paradec.generate_images(model, sampler=sampler, **request)):
         assert out.tokens_per_forward > 2
         depth = sampler.window - 1 if sampler.tree is None else len(sampler.tree)
         steps = np.array(out.row_nfe)
@@ -235,30 +207,15 @@ def test_command(tmp_path: Path) -> None:
     assert again.exit_code == 0 and "8 pictures of 7 x 7 tokens" in again.stdout and "forwards" in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "a cat"], "digits-ar does not take prompts"),
-        (["--class", "three"], "--class 'three' must be numbers and ranges"),
-        (["--class", "12"], "class_labels=12 must be an integer from 0 to 9"),
-        ([], "give either --prompt or --class"),
-        (["--class", "1", "--sampler", "threshold"], "is of family 'masked'"),
-        (["--class", "1", "--height", "56"], "height=56 is not what digits-ar makes"),
-        (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
-    ],
-)
-def test_bad_commands(tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "grid.png"), *arguments])
-    assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert not (tmp_path / "grid.png").exists()
-
-
-def test_files_that_cannot_be_written(tmp_path: Path) -> None:
-    for file, message in (
-        (tmp_path / "no" / "grid.png", "not a file in an existing folder"),
-        (tmp_path / "g.txt", ".png"),
+    for arguments, words in (
+        (["--class", "three"], "--class 'three'"),
+        ([], "either --prompt or --class"),
+        (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--class", "1", "--out", str(tmp_path / "no" / "grid.png")], "not a file in an existing folder"),
+        (["--class", "1", "--out", str(tmp_path / "g.txt")], ".png"),
     ):
-        done = RUNNER.invoke(app, ["image", "--class", "1", "--out", str(file)])
-        assert done.exit_code == 2 and message in done.stderr
+        done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "grid.png"), *arguments])
+        assert done.exit_code == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not [*tmp_path.iterdir()]

@@ -1,6 +1,4 @@
-"""Answers and prompts shorter than what a step looks at: a tree or a window of drafts, a block, what a cache keeps.
-
-Properties over the registry: samplers and caches that are added later are covered without a test of their own."""
+"""Properties over the registry: answers and prompts shorter than a tree, a window of drafts, a block or a cache."""
 
 import itertools
 from typing import Any
@@ -78,7 +76,6 @@ def fits(name: str, shape: str) -> bool:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """The model and its drafter, by the drafter's kind."""
     base = tiny_base()
     eagle = paradec.load_drafter(write_eagle(tmp_path_factory.mktemp("eagle") / "drafter", *eagle_weights()), base=base)
     base.codebook = base.token_embeddings
@@ -108,7 +105,6 @@ def next_logits(model: Any, ids: list[int]) -> Tensor:
 
 
 def greedy(model: Any, prompt: list[int], negative: list[int], scale: float) -> list[int]:
-    """Token by token, every forward from nothing."""
     ids: list[int] = []
     for _ in range(MOST):
         logits = next_logits(model, prompt + ids)
@@ -210,8 +206,7 @@ def test_the_distribution_of_short_answers_is_the_model_s(
     shape: str, new: int, models: dict[str, tuple[Any, Any]]
 ) -> None:
     model, small = models["table"]
-    count = 3000
-    state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)
+    state = made("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
     decode(made("speculative", small, shape), model, state)
     every, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
     counts = exactness.counted(state.canvas[:, 1:], every, 5)

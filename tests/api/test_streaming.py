@@ -33,8 +33,6 @@ STEPWISE = {"sampler": "low_confidence", "max_new_tokens": 8}
 
 
 class Drafts(TensorRecorder):
-    """The same, that shows what is not final yet."""
-
     def __init__(self) -> None:
         super().__init__()
         self.drafts: list[Tensor] = []
@@ -111,8 +109,7 @@ def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
 
 
 def test_text_streamer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    streamer = TextStreamer(packaged.tokenizer)
-    out = paradec.generate(packaged, PROMPT, streamer=streamer, **STEPWISE)
+    out = paradec.generate(packaged, PROMPT, streamer=TextStreamer(packaged.tokenizer), **STEPWISE)
     tokens = out.sequences[0, : out.sequences.shape[1] - 8 + out.tokens[0]]
     assert capsys.readouterr().out == packaged.tokenizer.decode(tokens) + "\n"
     paradec.generate(
@@ -298,14 +295,8 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
     stops = [stop for stop in stops if "\N{REPLACEMENT CHARACTER}" not in stop] or ["no such text"]
     expected = length_by_transformers(ids, stops)
     block = data.draw(st.sampled_from([None, 4]))
-    out = paradec.generate(
-        reciting(ids),
-        [10, 10],
-        max_new_tokens=len(ids),
-        sampler="low_confidence",
-        block_length=block,
-        stop_strings=stops,
-    )
+    request = {"sampler": "low_confidence", "block_length": block, "stop_strings": stops}
+    out = paradec.generate(reciting(ids), [10, 10], max_new_tokens=len(ids), **request)
     assert out.tokens == [expected]
     assert out.new_tokens[0, :expected].tolist() == ids[:expected]
     assert (out.new_tokens[0, expected:] == TOKENIZER.eos_token_id).all()

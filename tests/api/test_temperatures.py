@@ -1,6 +1,4 @@
-"""What must hold of every sampler at every temperature, with and without filters: it decodes without a warning, never
-takes what is excluded, approaches greedy decoding, and takes finite logits for finite, however large they are. New
-registry entries are covered here without a test of their own."""
+"""What holds of every registered sampler at every temperature: no warning, no excluded token, greedy in the limit."""
 
 import dataclasses
 import itertools
@@ -42,8 +40,7 @@ NEW = 4
 
 
 class Table:
-    """A masked model whose logits are rows of a random table, uniform in (-scale, scale); position and context say
-    which. Half of the vocabulary is excluded by requests."""
+    """A masked model whose logits are rows of a random table; requests exclude half of the vocabulary."""
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = NEW, None
@@ -67,7 +64,6 @@ class Table:
 
 @lru_cache
 def table(vocab: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0, name: str = "threshold") -> Table:
-    """For a sampler of that name."""
     return Table(vocab, dtype, scale, **facts_of(name, 4))
 
 
@@ -80,7 +76,6 @@ def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def one_draw(name: str) -> dict[str, Any]:
-    """Settings without a second draw at a temperature of its own."""
     return {"final_temperature": None} if "final_temperature" in samplers.get(name).settings() else {}
 
 
@@ -91,13 +86,8 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".* no effect at temperature 0")
-        out = paradec.generate(
-            model,
-            [[1, 2, 3], [4, 5, 6]],
-            sampler=samplers.create(name, **settings),
-            blocks=paradec.FixedBlocks(block),
-            **arguments,
-        )
+        arguments |= {"sampler": samplers.create(name, **settings), "blocks": paradec.FixedBlocks(block)}
+        out = paradec.generate(model, [[1, 2, 3], [4, 5, 6]], **arguments)
     tokens = out.new_tokens
     assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded token was taken"
     return tokens
@@ -121,8 +111,6 @@ def left(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10
 
 
 class Constant(Table):
-    """Says the same of every position: what is drawn anywhere is one more draw from one distribution."""
-
     embedding = torch.rand(50, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def __init__(self, **facts: Any) -> None:
@@ -150,8 +138,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
-    """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
-    draws alone in a batch."""
+    """Blocks of one masked position; windows whose drafts are rejected or not."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
@@ -169,13 +156,11 @@ def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: flo
     for filters in DRAWN_FROM:
         tokens = paradec.generate(model, [[1, 2]] * rows, **request, **filters).new_tokens
         p = left(logits, temperature, **filters)
-        counts = tokens.flatten().bincount(minlength=len(p)).numpy()
-        assert exactness.p_value(counts, p.numpy()) > 0.01 / CASES, filters
+        assert exactness.p_value(tokens.flatten().bincount(minlength=len(p)).numpy(), p.numpy()) > 0.01 / CASES, filters
         assert torch.equal(paradec.generate(model, [1, 2], **request, **filters).new_tokens[0], tokens[0])
 
 
 def table_drafter(causal: dict[str, Any]) -> Constant:
-    """Of other logits than `Constant`'s."""
     drafter = Constant(**causal)
     drafter.table = (drafter.table + drafter.table.roll(1, 1)) / 2
     return drafter
@@ -351,8 +336,7 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
                     assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
                 elif not filters:
                     assert p[~kept].sum() < 1e-30
-                drawn = draw(found.expand(len(uniform), -1), uniform)
-                assert kept[drawn].all()
+                assert kept[draw(found.expand(len(uniform), -1), uniform)].all()
 
 
 def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
@@ -362,8 +346,6 @@ def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
 
 
 class CausalTable(Table):
-    """The same, for what follows each column."""
-
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         return self.table[query.positions.gather(1, query.wanted) % len(self.table)]
 
@@ -409,14 +391,8 @@ def llamagen(seed: int = 0) -> ImageModel:
 def codes(name: str, **request: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return paradec.generate_images(
-            llamagen(),
-            class_labels=[3],
-            sampler=with_drafter(name, lambda: llamagen(1)),
-            seed=0,
-            output_type="latent",
-            **request,
-        ).codes
+        request |= {"sampler": with_drafter(name, lambda: llamagen(1)), "seed": 0, "output_type": "latent"}
+        return paradec.generate_images(llamagen(), class_labels=[3], **request).codes
 
 
 @pytest.mark.thinned
