@@ -93,16 +93,12 @@ def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model
 
 
 class Words:
-    """A tokenizer: one word for each id."""
-
     def decode(self, ids: Any, **options: Any) -> str:
         return " ".join(f"w{int(n)}" for n in ids)
 
 
 @dataclass(frozen=True)
 class Counting(LowConfidence):
-    """Counts the rows that begin together; a row with token 38 does not begin."""
-
     began: ClassVar[list[int]] = []
 
     def start(self, model: Any, prompt: Any, request: Any = None, **more: Any) -> Any:
@@ -113,7 +109,6 @@ class Counting(LowConfidence):
 
 
 def fields_of(output: Any) -> dict[str, Any]:
-    """All that an output holds, but for what the clock and the batch say."""
     found = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
     found["cost"]["store_bytes"] = None
     del found["logprobs"]["best"]  # beside the token's own, in the same order
@@ -202,8 +197,7 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
 def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
     request = {**REQUEST, "cache": cache}
     rows = [[1, 2], [1, 38, 3], [4], [38], [5, 6, 7]]
-    failing = Failing(model, token=38, error=RuntimeError("a row's own"))
-    with Batch(failing, batch_size=4, **request) as batch:
+    with Batch(Failing(model, token=38, error=RuntimeError("a row's own")), batch_size=4, **request) as batch:
         recorder = Recorder()
         tickets = [batch.add(row, streamer=recorder if row == [4] else None) for row in rows]
         later = []
@@ -257,8 +251,7 @@ def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
         assert batch.cancel(tickets[0]) and batch.cancel(tickets[3])
         drain(batch)
         assert not batch.cancel(tickets[0]) and not batch.cancel(tickets[1])
-    errors = [type(ticket.output.error) for ticket in tickets]
-    assert errors == [Cancelled, type(None), type(None), Cancelled]
+    assert [type(ticket.output.error) for ticket in tickets] == [Cancelled, type(None), type(None), Cancelled]
     whole = paradec.generate(model, ROWS[:4], **request)
     assert [ticket_ids(ticket) for ticket in tickets[1:3]] == whole.new_tokens[1:3].tolist()
     assert tickets[0].output.tokens == [1] and tickets[3].output.tokens == [0]
@@ -290,8 +283,7 @@ def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> Non
     assert all(isinstance(ticket.output.error, Cancelled) for ticket in tickets)
     assert recorder.ends == 1 and sorted(ticket.number for ticket in seen) == [0, 1]
     assert batch.occupied == batch.waiting == 0
-    with pytest.raises(RuntimeError, match="closed"):
-        batch.add(ROWS[2])
+    refuses(lambda: batch.add(ROWS[2]), "closed", RuntimeError)
 
 
 def test_on_done_may_use_the_batch(model: Model) -> None:
@@ -315,8 +307,7 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
         assert all(ticket.done for ticket in last)
         with pytest.raises(BatchClosed):
             batch.add([1])
-    with pytest.raises(TypeError, match="on_done=3 must be callable"):
-        Batch(model).add([1], on_done=3)
+    refuses(lambda: Batch(model).add([1], on_done=3), "on_done=3 must be callable", TypeError)
 
 
 def test_on_done_that_raises_leaves_no_other_untold(model: Model) -> None:
@@ -334,8 +325,7 @@ def test_on_done_that_raises_leaves_no_other_untold(model: Model) -> None:
         assert [str(error) for error in caught.value.exceptions] == ["nobody takes 0", "nobody takes 2"]
         assert sorted(told) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
         batch.add([5], on_done=on_done)
-        with pytest.raises(RuntimeError, match="nobody takes 3"):
-            drain(batch)
+        refuses(lambda: drain(batch), "nobody takes 3", RuntimeError)
 
 
 @pytest.mark.parametrize("call", ["step", "close"])

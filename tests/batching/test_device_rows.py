@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import REQUEST, ROWS, Failing, Recorder, drain, ticket_ids
+from decoding import REQUEST, ROWS, Failing, Recorder, drain, refuses, ticket_ids
 from small_models import tiny
 
 import paradec
@@ -42,7 +42,6 @@ def on_the_device(batch: Batch) -> bool:
 
 
 def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) -> None:
-    """Every prompt's answer and counts are those of `generate` for it alone."""
     tickets = [
         batch.add(row, max_new_tokens=new, seed=7 + new) for row, new in list(zip(ROWS, NEW, strict=True))[:count]
     ]
@@ -59,6 +58,13 @@ def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) 
         assert out is not None and out.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
         assert (out.row_nfe, out.tokens, out.finished) == (alone.row_nfe, alone.tokens, alone.finished)
         assert (out.row_forwards, out.forwarded_tokens) == (alone.row_forwards, alone.forwarded_tokens)
+
+
+def assert_rows_as_alone(model: Model, tickets: list[Any], rows: list[list[int]] = ROWS, **changes: Any) -> None:
+    for ticket, row in zip(tickets, rows, strict=True):
+        alone = paradec.generate(model, input_ids=[row], **{**REQUEST, **changes})
+        assert ticket.output.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
+        assert ticket.output.row_nfe == alone.row_nfe
 
 
 @pytest.mark.thinned
@@ -117,8 +123,8 @@ def test_new_weights_are_seen_by_the_next_row(model: Model) -> None:
     head.weight = torch.nn.Parameter(head.weight.detach().flip(0))
     second = batch.add(ROWS[0], alone=True)
     drain(batch)
-    alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST)
-    assert ticket_ids(second) == alone.new_tokens[0].tolist() != ticket_ids(first)
+    assert_rows_as_alone(model, [second], ROWS[:1])
+    assert ticket_ids(second) != ticket_ids(first)
 
 
 def test_a_streamer_is_given_what_is_final_and_drafts(model: Model) -> None:
@@ -136,19 +142,14 @@ def test_a_streamer_is_given_what_is_final_and_drafts(model: Model) -> None:
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
     poisoned = Failing(model, token=35)
-    request = {**REQUEST, "cache": cache}
-    batch = Uncaptured(poisoned, batch_size=3, **request, compile=True)
-    rows = [ROWS[0], [35, 1, 2], ROWS[2], ROWS[3], ROWS[4]]
-    tickets = [batch.add([token if token != 35 or at == 1 else 3 for token in row]) for at, row in enumerate(rows)]
+    batch = Uncaptured(poisoned, batch_size=3, **{**REQUEST, "cache": cache}, compile=True)
+    rows = [[token if token != 35 else 3 for token in row] for row in ROWS[:5]]
+    rows[1] = [35, 1, 2]
+    tickets = [batch.add(row) for row in rows]
     drain(batch)
-    for at, ticket in enumerate(tickets):
-        assert ticket.output is not None
-        if at == 1:
-            assert isinstance(ticket.output.error, FloatingPointError) and "its step 0" in str(ticket.output.error)
-            continue
-        row = [token if token != 35 else 3 for token in rows[at]]
-        alone = paradec.generate(model, input_ids=[row], **request)
-        assert ticket.output.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
+    error = tickets.pop(1).output.error
+    assert isinstance(error, FloatingPointError) and "its step 0" in str(error)
+    assert_rows_as_alone(model, tickets, [rows[0], *rows[2:]], cache=cache)
 
 
 def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None:
@@ -164,8 +165,7 @@ def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None
     written = gone.output.sequences[0, gone.output.filled[0]]
     masks = written == model.facts.mask_id
     assert 0 < int((~masks).sum()) < 9 and torch.equal(written[~masks], whole[: len(written)][~masks])
-    alone = paradec.generate(model, input_ids=[ROWS[1]], **request)
-    assert ticket_ids(next_one) == alone.new_tokens[0].tolist()
+    assert_rows_as_alone(model, [next_one], [ROWS[1]], **request)
 
 
 def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
@@ -175,8 +175,7 @@ def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -
     assert len(batch._groups) == 3 and on_the_device(batch)
     drain(batch)
     for ticket, excluded in zip(tickets, ((1, 2), (1, 2), (3,), None)):
-        alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST, suppress_tokens=excluded)
-        assert ticket_ids(ticket) == alone.new_tokens[0].tolist()
+        assert_rows_as_alone(model, [ticket], ROWS[:1], suppress_tokens=excluded)
 
 
 def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
@@ -190,8 +189,7 @@ def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
             most = max(most, batch.occupied)
             assert on_the_device(batch)
     assert 0 < most <= 2
-    for ticket, row in zip(tickets, ROWS):
-        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+    assert_rows_as_alone(model, tickets)
 
 
 def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) -> None:
@@ -200,8 +198,7 @@ def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) 
     tickets = [batch.add(row) for row in ROWS]
     with pytest.warns(UserWarning, match="compile=True has no effect: a step of tiny cannot be captured"):
         drain(batch)
-    for ticket, row in zip(tickets, ROWS):
-        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+    assert_rows_as_alone(model, tickets)
 
 
 def test_an_interrupt_loses_nothing(model: Model) -> None:
@@ -211,9 +208,7 @@ def test_an_interrupt_loses_nothing(model: Model) -> None:
     with pytest.raises(KeyboardInterrupt):
         drain(batch)
     drain(batch)
-    for ticket, row in zip(tickets, ROWS):
-        alone = paradec.generate(model, input_ids=[row], **REQUEST, cache="dual")
-        assert ticket_ids(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+    assert_rows_as_alone(model, tickets, cache="dual")
 
 
 def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning(model: Model) -> None:
@@ -223,15 +218,12 @@ def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning
         batch.step()
     assert not on_the_device(batch)
     drain(batch)
-    alone = paradec.generate(model, input_ids=[ROWS[0]], **{**REQUEST, "sampler": "credit"})
-    assert ticket_ids(ticket) == alone.new_tokens[0].tolist()
+    assert_rows_as_alone(model, [ticket], ROWS[:1], sampler="credit")
 
 
 def test_memory_bounds_the_slots(model: Model) -> None:
-    request = {**REQUEST, "cache": "dual"}
-    width = 16
-    row = model.store_bytes(1, width, None) + 32 * width
-    batch = Uncaptured(model, batch_size=8, max_memory=3 * row, **request, compile=True)
+    row = model.store_bytes(1, 16, None) + 32 * 16
+    batch = Uncaptured(model, batch_size=8, max_memory=3 * row, **{**REQUEST, "cache": "dual"}, compile=True)
     tickets = [batch.add(each) for each in ROWS]
     most = 0
     while batch.occupied or batch.waiting:
@@ -240,8 +232,7 @@ def test_memory_bounds_the_slots(model: Model) -> None:
             assert isinstance(group, DeviceGroup) and group.rows is not None
             most = max(most, group.rows.engine.nbytes)
     assert 0 < most <= 3 * row
-    for ticket, each in zip(tickets, ROWS):
-        assert ticket_ids(ticket) == paradec.generate(model, input_ids=[each], **request).new_tokens[0].tolist()
+    assert_rows_as_alone(model, tickets, cache="dual")
 
 
 @pytest.mark.gpu
@@ -254,9 +245,7 @@ def test_captured_steps_give_the_answers_of_each_prompt_alone(cache: str) -> Non
 
 
 def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> None:
-    with pytest.raises(ValueError, match="compile=True .* captures CUDA graphs, and the model is on cpu"):
-        Batch(model, **REQUEST, compile=True)
-    with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
-        Batch(model, **REQUEST).add(ROWS[0], compile=True)
+    refuses(lambda: Batch(model, **REQUEST, compile=True), "compile=True .* captures CUDA graphs")
+    refuses(lambda: Batch(model, **REQUEST).add(ROWS[0], compile=True), "compile=True in a batch that is refilled")
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
         next(iter(paradec.generate_many(model, [{"input_ids": ROWS[0]}], **REQUEST, compile=True)))

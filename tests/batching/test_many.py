@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import Failing, drain
+from decoding import Failing, drain, refuses
 from every_model import shared
 from images import IMAGE_MODELS, tiny_llamagen, tiny_masked_image
 from small_models import tiny
@@ -43,7 +43,6 @@ def whole(model: Model) -> list[list[int]]:
 
 
 def uneven(rows: list[list[int]] = ROWS) -> Iterator[dict[str, Any]]:
-    """Answers of unequal lengths: every third is twice as long."""
     for index, row in enumerate(rows):
         yield {"prompt": row, "max_new_tokens": 8 if index % 3 == 0 else 4, "id": f"name {index}"}
 
@@ -61,8 +60,7 @@ def test_answers_come_in_the_order_of_the_prompts(model: Model) -> None:
 
 def test_answers_come_as_they_are_whole(model: Model, whole: list[list[int]]) -> None:
     request = {**REQUEST, "sampler": "low_confidence"}
-    outs = list(generate_many(model, uneven(), batch_size=3, order="completed", **request))
-    order = [out.index for out in outs]
+    order = [out.index for out in list(generate_many(model, uneven(), batch_size=3, order="completed", **request))]
     assert sorted(order) == list(range(12)) and order[:2] == [1, 2]  # four steps; the first prompt takes eight
 
 
@@ -111,8 +109,6 @@ def test_errors_can_be_raised_in_their_place(model: Model, whole: list[list[int]
 
 
 class Reader(UserDict[str, Any]):
-    """A prompt that calls something while it is read."""
-
     def __init__(self, prompt: list[int], called: Callable[[], Any]):
         super().__init__(prompt=prompt)
         self.called = called
@@ -156,8 +152,7 @@ def test_a_prompt_may_bring_a_request(model: Model) -> None:
     own = Request(temperature=0.5, max_new_tokens=4, suppress_tokens=(3, 4))
     chosen = [(ROWS[0], own), {"prompt": ROWS[1], "seed": 9}, {"input_ids": [ROWS[2]]}, torch.tensor(ROWS[3])]
     outs = list(generate_many(model, chosen, batch_size=4, **REQUEST))
-    changes = [own.changes(), {"seed": 9}, {}, {}]
-    for out, row, each in zip(outs, ROWS, changes, strict=False):
+    for out, row, each in zip(outs, ROWS, [own.changes(), {"seed": 9}, {}, {}], strict=False):
         assert torch.equal(out.new_tokens, paradec.generate(model, row, **{**REQUEST, **each}).new_tokens)
 
 
@@ -219,8 +214,7 @@ def test_a_source_that_fails_says_so_and_what_was_read_is_still_answered(model: 
         raise OSError("the file is gone")
 
     many = generate_many(model, source(), batch_size=4, **REQUEST)
-    with pytest.raises(OSError, match="the file is gone"):
-        next(many)
+    refuses(lambda: next(many), "the file is gone", OSError)
     assert [out.new_tokens[0].tolist() for out in many] == whole[:2]
 
 
@@ -273,8 +267,6 @@ def family(name: str) -> Any:
 
 
 class Hurt(LlamaGenModel):
-    """Fails for the class of one label, or once it has been called so often."""
-
     poison, error = -100, RuntimeError("unused")
     calls = itertools.count(1)
     last = 0
@@ -283,8 +275,7 @@ class Hurt(LlamaGenModel):
         if next(self.calls) == self.last:
             raise self.error
         found = super().__call__(query, store)
-        hurt = (query.tokens == self.facts.vocab_size + self.poison).any(1)
-        return found.masked_fill(hurt.view(-1, 1, 1), torch.nan)
+        return found.masked_fill((query.tokens == self.facts.vocab_size + self.poison).any(1).view(-1, 1, 1), torch.nan)
 
 
 def hurt(model: LlamaGenModel, **how: Any) -> Hurt:
@@ -296,7 +287,6 @@ def hurt(model: LlamaGenModel, **how: Any) -> Hurt:
 
 
 def same(outs: list[ImageOutput], whole: ImageOutput, accepted: bool = True) -> None:
-    """Tokens, forwards and pictures are those of the whole list."""
     assert [out.error for out in outs] == [None] * len(whole.tokens)
     for index, out in enumerate(outs):
         assert out.index == index and out.tokens.tolist() == whole.tokens[index : index + 1].tolist()
@@ -310,10 +300,9 @@ def same(outs: list[ImageOutput], whole: ImageOutput, accepted: bool = True) -> 
 
 def both(model: Any, prompts: list[Any], batch_size: int = 2, **request: Any) -> tuple[list[ImageOutput], ImageOutput]:
     output_type = "latent" if getattr(model, "vq", 0) is None else "pt"
-    given = {model.conditions: prompts, **request, "output_type": output_type}
     return list(
         generate_many(model, prompts, batch_size=batch_size, output_type=output_type, **request)
-    ), generate_images(model, **given)
+    ), generate_images(model, **{model.conditions: prompts, **request, "output_type": output_type})
 
 
 @pytest.mark.thinned
@@ -391,10 +380,8 @@ def test_what_fails_fails_alone(llamagen: LlamaGenModel) -> None:
     for out, words in zip(outs[2:8], said, strict=True):
         assert words in str(out.error) and out.images is None and out.codes is None
     whole = generate_images(llamagen, class_labels=LABELS, **request)
-    good = [*outs[:2], *outs[8:]]
-    assert [out.tokens[0].tolist() for out in good] == whole.tokens.tolist()
-    with pytest.raises(ValueError, match="class_labels=10"):
-        next(generate_many(llamagen, [10], errors="raise"))
+    assert [out.tokens[0].tolist() for out in [*outs[:2], *outs[8:]]] == whole.tokens.tolist()
+    refuses(lambda: next(generate_many(llamagen, [10], errors="raise")), "class_labels=10")
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
@@ -421,31 +408,26 @@ def test_max_memory_says_how_many_rows_are_decoded(llamagen: LlamaGenModel) -> N
 
 @pytest.mark.parametrize("kind", ["var", "lpd", "nar", "mar", "distilled", "distilled var"])
 def test_rows_in_lock_step_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(TypeError, match="end together.*: give it to paradec.generate_images"):
-        generate_many(shared(kind), [1])
+    refuses(lambda: generate_many(shared(kind), [1]), "end together.*: give it to paradec.generate_images", TypeError)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
         ({"sampler": "zipar"}, "'zipar' .* end together; use paradec.generate_images"),
         ({"max_new_tokens": 4}, "max_new_tokens=4 has no meaning for pictures"),
         ({"trace": True}, "trace=True does not work"),
         ({"seed": (1, 2)}, "must be one int here"),
         ({"height": 32}, "height=32"),
+        ({"model": tiny_llamagen(vq=False)}, "has no VQ decoder"),
+        ({"model": tiny(1), "height": 32}, "height=32 is for image models"),
     ],
 )
-def test_arguments_are_refused_before_anything_is_read(llamagen: LlamaGenModel, arguments: Any) -> None:
-    given, words = arguments
-    with pytest.raises(ValueError, match=words):
-        generate_many(llamagen, iter(lambda: pytest.fail("read"), None), **given)
-
-
-def test_pictures_need_a_decoder_and_texts_none() -> None:
-    with pytest.raises(ValueError, match="has no VQ decoder"):
-        generate_many(tiny_llamagen(vq=False), [1])
-    with pytest.raises(ValueError, match="height=32 is for image models"):
-        generate_many(shared("llada"), [[1]], height=32)
+def test_arguments_are_refused_before_anything_is_read(
+    llamagen: LlamaGenModel, arguments: dict[str, Any], words: str
+) -> None:
+    prompts = iter(lambda: pytest.fail("read"), None)
+    refuses(lambda: generate_many(**{"model": llamagen, "prompts": prompts} | arguments), words)
 
 
 def test_captions_of_a_drafter_are_refused() -> None:

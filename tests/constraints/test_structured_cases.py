@@ -47,8 +47,7 @@ def test_automata(name: str) -> None:
 
 def table_of(case: dict[str, Any]) -> torch.Tensor:
     """Logits of the undecided positions."""
-    p = torch.tensor(case["p"], dtype=torch.float64)
-    return p[[token is None for token in case["canvas"]]].log()
+    return torch.tensor(case["p"], dtype=torch.float64)[[token is None for token in case["canvas"]]].log()
 
 
 @pytest.mark.parametrize("name", named("marginals"))
@@ -57,8 +56,7 @@ def test_marginals(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
     ours, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
     assert len(canvas) == len(case["p"]) == case["slots"]
-    logits = torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf)
-    found = Marginals(ours, logits, canvas, 0, ours.accept)
+    found = Marginals(ours, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, ours.accept)
     assert math.exp(found.log_z()) == pytest.approx(expected["z"], rel=1e-9)
     undecided = [at for at, token in enumerate(canvas) if token is None]
     marginals = found.conditioned().softmax(-1)[:, :size]

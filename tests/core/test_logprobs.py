@@ -24,7 +24,6 @@ MASKED = [
 ]
 SAID = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
 SAID = [name for name in SAID if "logprobs" not in samplers.get(name).unsupported]
-CAUSAL = ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "speculative", "tree", "dynamic"]
 NEW = 12
 
 
@@ -43,11 +42,6 @@ def drafter() -> Model:
     return paradec.wrap(tiny(1, seed=1).unwrap(), topology="causal", prediction="shifted")
 
 
-def masked_sampler(name: str) -> Any:
-    settings: dict[str, Any] = {"learn2pd": {}}.get(name, {})
-    return samplers.create(name, **settings)
-
-
 def causal_sampler(name: str, drafter: Model) -> Any:
     if name == "tree":
         return samplers.create("speculative", drafter=drafter, tree=(2, 2, 1))
@@ -59,8 +53,7 @@ def causal_sampler(name: str, drafter: Model) -> Any:
 
 
 def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[tuple[int, int], Any]]:
-    """A decoding step by step, and by (row, position) what softmax of the step's logits says, for the step that wrote
-    there last: the token, its log-probability, the three likeliest, and the row's step."""
+    """A decoding; by (row, position): token, its log-probability, the three likeliest, and the step that wrote last."""
     state = sampler.start(model, ROWS, max_new_tokens=NEW, logprobs=3, **request)
     said: dict[tuple[int, int], Any] = {}
     with torch.inference_mode():
@@ -69,8 +62,7 @@ def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> 
             outputs = [model(query) if state.store is None else model(query, state.store) for query in queries]
             kept = [output.clone() for output in outputs]
             positions = state.window.positions.clone()
-            commit = sampler.commit(state, sampler.propose(state, outputs, queries))
-            for row, position, token, _ in commit.to_list():
+            for row, position, token, _ in sampler.commit(state, sampler.propose(state, outputs, queries)).to_list():
                 if token == MASK:
                     said.pop((row, position), None)
                     continue
@@ -118,7 +110,7 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAID)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
-    sampler = masked_sampler(name)
+    sampler = samplers.create(name)
     given: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
     if name == "adablock":
         given.pop("block_length")
@@ -142,8 +134,7 @@ def test_an_edit_counts_as_it_was_written_last(masked: Model) -> None:
     compare(state, said)
     trace = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, block_length=6, trace=True).trace
     assert trace is not None
-    writes = Counter(commit[:2] for step in trace.steps for commit in step.commits)
-    assert max(writes.values()) > 1
+    assert max(Counter(commit[:2] for step in trace.steps for commit in step.commits).values()) > 1
 
 
 def test_freedave_says_what_its_base_says(masked: Model) -> None:
@@ -162,8 +153,7 @@ def test_freedave_says_what_its_base_says(masked: Model) -> None:
 
 
 def test_holes_and_what_stands_beside_them(masked: Model) -> None:
-    ids = [[3, MASK, 5, MASK, MASK, 8], [MASK, 9]]
-    output = paradec.infill(masked, ids, logprobs=1)
+    output = paradec.infill(masked, [[3, MASK, 5, MASK, MASK, 8], [MASK, 9]], logprobs=1)
     found = output.logprobs
     assert found is not None and found.chosen.shape == output.sequences.shape
     assert torch.equal(~found.chosen.isnan(), output.filled)
@@ -190,14 +180,13 @@ def target(model: Model, row: list[int], answer: list[int], temperature: float, 
         logits = model.module(torch.tensor([row + answer])).logits[0, len(row) - 1 : -1].double()
     logits = logits / (temperature or 1)
     if top_k is not None and temperature:
-        least = logits.sort(descending=True).values[:, top_k - 1 : top_k]
-        logits = torch.where(logits < least, -torch.inf, logits)
+        logits = torch.where(logits < logits.sort(descending=True).values[:, top_k - 1 : top_k], -torch.inf, logits)
     return torch.log(torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True))
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5)])
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "speculative", "tree", "dynamic"])
 def test_causal_is_the_verified_distribution(
     causal: Model, drafter: Model, name: str, temperature: float, top_k: int | None
 ) -> None:

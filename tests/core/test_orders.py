@@ -27,7 +27,6 @@ from paradec.core.orders import (
 from paradec.samplers.start import row_keys
 
 KEYS = row_keys([1, 1, 2], [[5], [6], [5]])
-GRIDS = [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)]
 MADE = [orders.create(name) for name in orders.names() if name != "given"]
 MADE += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosine(1)]
 
@@ -37,7 +36,7 @@ def groups_of(order: orders.Order, height: int, width: int) -> Groups:
 
 
 @pytest.mark.parametrize("order", MADE, ids=str)
-@pytest.mark.parametrize(("height", "width"), GRIDS)
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)])
 def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> None:
     groups, size = groups_of(order, height, width), height * width
     assert (np.sort(groups.order, 1) == np.arange(size)).all() and groups.order.shape == (3, size)
@@ -49,8 +48,7 @@ def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> 
     again = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
     assert (again.order == groups.order).all() and again.sizes == groups.sizes
     # a row's order is its own key's
-    alone = order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS[1:2])))
-    assert (alone.order[0] == groups.order[1]).all()
+    assert (order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS[1:2]))).order[0] == groups.order[1]).all()
     same = (groups.order[0] == groups.order[1]).all()
     assert same if not order.random or size == 1 else not same or size < 4
 
@@ -122,8 +120,6 @@ def test_other_sizes_grow_as_the_published() -> None:
 
 
 class Recorded:
-    """A case's draws."""
-
     def __init__(self, said: dict[str, Any]):
         self.first, self.lists, self.starts = said["first"], said["shuffled_candidates"], list(said["random_starts"])
 
@@ -202,14 +198,12 @@ def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None
 
 def test_a_given_part_is_decided_from_the_start() -> None:
     model = tiny_masked_image()
-    mask = model.facts.mask_token_id
-    row = [model.class_token(2), *[3] * 8, *[mask] * 8]
+    row = [model.class_token(2), *[3] * 8, *[model.facts.mask_token_id] * 8]
     sampler = samplers.create("lpd", groups=[1, 5, 10], height=4, width=4)
     out = paradec.generate(model, [row], sampler=sampler, seed=4, trace=True)
     there = np.arange(16) < 8
     sizes = scale_sizes((1, 5, 10), 8)
-    key = draws_from_keys(torch.as_tensor(row_keys([4], [row])))[0]
-    order = lpd_order(4, 4, sizes, key, decided=there)
+    order = lpd_order(4, 4, sizes, draws_from_keys(torch.as_tensor(row_keys([4], [row])))[0], decided=there)
     assert written(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
     assert order[0] // 4 == 2
 
