@@ -51,9 +51,6 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
     def aligned() -> Tensor:
         return align_right(state.canvas.cpu()[:, :width], state.asked, fill)
 
-    def still_open() -> Tensor:  # [L] bool: columns in which a row has nothing final yet
-        return align_right(state.undecided.cpu()[:, :width], state.asked, False).any(0)
-
     # without a mask nothing would say what is undecided
     drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
@@ -61,7 +58,8 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
     def after_commit(stepped: State, commit: Commit) -> bool | None:
         nonlocal sent
         ids = aligned()
-        undecided = still_open()
+        # [L] bool: columns in which a row has nothing final yet
+        undecided = align_right(state.undecided.cpu()[:, :width], state.asked, False).any(0)
         stop = int((offset + state.end).max())  # beyond it all rows are padding
         final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
         if state.revises and state.running.any():  # what is in an open block may be taken back

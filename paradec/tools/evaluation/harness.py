@@ -39,20 +39,18 @@ class ParadecLM(Answering, TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, window by window; a masked model's first window has one token before it."""
         check, self.check_greedy = self.check_greedy, False  # nothing reads it
+        totals: list[float] = []
         try:
-            return [self._rolling(request, disable_tqdm) for request in requests]
+            for request in requests:
+                (text,) = request.args
+                ids = self.tok_encode(text, add_special_tokens=False)
+                windows = of_harness.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1)
+                pairs = [(None, *of_harness.make_disjoint_window(window)) for window in windows]
+                totals.append(sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm)))
+                self.keep("loglikelihood_rolling", (text,), totals[-1])
         finally:
             self.check_greedy = check
-
-    def _rolling(self, request: Any, disable_tqdm: bool) -> float:
-        (text,) = request.args
-        windows = of_harness.get_rolling_token_windows(
-            self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length - 1, 1
-        )
-        pairs = [(None, *of_harness.make_disjoint_window(window)) for window in windows]
-        total = sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm))
-        self.keep("loglikelihood_rolling", (text,), total)
-        return total
+        return totals
 
     def _bar(self, total: int, hidden: bool, description: str) -> Any:
         return super()._bar(total, hidden or self.rank != 0, description)
