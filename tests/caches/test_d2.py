@@ -91,17 +91,6 @@ def test_with_everything_in_its_set_it_is_no_cache(prediction: str, suffix: Suff
     assert cached.cost.forwarded_tokens == plain.cost.forwarded_tokens
 
 
-def test_what_comes_into_the_window_gets_its_keys_at_once() -> None:
-    model, sampler = tiny(2), samplers.create("low_confidence")
-    for suffix in (Suffix(6), Suffix(9, "gaussian")):
-        state = sampler.start(model, ROWS, cache=caches.create("d2", current_k=3), suffix=suffix, **ASKED)
-        while not state.done:
-            running = state.window.rows
-            proposal = sampler.step(model, state)
-            assert np.array_equal(state.store.valid.numpy()[running], state.present[running])
-            sampler.commit(state, proposal)
-
-
 def test_a_schedule_takes_more_steps_where_it_wants_more_than_is_evaluated() -> None:
     model = tiny(1)
     asked = ASKED | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
@@ -121,8 +110,7 @@ class AsRecorded(D2Cache):
             super().observe_confidence(state, confidence, available)
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The public loop asks what is undecided in a block by an operation in place, on the block itself: to the cache
-        the block of the last step is as long as it had masks then, and its ends are counted from the answer's start."""
+        """The public loop shortens the last step's block to its masks, and counts its ends from the answer's start."""
         log, prompt = state.cache_state, int(state.prompt_length[0])
         new = log.changed_at[0] == state.row_step[0] - 1
         column = np.arange(len(new)) - prompt
@@ -166,8 +154,7 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
 
 @dataclass(frozen=True)
 class ByDensity(LowConfidence):
-    """Ranks by confidence times certainty density: the public code's decoding "with a prior", whole rows at each step.
-    What is decided is that of the answer, of which the prompt is the left side."""
+    """Ranks by confidence times certainty density of the answer: the public code's decoding "with a prior"."""
 
     sigma: float = 10.0
 

@@ -69,8 +69,7 @@ def kernel(
 
 def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Random logits of very different sharpness from row to row, some tokens excluded, the two best tied in row 0."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(*lead, vocabulary, generator=generator)
+    logits = torch.randn(*lead, vocabulary, generator=torch.Generator().manual_seed(seed))
     flat = logits.view(-1, vocabulary)
     flat *= torch.linspace(0.1, 12, len(flat)).unsqueeze(1)
     if vocabulary > 8:
@@ -152,16 +151,14 @@ def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str) -> None:
-    whole = logits_of(3, 7)
-    view = whole[:, 1:5]
+    view = logits_of(3, 7)[:, 1:5]
     assert not view.is_contiguous()
     ids = torch.randint(VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(1))
     found = token_stats(view, ids=ids, path=path)
     again = token_stats(view.contiguous(), path=path)
     for name in FIELDS:
         assert torch.equal(getattr(found, name), getattr(again, name)), name
-    expected = view.double().softmax(-1).gather(-1, ids)
-    torch.testing.assert_close(found.ids_prob, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.ids_prob, view.double().softmax(-1).gather(-1, ids), rtol=1e-5, atol=0)
     one = token_stats(view, ids=ids[..., 2], path=path).ids_prob
     assert torch.equal(one, found.ids_prob[..., 2])
 
@@ -232,8 +229,7 @@ def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
 
 
 def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """[10, V]: flat and sharp rows; rows that exclude different tokens, all tokens but one, all but two that tie; rows
-    after top-k and top-p."""
+    """[10, V]: flat and sharp rows; rows that exclude tokens, all but one, or but two that tie; top-k; top-p."""
     logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
     logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
     logits[2, ::3] = -torch.inf
@@ -281,14 +277,20 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
 
-@pytest.mark.parametrize("path", ["float64", "chunked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
+def extreme_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """[3, V]: one token, two that tie, all alike, at the largest numbers of the type."""
     large = torch.finfo(dtype).max
-    logits = torch.zeros(3, VOCABULARY, dtype=dtype)
+    logits = torch.zeros(3, vocabulary, dtype=dtype)
     logits[0], logits[0, 70] = -large, large
     logits[1], logits[1, [90, 30]] = -large / 2, -large / 3
     logits[2] = large / 4
+    return logits
+
+
+@pytest.mark.parametrize("path", ["float64", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
+    logits = extreme_logits(VOCABULARY, dtype)
     for temperature in (1e-6, 1.0, 1e6):
         draws = draws_for(3, 1, temperature)
         draws = TokenDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
@@ -320,15 +322,10 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("splits", [1, 2])
 def test_kernel_with_extreme_logits(splits: int) -> None:
-    large = torch.finfo(torch.float32).max
-    logits = torch.zeros(3, 100)
-    logits[0], logits[0, 70] = -large, large
-    logits[1], logits[1, [90, 30]] = -large / 2, -large / 3
-    logits[2] = large / 4
+    logits = extreme_logits(100, torch.float32)
     for temperature in (1e-6, 1.0):
         found = kernel(logits, temperature, splits=splits)
-        exact = reference_stats(logits, temperature)
-        assert_close(found, exact._asdict(), ONE_READ, 1e-6)
+        assert_close(found, reference_stats(logits, temperature)._asdict(), ONE_READ, 1e-6)
     alike = logits[1:].unsqueeze(1).expand(2, 5, -1).contiguous()
     draws = draws_for(2, 5, 1e-6)
     sample = kernel(alike, draws=draws, splits=splits).sample
@@ -337,8 +334,7 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
 
 
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
-    """Of `count` draws from logits [V] (float32 or float64), of which `left` [V] is the distribution; rare tokens count
-    together, and tokens without probability are drawn never."""
+    """Of `count` draws from logits [V], of which `left` [V] is the distribution; rare tokens count together."""
     uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
     found = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
     counts = found.bincount(minlength=len(left))
@@ -376,8 +372,6 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
 
 
 class Given(TokenDraws):
-    """Draws with these numbers."""
-
     def __init__(self, numbers: Tensor, temperature: float):
         zero = torch.zeros(len(numbers), dtype=torch.int64)
         super().__init__(zero.unsqueeze(1).expand(-1, 2), zero, zero, temperature)
@@ -397,8 +391,7 @@ def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, te
         exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
         found = read(logits, draws=Given(uniform, temperature)).sample
         wrong = (found != exact).nonzero().flatten()
-        ends = total[wrong, torch.minimum(found, exact)[wrong]]
-        assert (ends - uniform[wrong]).abs().le(1e-6).all()
+        assert (total[wrong, torch.minimum(found, exact)[wrong]] - uniform[wrong]).abs().le(1e-6).all()
         others += len(wrong)
     return others
 
@@ -454,8 +447,7 @@ def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
         found = triton_stats(rows.to(DEVICE), frozenset(), 1.0, None, moved, block=8192, splits=1)
         return TokenStats(sample=found.sample.cpu(), token=found.token, prob=found.prob)
 
-    logits = logits_of(20, 1)[:, 0] / 3
-    assert others_drawn(read, logits, count, 0.7) <= count // 10_000
+    assert others_drawn(read, logits_of(20, 1)[:, 0] / 3, count, 0.7) <= count // 10_000
 
 
 def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
@@ -530,8 +522,7 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
 def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
     whole = logits_of(3, 4, vocabulary=70)
     view = whole[1:, 1:3]
-    found = kernel(view, 0.8, block=32, splits=2)
-    assert_close(found, reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
+    assert_close(kernel(view, 0.8, block=32, splits=2), reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
     flat = whole.view(12, 70)[::3]
     assert_close(kernel(flat), reference_stats(flat)._asdict(), ONE_READ, 1e-6)
     asked = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")

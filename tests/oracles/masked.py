@@ -517,8 +517,7 @@ def learn2pd_records(
 
 
 def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: PipelinedBlocks) -> list[list[tuple]]:
-    """KLASS and persistence over several open blocks in plain Python: what each forward commits. What is remembered is
-    kept by position; the first block that is not full commits its best where nothing of it is ready."""
+    """KLASS and persistence over several open blocks in plain Python: what each forward commits."""
     ids, new = [*prompt, *[MASK] * 12], range(len(prompt), len(prompt) + 12)
     before: dict[int, Any] = {}
     run: dict[int, int] = {}

@@ -103,8 +103,7 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
         out = paradec.generate_images(
             model, class_labels=1, num_images=count, sampler=sampler, seed=3, guidance_scale=2.0, output_type="latent"
         )
-        numbers = (out.tokens * torch.tensor([27, 9, 3, 1])).sum(1)
-        found.append(torch.bincount(numbers, minlength=81))
+        found.append(torch.bincount((out.tokens * torch.tensor([27, 9, 3, 1])).sum(1), minlength=81))
         assert exactness.p_value(found[-1].numpy(), expected.numpy()) > 1e-3
     assert expected.sum() == pytest.approx(1) and exactness.p_value(found[0].numpy(), expected.flip(0).numpy()) < 1e-6
 
@@ -123,8 +122,7 @@ def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:
     decode(sampler, model, state, lambda *_: True)
     first, second = sampler.step(model, state), sampler.step(model, state)
     assert torch.equal(first.values, second.values) and torch.equal(first.quantities["p"], second.quantities["p"])
-    again = pickle.loads(pickle.dumps(state))
-    for each in (state, again):
+    for each in (state, pickle.loads(pickle.dumps(state))):
         decode(sampler, model, each)
         assert torch.equal(each.canvas[:, 1:], together.tokens)
 

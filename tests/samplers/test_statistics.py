@@ -17,8 +17,7 @@ def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = 
         out = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
         logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
     return logits
 
 

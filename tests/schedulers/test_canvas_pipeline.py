@@ -120,8 +120,7 @@ def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(wh
 @pytest.mark.parametrize("which", SCHEDULERS)
 @pytest.mark.parametrize("confidence", [1e-9, None])
 def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float | None) -> None:
-    """transformers and `diffusion_gemma` return the best tokens of the last step there, the pipeline what the next step
-    would have read."""
+    """transformers and `diffusion_gemma` return the best tokens of the last step, the pipeline its noisy canvas."""
     module, row = tiny_gemma(), ROWS[:1]
     found, steps = in_pipeline(
         module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence

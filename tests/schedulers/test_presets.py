@@ -32,8 +32,7 @@ def model() -> Model:
     ids=str,
 )
 def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_path: Path) -> None:
-    preset = paradec.Request(sampler=sampler, block_length=BLOCK, max_new_tokens=8)
-    preset.save(tmp_path / "p.json")
+    paradec.Request(sampler=sampler, block_length=BLOCK, max_new_tokens=8).save(tmp_path / "p.json")
     ids = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
     pipe.set_progress_bar_config(disable=True)

@@ -66,8 +66,7 @@ def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampler = pipe.scheduler.sampler
-    facts = paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
-    named = Decoder(model.module, facts)
+    named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"}))
     try:
         out = run_text(pipe, ids)
         expected = paradec.generate(
@@ -188,8 +187,7 @@ def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Ten
 
 def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Tensor) -> None:
     """The same prompt padded otherwise is another one: answers of one block, so that its keys would all fit."""
-    padded = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
-    requests = [{}, {"attention_mask": padded}, {}]
+    requests = [{}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])}, {}]
     plain = [run_text(pipe, ids, gen_length=2, **request) for request in requests]
     with paradec.accelerate(pipe, cache="block"):
         assert all(torch.equal(run_text(pipe, ids, gen_length=2, **r), p) for r, p in zip(requests, plain, strict=True))
@@ -288,8 +286,7 @@ def after(step: int, function: Any) -> Any:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
-    """Where another thread begins one, the first is refused at its next step; beside it, one with a scheduler of its
-    own is right."""
+    """Where another thread begins a run, the first one is refused at its next step."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
@@ -541,8 +538,7 @@ def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None
     again = cls.from_pretrained(tmp_path)
     assert type(again) is cls and again.sampler == scheduler.sampler
     theirs = (BlockRefinementScheduler if cls in TEXT_SCHEDULERS else AmusedScheduler).from_config(scheduler.config)
-    back = cls.from_config(theirs.config)
-    assert back.sampler == scheduler.sampler
+    assert cls.from_config(theirs.config).sampler == scheduler.sampler
     assert cls.__module__ == "paradec.schedulers"
     assert all(value == scheduler.config[name] for name, value in base.items())
 

@@ -69,7 +69,6 @@ EVERY = [*METHODS, *OWN]
 
 @cache
 def started(name: str) -> tuple[CausalSampler, Any]:
-    """A sampler and its model."""
     if name not in OWN:
         return METHODS[name](), causal()
     topology, prediction = OWN[name]

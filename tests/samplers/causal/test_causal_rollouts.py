@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import assert_same, by_trace
+from decoding import assert_replayed, assert_same, by_trace
 from oracles.rollouts import causal_logp
 from places import GOLDEN
 from small_models import END, MASK, tiny
@@ -102,8 +102,7 @@ def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPat
     )
     found = paradec.replay(model, rollout)
     hook.remove()
-    last = max(row.nonzero().max().item() for row in rollout.decided)
-    assert shapes == [(3, last)]
+    assert shapes == [(3, max(row.nonzero().max().item() for row in rollout.decided))]
     found.nansum().backward()
     assert model.module.lm_head.weight.grad.abs().sum() > 0
     model.module.zero_grad()
@@ -113,12 +112,10 @@ def test_rollouts_of_several_requests_are_joined() -> None:
     model = causal(1)
     first = paradec.generate(model, ROWS * 2, **DRAWN).rollout
     outputs = sorted(paradec.generate_many(model, ROWS * 2, batch_size=2, **DRAWN), key=lambda output: output.index)
-    assert_same(Rollout.joined([output.rollout for output in outputs]), first)
-    second = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
-    both = Rollout.joined([first, second])
+    assert_same(Rollout.concatenate([output.rollout for output in outputs]), first)
+    both = Rollout.concatenate([first, paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout])
     assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
-    with torch.no_grad():
-        torch.testing.assert_close(paradec.replay(model, both), both.logp, equal_nan=True, rtol=0, atol=1e-10)
+    assert_replayed(model, both)
 
 
 def test_older_weights_and_rows_that_fail() -> None:
@@ -154,10 +151,7 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
         model, torch.tensor([[size + 1]]), sampler="sjd", temperature=1.0, seed=0, **given
     ).rollout
     assert rollout.decided.any()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            paradec.replay(model, rollout).double(), rollout.logp, equal_nan=True, rtol=0, atol=1e-5
-        )
+    assert_replayed(model, rollout, 1e-5)
 
 
 def test_nemotron_s_causal_mode() -> None:
@@ -165,7 +159,6 @@ def test_nemotron_s_causal_mode() -> None:
     rollout = paradec.generate(
         model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **GIVEN
     ).rollout
-    with torch.no_grad():
-        torch.testing.assert_close(paradec.replay(model, rollout), rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
+    assert_replayed(model, rollout)
     with pytest.raises(ValueError, match="rollout is of .*, not of"):
         paradec.replay(paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", topology="block_causal"), rollout)

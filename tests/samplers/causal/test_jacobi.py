@@ -245,8 +245,7 @@ class AllOfQ(WithoutReplacement):
     ],
 )
 def test_the_chi_square_test_has_power(sampler: SJD) -> None:
-    found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
-    assert min(found["p_values"]) < 1e-5
+    assert min(exactness.test_case(sampler, MODEL, 10_000, seed=1)["p_values"]) < 1e-5
 
 
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
@@ -363,8 +362,7 @@ def test_the_grid_s_layout() -> None:
 @pytest.mark.parametrize("window", [3, 6])
 def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
     model, sampler = Recording(), SJD(window=window, init=init)
-    prompts = [[3, 1], [2], [7, 7, 7]]
-    state = sampler.start(model, prompts, grid=GRID, seed=0)
+    state = sampler.start(model, [[3, 1], [2], [7, 7, 7]], grid=GRID, seed=0)
     start = torch.tensor([[2], [1], [3]])
     copied = 0
     while not state.done:

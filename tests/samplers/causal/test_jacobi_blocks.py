@@ -197,13 +197,11 @@ def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None
 
 
 def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
-    greedy = [token_by_token(MODEL, prompt, 20, ()) for prompt in PROMPTS]
-    end = greedy[0][4]
+    end = [token_by_token(MODEL, prompt, 20, ()) for prompt in PROMPTS][0][4]
     model = tiny(2, topology="causal", prediction="shifted", ends=(end,))
     expected = [token_by_token(model, prompt, 20, (end,)) for prompt in PROMPTS]
     assert len(expected[0]) <= 5 and max(map(len, expected)) == 20
-    sampler = Jacobi(group=16)
-    out = paradec.generate(model, input_ids=PROMPTS, sampler=sampler, max_new_tokens=20, seed=0)
+    out = paradec.generate(model, input_ids=PROMPTS, sampler=Jacobi(group=16), max_new_tokens=20, seed=0)
     for row, answer in enumerate(expected):
         assert out.new_tokens[row, : len(answer)].tolist() == answer and out.tokens[row] == len(answer)
     # the token is right after as many iterations as tokens before it, at most
@@ -223,8 +221,7 @@ def test_an_end_token_that_is_not_right_closes_nothing() -> None:
     state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
     made = []
     while not state.done:
-        commit = sampler.commit(state, sampler.step(ended, state))
-        made.append(int(commit.selected.sum()))
+        made.append(int(sampler.commit(state, sampler.step(ended, state)).selected.sum()))
     assert made == [1, *[0] * (len(made) - 2), 8]
 
 
@@ -266,29 +263,12 @@ def test_images_have_their_structure() -> None:
             assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
 
 
-def test_the_store_holds_the_block_between_blocks_alone() -> None:
-    sampler = Jacobi(group=5)
-    state = sampler.start(MODEL, PROMPTS, max_new_tokens=16, temperature=0, seed=0)
-    while not state.done:
-        committed, proposal = state.committed.copy(), sampler.step(MODEL, state)
-        rows = state.rows
-        commit = sampler.commit(state, proposal)
-        moved = state.committed[rows] - committed[rows]
-        assert (moved == commit.selected.sum(1).numpy()).all()
-        held = state.store.valid[:, : state.context.shape[1]].sum(1).numpy()
-        assert (held[rows] == state.committed[rows] - 1).all()
-        waits = moved == 0
-        assert (state.memory["iteration"][rows[waits]] > 0).all()
-        assert (state.memory["iteration"][rows[~waits]] == 0).all()
-
-
-def test_iterations_are_counted_and_traced() -> None:
-    sampler = Jacobi(group=5)
-    out = paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, max_new_tokens=11, seed=0, trace=True, logprobs=2)
-    assert len(out.trace.steps) == out.nfe
-    assert sum(len(step.commits) for step in out.trace.steps) == 33
-    assert any(not step.commits for step in out.trace.steps)
-    plain = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), max_new_tokens=11, seed=0, logprobs=2)
+def test_log_probabilities_are_those_of_token_by_token_decoding() -> None:
+    request = {"max_new_tokens": 11, "seed": 0, "logprobs": 2}
+    out, plain = (
+        paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request)
+        for sampler in (Jacobi(group=5), Jacobi(window=1))
+    )
     torch.testing.assert_close(out.logprobs.chosen, plain.logprobs.chosen, equal_nan=True)
 
 

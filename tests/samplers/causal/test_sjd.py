@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import paradec
-from paradec.core.query import Query, StoreCall
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.loop import CausalSampler
 
@@ -72,43 +71,6 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
         assert found == greedy(module, PROMPTS, 7)
 
 
-@pytest.mark.parametrize("name", ["sjd", "scd", "speculative", "speculative, tree"])
-def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> None:
-    model, sampler = wrap_causal(), made(name)
-    state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4, guidance_scale=1.5)
-    partial = False
-    with torch.inference_mode():
-        while len(state.rows) == len(PROMPTS):
-            sampler.commit(state, sampler.step(model, state))
-            # a tree's accepted drafts are written by the next step
-            held = state.num_stored() if sampler.name == "speculative" and sampler.tree else state.committed - 1
-            length = (held + state.shift).reshape(-1)
-            assert torch.equal(state.store.valid.sum(1), torch.as_tensor(length))
-            fresh = model.make_store(len(length), state.context.shape[1])
-            column = torch.arange(int(length.max()))
-            valid = column < torch.as_tensor(length)[:, None]
-            query = Query(
-                rows=np.arange(len(length)),
-                tokens=state.context[:, : len(column)],
-                positions=column.expand(len(length), -1),
-                valid=valid,
-                store=StoreCall(torch.arange(len(length)), torch.where(valid, column, -1)),
-                forwarded=length,
-                kind="full",
-            )
-            model(query, fresh)
-            for layers, own in (
-                (fresh.layer_keys, state.store.layer_keys),
-                (fresh.layer_values, state.store.layer_values),
-            ):
-                for layer, expected in layers.items():
-                    torch.testing.assert_close(
-                        own[layer][:, : len(column)][valid], expected[:, : len(column)][valid], rtol=0, atol=1e-12
-                    )
-            partial |= bool((state.accepted[-1] < sampler.window).any())
-    assert partial  # something was rolled back
-
-
 def test_steps_over_the_store_evaluate_the_window_alone() -> None:
     _, state = answers(made("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
     prompt = np.array(list(map(len, PROMPTS)))
@@ -134,12 +96,6 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
     assert found[:2] == found[2:]
     with pytest.raises(ValueError, match="needs models that run over a store"):
         made("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
-
-
-def test_generate_that_is_cut_short_says_what_is_missing() -> None:
-    model = wrap_causal()
-    out = paradec.generate(model, input_ids=PROMPTS, sampler="sjd", max_new_tokens=9, callback=lambda *_: True, seed=0)
-    assert all(1 <= count < 9 for count in out.tokens) and out.row_nfe == [1] * 4
 
 
 @pytest.mark.thinned

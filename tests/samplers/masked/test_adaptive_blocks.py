@@ -93,41 +93,6 @@ def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Mo
         assert fixed.row_nfe == adaptive.row_nfe and fixed.forwarded_tokens == adaptive.forwarded_tokens
 
 
-@pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("adablock", "dual"), ("origin", "prefix")])
-def test_steps_and_rows(name: str, cache: str, llada64: Model, dream64: Model) -> None:
-    policy = AdaptiveBlocks(6, delimiters=MANY, window=0.5, delimiter_threshold=0.2)
-    for model in (llada64, dream64) if name == "adablock" else (dream64,):
-        sampler = samplers.create(name)
-        arguments = {
-            "max_new_tokens": 16, "blocks": policy, "cache": cache, "seed": 4, "temperature": 0.6,
-            "guidance_scale": 1.3,
-        }  # fmt: skip
-        state = sampler.start(model, ROWS, **arguments)
-        with torch.inference_mode():
-            while not state.done:
-                numbers = {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
-                canvas, start = state.canvas.clone(), state.block_start.copy()
-                proposal, again = sampler.step(model, state), sampler.step(model, state)
-                assert torch.equal(state.canvas, canvas)
-                assert numbers == {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
-                for field in ("values", "available", "scores"):
-                    assert torch.equal(getattr(proposal, field), getattr(again, field))
-                end = state.block_end.copy() if proposal.block_end is None else None
-                written = sampler.commit(state, again).to_list()
-                for row, position, *_ in written:
-                    index = list(proposal.rows).index(row)
-                    limit = proposal.block_end[index].item() if end is None else end[row]
-                    assert start[row] <= position < limit
-        together = paradec.generate(model, ROWS, sampler=sampler, trace=True, **arguments)
-        for index, row in enumerate(ROWS):
-            alone = paradec.generate(model, [row], sampler=sampler, trace=True, **arguments)
-            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
-            assert together.row_nfe[index] == alone.nfe
-            ours = [[c[1:3] for c in step.commits if c[0] == index] for step in together.trace.steps]
-            theirs = [[c[1:3] for c in step.commits] for step in alone.trace.steps]
-            assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
-
-
 def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
     own = samplers.create("adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2)
     arguments = {"max_new_tokens": 24, "trace": True}

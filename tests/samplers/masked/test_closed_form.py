@@ -89,8 +89,7 @@ def right(task: str, answers: Tensor) -> Tensor:
 
 
 def assert_probability(hits: int, trials: int, p: float, comparisons: int = 1) -> None:
-    """That `hits` of `trials` are what a probability of p gives. Chernoff: with q = hits / trials, KL(q, p) >= x has at
-    most the probability 2 exp(-trials x)."""
+    """Chernoff: with q = hits / trials, KL(q, p) >= x has at most the probability 2 exp(-trials x)."""
     if p in (0.0, 1.0):
         assert hits == p * trials
         return

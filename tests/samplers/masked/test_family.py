@@ -112,8 +112,7 @@ def test_a_shadow_that_is_not_finite_is_seen() -> None:
     sampler, state = start("wino", cache="none")
     queries = sampler.query(state)
     outputs = [MODEL(query) for query in queries]
-    width = state.window.positions.shape[1]
-    outputs[0][1, width:] = torch.nan
+    outputs[0][1, state.window.positions.shape[1] :] = torch.nan
     proposal = sampler.propose(state, outputs, queries)
     before = state.canvas.clone()
     with pytest.raises(FloatingPointError, match="row 1 at its step 0"):
@@ -142,7 +141,6 @@ class Asked:
 
 
 def decoded(model: Model, sampler: Any, rows: list[list[int]] = ROWS, **request: Any) -> tuple[Any, list[int]]:
-    """The state after decoding, and the widths that were asked for."""
     asked = Asked(model)
     state = sampler.start(asked, rows, max_new_tokens=NEW, **{"seed": 3, **request})
     return decode(sampler, asked, state), asked.widths

@@ -32,8 +32,7 @@ FOR = {
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    """(sampler, cache, model): every sampler without a cache on both models, and with one of the caches that it works
-    with, in turn, on one of them."""
+    """(sampler, cache, model): every sampler on both models without a cache, and with one of its caches in turn."""
     bidirectional = list(MODELS)[:2]
     found = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
     found += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
@@ -66,9 +65,7 @@ NEW = 8
 
 
 def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
-    """(prompts, request) of a pair: greedy and drawn, one of them with guidance, and where the sampler works there with
-    pipelined blocks; all else differs from pair to pair. No prompt stands there twice, since copies of one draw
-    different numbers."""
+    """(prompts, request) of a pair: greedy, drawn, and pipelined where it works. No prompt stands there twice."""
     draw = random.Random(f"{name} {cache} {model}")
     found = []
     guided = draw.choice((0.0, 0.8))
@@ -144,12 +141,8 @@ def every_case() -> list[Any]:
 def test_every_step_and_every_row(
     name: str, cache: str, model_name: str, case: int, request: pytest.FixtureRequest
 ) -> None:
-    """Decoding step by step: a step repeated equals the step and changes nothing; a commit fills only undecided
-    positions, makes progress, never writes the mask; and the number of steps is bounded. Methods that revise write to
-    the open block alone, never to what was given, and keep to their own bound.
-
-    A row's tokens, forwards and commits are those that it has alone: they do not depend on its neighbours (which are
-    unequal in length)."""
+    """A step repeated is the step; a commit writes undecided positions alone, or when it revises the open block, within
+    its bound of steps; and a row's tokens, forwards and commits are those that it has alone."""
     model: Model = request.getfixturevalue(model_name)
     rows, asked = cases(name, cache, model_name)[case]
     sampler = samplers.create(name)
@@ -330,8 +323,7 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_ends_come_last_by_hand(threshold: float | None) -> None:
-    """One row, step by step: among the positions that predict something else, the most confident, or all that are sure
-    enough; only where there is none, the most confident end token."""
+    """The most confident that predict something else, or all that are sure enough; without one, an end token."""
     ends = tuple(range(14))  # a third of the tokens
     model, delayed = tiny(1, ends=ends), 0
     name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
@@ -398,8 +390,7 @@ def test_callback_ends_the_decoding_and_nothing_is_lost(llada64: Model) -> None:
 
     out = paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback)
     assert seen == [(1, NEW), (2, NEW), (3, NEW)] and out.nfe == 3
-    mask = llada64.facts.mask_token_id
-    assert (out.new_tokens == mask).sum() == NEW - 3
+    assert (out.new_tokens == llada64.facts.mask_token_id).sum() == NEW - 3
 
 
 def test_interrupt_keeps_what_was_decoded(llada64: Model) -> None:

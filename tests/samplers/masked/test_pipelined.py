@@ -201,7 +201,6 @@ class Scripted(MaskedSampler):
 
 
 def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache) -> list[tuple]:
-    """Of each row: how many positions its steps evaluated, and what they filled."""
     blocks = PipelinedBlocks(size, add=0)
     out = decode(model, rows, sampler=Scripted(tuple(when)), blocks=blocks, cache=cache, max_new_tokens=new)
     found = []

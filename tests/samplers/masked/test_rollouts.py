@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import assert_same, by_trace
+from decoding import assert_replayed, assert_same, by_trace
 from small_models import MASK, tiny
 from structured import KINDS, TEXTS, lettered
 
@@ -173,9 +173,7 @@ def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, 
         assert found.exact and torch.equal(found.logp.isnan(), ~found.decided)
         forced |= bool((found.step_map < -3).any())
         for one_forward in (None, False):
-            with torch.no_grad():
-                replayed = paradec.replay(model, found, one_forward=one_forward)
-            torch.testing.assert_close(replayed, found.logp, equal_nan=True, rtol=0, atol=1e-10)
+            assert_replayed(model, found, one_forward=one_forward)
     assert forced  # in a later block, too
     if topology == "block_causal":
         with torch.no_grad():
@@ -188,8 +186,7 @@ def test_holes_with_constraints_are_replayed() -> None:
     asked: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
     found = paradec.infill(model, prompt, rollout=True, **asked).rollout
     assert found.step_map[0, 1] == -3 and found.tokens[0, 1] == TEXTS.index("x")
-    with torch.no_grad():
-        torch.testing.assert_close(paradec.replay(model, found), found.logp, equal_nan=True, rtol=0, atol=1e-10)
+    assert_replayed(model, found)
 
 
 APPROXIMATE: dict[str, dict[str, Any]] = {

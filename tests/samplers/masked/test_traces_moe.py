@@ -39,8 +39,7 @@ def names(method: str) -> list[str]:
 
 
 def some(found: list[str], among: str = "") -> list[Any]:
-    """Of the files whose name has this text one case of each of some that have every setting (`replay.often`), and with
-    `-m full` all others too."""
+    """One case of each of some files that have every setting (`replay.often`); with `-m full` all others too."""
     first = often([name for name in found if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
@@ -254,8 +253,7 @@ def test_batches(name: str, numbers: slice) -> None:
             single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
             sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
             for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
-                theirs = decided(their_calls(case, row))
-                assert calls == theirs, f"{name}, case {number}, row {row}"
+                assert calls == decided(their_calls(case, row)), f"{name}, case {number}, row {row}"
                 assert canvas == case["final_ids"][row]
 
 

@@ -241,8 +241,6 @@ def dtype_of(record: dict[str, Any]) -> torch.dtype:
 
 
 class Draws:
-    """The recorded draws of a case, in place of ours."""
-
     def __init__(self, record: dict[str, Any], arrays: dict[str, Tensor]):
         self.steps, self.arrays = record["steps"], arrays
         self.settings, self.draws = record["settings"], record["draws"]
@@ -284,7 +282,6 @@ class ReplayedCoDe(CoDe):
 
 
 def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[str, Tensor], **request: Any) -> Any:
-    """Decode a case, and compare every step."""
     settings = record["settings"]
     state = sampler.start(
         network, settings["labels"], guidance_scale=1 + settings["cfg"], top_p=settings["top_p"] or None, **request
@@ -327,8 +324,7 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
                 assert_checksum(distribution, step["soft_codes"], 1e-3)
     assert state.done and state.store is None
     torch.testing.assert_close(state.feature_map.float(), arrays["f_hat"], atol=atol, rtol=0)
-    tokens = state.tokens if state.codes is None else state.codes
-    images = network.decode(tokens)
+    images = network.decode(state.tokens if state.codes is None else state.codes)
     assert list(images.shape) == record["image_shape"]
     assert_checksum(images, record["image"], 1e-3 if smooth else 1e-4)
     if "image" in arrays:
@@ -416,5 +412,4 @@ def test_all_scales_at_once(name: str) -> None:
 
 def test_single_files_are_told_apart() -> None:
     folder = GOLDEN / "next-image" / "var"
-    loaded = paradec.load(folder / "model-c.safetensors", vq=folder / "vae.safetensors")
-    assert isinstance(loaded, VARModel)
+    assert isinstance(paradec.load(folder / "model-c.safetensors", vq=folder / "vae.safetensors"), VARModel)

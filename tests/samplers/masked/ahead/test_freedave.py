@@ -22,7 +22,6 @@ ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two outputs agree in all but their cost."""
     fields = ("tokens", "finished", "text")
     return torch.equal(first.sequences, second.sequences) and all(
         getattr(first, name) == getattr(second, name) for name in fields

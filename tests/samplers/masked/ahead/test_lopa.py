@@ -113,8 +113,6 @@ def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> N
 
 
 class Flat(nn.Module):
-    """Every token alike everywhere."""
-
     config = SimpleNamespace(vocab_size=VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:

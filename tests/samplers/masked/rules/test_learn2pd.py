@@ -14,7 +14,7 @@ from small_models import tiny
 from typer.testing import CliRunner
 
 import paradec
-from paradec import caches, samplers
+from paradec import samplers
 from paradec.cli import app
 from paradec.models.adapter import Model
 from paradec.samplers.masked.loop import LAST, UNCUT
@@ -22,7 +22,6 @@ from paradec.samplers.masked.rules.learn2pd import Learn2PD
 from paradec.samplers.masked.rules.learn2pd_filter import (
     FEATURES,
     BlockFilter,
-    FeatureFilter,
     FilterFacts,
     load_filter,
     read_facts,
@@ -67,21 +66,6 @@ def test_block_filter_by_hand() -> None:
         assert np.isneginf(found[:, 32:]).all()
     short = network({"confidence": torch.tensor(confidence[2:3, :7])}, torch.ones(1, 7, dtype=torch.bool))
     np.testing.assert_allclose(short.detach().numpy(), expected[2:3, :7], atol=1e-5)
-
-
-def test_feature_filter_knows_no_padding_and_no_other_row() -> None:
-    torch.manual_seed(0)
-    network = FeatureFilter().double().eval()
-    features = {name: torch.rand(3, 9, dtype=torch.float64) for name in FEATURES}
-    valid = torch.arange(9) < torch.tensor([[9], [4], [1]])
-    found = network(features, valid)
-    for row, size in enumerate((9, 4, 1)):
-        one = {name: tensor[row : row + 1, :size] for name, tensor in features.items()}
-        alone = network(one, torch.ones(1, size, dtype=torch.bool))
-        torch.testing.assert_close(found[row, :size], alone[0], rtol=1e-12, atol=1e-12)
-        for name in FEATURES:  # all of them matter
-            changed = network(one | {name: one[name] + 0.5}, torch.ones(1, size, dtype=torch.bool))
-            assert not torch.allclose(alone, changed)
 
 
 def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
@@ -146,11 +130,6 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
     whole = samplers.create("learn2pd", filter=block_filter)
     ids = [1, 2, *[llada64.facts.mask_token_id] * 4]
     assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
-
-
-def test_no_filter_says_how_to_train_one() -> None:
-    with pytest.raises(ValueError, match="needs a filter for BertForMaskedLM: train one with `paradec learn2pd train"):
-        Learn2PD().check(dataclasses.replace(tiny(1).facts, name="BertForMaskedLM"), None, caches.create("none"), 8)
 
 
 def test_compare_leaves_it_out_where_no_filter_fits() -> None:

@@ -178,8 +178,7 @@ def test_a_trace_follows_what_moves(tiny22: Model) -> None:
 
 @pytest.mark.parametrize("sampler", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
 def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> None:
-    """Noise for a model: a block of B takes at most B + max_post_steps + 1 steps, and the last one leaves no mask and
-    no control id."""
+    """At most B + max_post_steps + 1, and the last one leaves no mask and no control id."""
     block = 6
     case = {"vocab_size": 9, "mask_id": 8, "block_length": block, "delete_token_id": 6, "split_token_id": 7}
     method = paradec.samplers.create("levenshtein", **sampler)

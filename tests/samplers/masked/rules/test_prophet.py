@@ -31,8 +31,7 @@ def decode(model: Model, prompts: Any, **request: Any) -> paradec.Output:
 @pytest.mark.parametrize("name", ["llada64", "dream64"])
 def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | None) -> None:
     model = request.getfixturevalue(name)
-    stop = paradec.Prophet(gaps=gaps, answer=answer)
-    out = decode(model, PROMPTS, stop=stop)
+    out = decode(model, PROMPTS, stop=paradec.Prophet(gaps=gaps, answer=answer))
     expected = [prophet(model, prompt, gaps, answer, NEW) for prompt in PROMPTS]
     assert out.new_tokens.tolist() == [tokens for tokens, _ in expected]
     assert out.row_nfe == [nfe for _, nfe in expected]

@@ -28,8 +28,6 @@ NEW, SEEDS = 12, 8
 
 
 class Additive:
-    """A model without weights to load."""
-
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = NEW, None
     device, dtype = torch.device("cpu"), torch.float64
@@ -89,8 +87,7 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
             for positions in cut(prompt, block):
                 for _ in loop(model, row, positions, memory, sampler.to_dict()):
                     expected.append(list(row))
-            ours = [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])]
-            assert ours == expected
+            assert [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])] == expected
             assert out.new_tokens[index].tolist() == row[len(prompt) :]
     assert (memory["back"] == 0) == (settings.get("remask_share") == 0)  # the rule had something to take back
     if settings.get("max_post_steps"):
@@ -99,7 +96,6 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
-    """State and proposal before every commit."""
     state = sampler.start(model, rows, max_new_tokens=NEW, eos_early_stop=False, **request)
     while not state.done:
         with torch.no_grad():

@@ -54,7 +54,6 @@ class Replayed(S2D2):
 
 
 def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
-    """Ours for the reference's arguments, whose defaults are these."""
     given = {
         "do_verify_policy": "mask_span_length", "min_ssd_span_length": 1, "do_verify_score_threshold": 0.0,
         "hysteresis_threshold_on": 0.0, "hysteresis_threshold_off": -5.0, "score_penalty_coef": 2.0,
