@@ -87,8 +87,7 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found["cache"] == "kept_of_a_file"
     joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
     assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
-    told = ok("chat", stdin=f"/sampler {file}:Mine\n")
-    assert told.startswith("mine_of_a_file(threshold=0.9, ")
+    assert ok("chat", stdin=f"/sampler {file}:Mine\n").startswith("mine_of_a_file(threshold=0.9, ")
     with pytest.raises(ValueError, match="unknown sampler"):
         paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine")
 

@@ -54,8 +54,7 @@ def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -
     assert any(entry["recovery"] for entry in entries)
     said = f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
     assert fasta[0].startswith(said)
-    chain = run(WEIGHTS, small, *given, "--order", "chain", "--json")
-    first = json.loads(chain.stdout)["designs"][0]
+    first = json.loads(run(WEIGHTS, small, *given, "--order", "chain", "--json").stdout)["designs"][0]
     out = paradec.generate(
         model, model.prompt(fixed=kept), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0
     )

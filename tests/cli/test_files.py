@@ -164,8 +164,7 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     result = run(*flags, *again, "--set", "threshold=0.8")
     assert result.exit_code == 0 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("warning: ") and "has answers of paradec '0.0.1'" in result.stderr
-    entry = json.loads(text)
-    out.write_text(json.dumps(entry | {"settings": {"request": 3}}) + "\n")
+    out.write_text(json.dumps(json.loads(text) | {"settings": {"request": 3}}) + "\n")
     assert "does not say the settings of line 1" in refused(*flags, *again)
 
 

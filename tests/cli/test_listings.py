@@ -62,8 +62,7 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
     registry = getattr(paradec, f"{kind}s")
     for name in registry.names():
         cls = registry.get(name)
-        text = on_terminal(monkeypatch, width, f"{kind}s", name)
-        whole = re.sub(r"\s", "", text)
+        whole = re.sub(r"\s", "", on_terminal(monkeypatch, width, f"{kind}s", name))
         assert re.sub(r"\s", "", cls.summary) in whole
         assert not cls.arxiv or cls.arxiv in whole
         for setting in cls.settings():

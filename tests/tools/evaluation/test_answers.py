@@ -15,11 +15,6 @@ from paradec.tools.evaluation.answers import Answering
 from paradec.tools.evaluation.likelihood import log_likelihoods
 
 
-@pytest.fixture(scope="module")
-def packaged64() -> Model:
-    return paradec.load(dtype="float64")
-
-
 def asked(*entries: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=entry) for entry in entries]
 
@@ -37,8 +32,7 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     )
     assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
-    unstopped = Answering(packaged64, until=False)
-    assert unstopped.generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
+    assert Answering(packaged64, until=False).generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
     own = Answering(packaged64, max_new_tokens=1)  # what the model says wins over the task
     assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 

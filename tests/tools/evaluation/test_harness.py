@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
 
-import paradec  # noqa: E402
 from paradec import cli  # noqa: E402
 from paradec.models.adapter import Model  # noqa: E402
 from paradec.tools import evaluation  # noqa: E402
@@ -28,11 +27,6 @@ from paradec.tools.evaluation.recipe import Recipe  # noqa: E402
 
 ROOT = TESTS.parent
 SOME = ("sort", "shuffle", "latin_square")
-
-
-@pytest.fixture(scope="module")
-def packaged64() -> Model:
-    return paradec.load(dtype="float64")
 
 
 def asked(*entries: tuple[Any, ...]) -> list[Any]:

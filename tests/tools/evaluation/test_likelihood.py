@@ -24,8 +24,7 @@ def distributions(model: Model, tokens: list[int]) -> torch.Tensor:
     row = torch.tensor([tokens])
     query = Query(rows=np.arange(1), tokens=row, positions=torch.arange(len(tokens))[None])
     logits = model(query)[0].double()
-    shift = 1 if model.facts.topology == "causal" else model.facts.shift
-    return logits.roll(shift, 0).log_softmax(-1)
+    return logits.roll(1 if model.facts.topology == "causal" else model.facts.shift, 0).log_softmax(-1)
 
 
 def masked(row: list[int], at: Any, mask: int) -> list[int]:
@@ -112,8 +111,7 @@ def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> N
     keys = likelihood._keys(0, [length])
     sizes = np.array(likelihood._mask_counts(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
     assert {sizes.min(), sizes.max()} == {1, length}
-    even = np.isin(sizes, range(2, length + 1, 2)).mean()
-    assert even == pytest.approx((length // 2) / length, abs=0.03)
+    assert np.isin(sizes, range(2, length + 1, 2)).mean() == pytest.approx((length // 2) / length, abs=0.03)
     for column in sizes.T:
         counts = np.bincount(column, minlength=length + 1)[1:]
         assert abs(counts - 4000 / length).max() < 5 * math.sqrt(4000 / length)
@@ -130,8 +128,7 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
     expected = 0.0
     for begin, end, width in ((5, 8, 8), (8, 9, min(12, longest))):
         for k in range(begin, end):
-            tokens = row[:k] + [MASK] * (width - k)
-            expected += distributions(model, tokens)[k, row[k]].item()
+            expected += distributions(model, row[:k] + [MASK] * (width - k))[k, row[k]].item()
     if longest == len(row):
         with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
             one(model, [1, *CONTEXT])

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paradec import cli, samplers
+from paradec import cli
 from paradec.tools.evaluation.metrics import aup
 from paradec.tools.evaluation.parallel import NAMES, SWEEPS, parallel, parallel_questions, sweep
-
-MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
 def test_the_prompts_are_parallelbench_s_tasks() -> None:
@@ -31,11 +29,6 @@ def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:
         assert sorted(c.make().factor for c in swept) == [0.7, 1.0, 1.3, 1.6, 1.9]
     else:
         assert sorted(c.request(32).get("steps", 32) for c in swept) == [2, 4, 8, 16, 32]
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_every_masked_sampler_has_three_settings(name: str) -> None:
-    assert len({c.name for c in sweep(name, 3)}) == 3
 
 
 def test_areas_lie_under_equal_numbers_of_points() -> None:

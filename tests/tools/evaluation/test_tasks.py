@@ -76,8 +76,7 @@ def test_examples_keep_what_the_task_promises(name: str, seed: int, held_out: bo
 def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
     example = ask(task, **fields)
     candidates = [" ".join(p) for n in (2, 3, 4) for p in permutations((*ITEMS, "kiwi"), n)]
-    right = [text for text in {answer, *candidates} if TASKS[task].check(example, text)]
-    assert right == [answer]
+    assert [text for text in {answer, *candidates} if TASKS[task].check(example, text)] == [answer]
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,7 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
 
 
 def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
-    model = tiny_masked_image()
-    out = paradec.generate_images(model, class_labels=[0, 1], steps=3, seed=0, trace=True)
+    out = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=3, seed=0, trace=True)
     trace = out.trace
     assert trace.grid == (out.grid.height, out.grid.width) and len(trace.images) == 2
     assert np.array_equal(np.asarray(from_uri(trace.images[1])), np.asarray(out.images[1].convert("RGB")))
@@ -173,8 +172,7 @@ def test_plots(family: str, trace: Trace) -> None:
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert [title[0] for title in titles] == ["a", "b"]
     bars = [axes for axes in figure.axes if len(axes.patches) == len(trace.steps)]
-    heights = [patch.get_height() for patch in bars[0].patches]
-    assert heights == [sum(step.forwarded) for step in trace.steps]
+    assert [patch.get_height() for patch in bars[0].patches] == [sum(step.forwarded) for step in trace.steps]
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +208,7 @@ def test_spaces_before_words_are_kept() -> None:
     inner = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "b": 2, "\u2581a": 3}, [("\u2581", "a")]))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    assert token_texts(tokenizer, [1, 3]) == {1: "a", 3: " a"}
+    assert token_texts(PreTrainedTokenizerFast(tokenizer_object=inner), [1, 3]) == {1: "a", 3: " a"}
 
 
 def test_texts_of_a_model_with_a_tokenizer() -> None:

@@ -205,18 +205,6 @@ def test_seconds_caches_and_two_prompts(model: Model) -> None:
     assert found.default is not None and found.default.choosing.seconds[0] > 0
 
 
-def test_a_checker_judges(model: Model) -> None:
-    seen = []
-
-    def short(prompt: list[int], ids: list[int]) -> float:
-        seen.append(prompt)
-        return 1 / (1 + len(ids))
-
-    found = paradec.tune(model, PROMPTS[:6], checker=short, **{**SMALL, "trials": 1})
-    assert found.setup["score"] == "checker" and found.setup["checker"].endswith("short")
-    assert all(prompt in PROMPTS for prompt in seen) and not found.by_truth
-
-
 def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
     first, second = (
         paradec.tune(model, PROMPTS[:8], temperature=0.7, top_k=5, **{**SMALL, "trials": 2}) for _ in range(2)
@@ -339,8 +327,7 @@ def test_a_process_that_is_killed_and_two_that_share_a_study(tmp_path: Path) -> 
     killed.wait()
     before = {trial.number: trial.user_attrs for trial in finished(file)}
     assert 4 <= len(before) < 15
-    two = [start(file, 6) for _ in range(2)]
-    for process in two:
+    for process in [start(file, 6) for _ in range(2)]:
         out, _ = process.communicate(timeout=600)
         assert process.returncode == 0 and "done" in out
     after = {trial.number: trial for trial in finished(file)}

@@ -29,7 +29,6 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def asked(tasks: dict[str, int], group: int = 1) -> list[Question]:
-    """So many prompts of each task, in groups of so many."""
     return [Question(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
             for k in range(tasks[task])]  # fmt: skip
 
@@ -97,20 +96,15 @@ def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
     draw = random.Random(0)
     for count, costs in itertools.product((1, 2, 9, 30), (1, 2)):
         points = [(draw.randint(0, 5) / 5, *(draw.randint(1, 6) for _ in range(costs))) for _ in range(count)]
-        found, left, level = fronts(points), list(range(count)), 0
+        levels, left, level = fronts(points), list(range(count)), 0
+
+        def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+            return a[0] >= b[0] and all(x <= y for x, y in zip(a[1:], b[1:])) and a != b
+
         while left:
-            best = []
-            for k in left:
-                beaten = False
-                for j in left:
-                    a, b = points[j], points[k]
-                    if a[0] >= b[0] and all(x <= y for x, y in zip(a[1:], b[1:])) and a != b:
-                        beaten = True
-                if not beaten:
-                    best.append(k)
-            assert all(found[k] == level for k in best)
-            left = [k for k in left if k not in best]
-            level += 1
+            best = [k for k in left if not any(beats(points[j], points[k]) for j in left)]
+            assert all(levels[k] == level for k in best)
+            left, level = [k for k in left if k not in best], level + 1
     assert dominates((1, 2), (1, 3)) and not dominates((1, 2), (1, 2)) and not dominates((0.5, 1), (1, 2))
 
 
@@ -182,8 +176,7 @@ def test_what_is_chosen() -> None:
     lucky = point("lucky", [0.8, 0.8, 1.0, 0.98], 2)
     assert chosen([*hand[:3], lucky]) == ["c", "c"] and chosen([*hand[:3], lucky], 0.1) == ["lucky", "c"]
     # nothing set by hand was measured: the same rule for all
-    searched = [point("a", 0.9, 5), point("b", 0.895, 4)]
-    assert chosen(searched) == ["b", "b"]
+    assert chosen([point("a", 0.9, 5), point("b", 0.895, 4)]) == ["b", "b"]
 
 
 def test_a_grouped_bootstrap_draws_whole_groups() -> None:
