@@ -32,8 +32,7 @@ def test_generate_s_folder(tmp_path: Path) -> None:
     files = export_folder("generate", tmp_path / "mine")
     names = ["README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"]
     assert [str(file.relative_to(tmp_path / "mine")) for file in files] == names
-    requirement = files[2].read_text()
-    assert requirement == f"parallel-decoding>={paradec.__version__}\n"
+    assert files[2].read_text() == f"parallel-decoding>={paradec.__version__}\n"
     readme = files[0].read_text()
     assert 'custom_generate="mine"' in readme and "- custom_generate" in readme and "{" not in readme
     assert f"paradec {paradec.__version__}, torch {torch.__version__}" in readme
@@ -59,9 +58,7 @@ def test_pipeline_s_folder(tmp_path: Path) -> None:
     index = json.loads((out / "model_index.json").read_text())
     assert index["_class_name"] == ["pipeline", "AcceleratedPipeline"] and index["transformer"]
     assert "PixelDiTPipeline with paradec" in (out / "README.md").read_text()
-    module = module_of(out / "pipeline.py")
-    plain = paradec.PixelDiTPipeline.digits()
-    pipe = module.AcceleratedPipeline(**plain.components)
+    pipe = module_of(out / "pipeline.py").AcceleratedPipeline(**paradec.PixelDiTPipeline.digits().components)
     assert pipe.paradec.transformers[0].settings.when == paradec.EasyCache(0.1)
     pipe.set_progress_bar_config(disable=True)
     pipe(3, num_inference_steps=3)
@@ -98,11 +95,7 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def fresh(code: str, folder: Path) -> list[str]:
-    home = {
-        "HF_HOME": str(folder / "home"),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(SUPPORT))),
-    }
+    home = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, cwd=folder, env=os.environ | home, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -129,9 +122,7 @@ for wrong in ({"sampler": "scdd"}, {"num_beams": 3}, {"trust_remote_code": False
         print(str(error).splitlines()[0])
 """
     right, also, name, beams, trust, unknown = fresh(code, tmp_path)
-    assert (
-        (right, also) == ("True", "True") and "did you mean 'scd'" in name and "num_beams=3 is not supported" in beams
-    )
+    assert right == also == "True" and "did you mean 'scd'" in name and "num_beams=3 is not supported" in beams
     assert "mine" in trust and "smapler" in unknown
     shutil.copytree(tmp_path / "mine" / "custom_generate", tmp_path / "weights" / "custom_generate")
     code = """

@@ -162,8 +162,6 @@ MAKE: dict[str, Make] = {
 
 
 class Loop:
-    """A loop over a transformer with a scheduler of its own: latents that are all different at every step."""
-
     def __init__(self, name: str):
         torch.manual_seed(0)
         self.transformer, self.inputs, self.latent, self.shape = MAKE[name]()
@@ -304,7 +302,6 @@ def test_loops_that_do_not_step_the_scheduler(is_own: bool) -> None:
 
 @pytest.fixture
 def two() -> Iterator[tuple[Any, Callable[[int], Any]]]:
-    """Wan 2.2: one transformer for the first steps, one for the last."""
     pipe = WanPipeline(None, None, wan_vae(), flow(), wan(0), wan(1), boundary_ratio=0.8)
     pipe.set_progress_bar_config(disable=True)
     text = torch.randn(1, 7, 16)

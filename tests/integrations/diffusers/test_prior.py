@@ -25,7 +25,6 @@ CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for 
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    """Its own draws are greedy, and codes alone."""
     found = glm_image_pipeline(RECORDED)
     config = found.vision_language_encoder.config
     codes, names = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
@@ -62,8 +61,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
         noise, prompt, negative = (
             torch.from_numpy(recorded[f"{name}/{part}"]) for part in ("noise", "prompt", "negative")
         )
-        sampled = torch.from_numpy(arrays["prior_sampled"])
-        for kind, tokens in (("greedy", prior), ("sampled", sampled)):
+        for kind, tokens in (("greedy", prior), ("sampled", torch.from_numpy(arrays["prior_sampled"]))):
             latents = pipe(
                 prompt_embeds=prompt, negative_prompt_embeds=negative, latents=noise, prior_token_ids=tokens,
                 height=height * 32, width=width * 32, num_inference_steps=6, guidance_scale=1.5, output_type="latent",

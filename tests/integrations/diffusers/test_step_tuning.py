@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,13 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune_steps(digits, run, **call, study=part, progress=stop)
     assert attributes(digits.transformer) == before and "step" not in vars(digits.scheduler)
-    began = len(json.loads(part.read_text())["errors"])
-    assert 0 < began < 6
+    assert 0 < len(json.loads(part.read_text())["errors"]) < 6
     assert tune_steps(digits, run, **call, study=part).found == tuned.found
     for changed, message in (({"sampler": TaylorSeer(order=2)}, "sampler"), ({"seeds": 3}, "noise")):
-        with pytest.raises(ValueError, match=f"another {message}"):
-            tune_steps(digits, run, **call | changed, study=part)
+        refuses(partial(tune_steps, digits, run, **call | changed, study=part), f"another {message}")
 
 
 def by_hand(pipe: Any, seed: int, steps: Any) -> float:
-    """The error of one run, from latents that a callback of the scheduler's keeps."""
     latents = []
     for settings in (None, Forecast(when=steps, where="output")):
         own = pipe.scheduler.step
@@ -132,11 +130,9 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     refuses(lambda: Forecast(when=found, where="module"), "leave where='module' out")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
-        with pytest.raises(ValueError, match=message):
-            Forecast(when=tmp_path / wrong)
+        refuses(partial(Forecast, when=tmp_path / wrong), message)
     for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
-        with pytest.raises(ValueError, match=r"when|total"):
-            StepSchedule(**({"steps": (0,), "total": 6} | fields))
+        refuses(partial(StepSchedule, **({"steps": (0,), "total": 6} | fields)), r"when|total")
 
 
 def test_the_even_steps_are_kept_unless_the_others_are_better_beyond_the_interval() -> None:
@@ -166,22 +162,20 @@ def test_arguments_are_checked(digits: Any) -> None:
         ({"sampler": "teacache"}, "sampler has when=AccumulatedChange"),
         ({"sampler": "taylorseer(interval=3)"}, "sampler has when=Every"),
     ):
-        with pytest.raises(ValueError, match=message):
-            tune_steps(digits, never, **wrong)
+        refuses(partial(tune_steps, digits, never, **wrong), message)
     refuses(lambda: tune_steps(digits, never, sampler=3), "sampler=3 is not for pipelines", TypeError)
     refuses(lambda: tune_steps(digits.transformer, never), "must be a diffusers pipeline", TypeError)
     with accelerate(digits, "taylorseer"), pytest.raises(ValueError, match="accelerated already"):
         tune_steps(digits, never)
-    with pytest.raises(ValueError, match="budget=9 is more than the 4 steps"):
-        tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=9, seeds=1, report=2)
-    with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
-        tune_steps(digits, lambda seed: run_digits(digits, seed, 3 + seed), budget=2, seeds=1, report=2)
-    with pytest.raises(ValueError, match="one run has 2.0 guidance, another 3.0"):
-        guided = lambda seed: digits(1, num_inference_steps=2, guidance_scale=2.0 + seed)  # noqa: E731
-        tune_steps(digits, guided, budget=1, seeds=1, report=2)
+    guided = partial(digits, 1, num_inference_steps=2)
+    for budget, run, message in (
+        (9, lambda seed: run_digits(digits, seed, 4), "budget=9 is more than the 4 steps"),
+        (2, lambda seed: run_digits(digits, seed, 3 + seed), "one run has 3 steps, another 4"),
+        (1, lambda seed: guided(guidance_scale=2.0 + seed), "one run has 2.0 guidance, another 3.0"),
+        (2, lambda seed: None, "no step of the pipeline"),
+    ):
+        refuses(partial(tune_steps, digits, run, budget=budget, seeds=1, report=2), message)
     loop, inputs = loop_pipeline("SD3")
     with pytest.warns(UserWarning, match="no pipeline's call tells its guidance scale"):
         found = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
     assert found.schedule.guidance is None
-    with pytest.raises(ValueError, match="no step of the pipeline's scheduler"):
-        tune_steps(digits, lambda seed: None, budget=2, seeds=1, report=2)

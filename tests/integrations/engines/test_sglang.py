@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from engines import RULES, check_rule, dllm_config, forward_batch
 from places import ROOT
 from small_models import END, MASK, VOCAB, tiny
@@ -113,8 +114,7 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
     ],
 )
 def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(name, **settings)
+    refuses(lambda: made(name, **settings), message)
 
 
 def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
@@ -143,8 +143,7 @@ def test_requests_that_ask_for_what_is_not_read(asked: dict[str, Any], said: str
 def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> None:
     algorithm = made("ParadecThreshold", True)
     rows = [[1, 2, MASK, 4], [5, MASK, MASK, MASK]]
-    prompt = torch.tensor([[True] * 4, [True, True, False, False]])
-    batch = forward_batch(rows, ["a", "b"], [0, 8], prompt)
+    batch = forward_batch(rows, ["a", "b"], [0, 8], torch.tensor([[True] * 4, [True, True, False, False]]))
     states = algorithm.init_step_state(batch)
     assert algorithm.step(batch, logits_of([7] * 4, [9] * 4), states) == [True, False]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
@@ -220,8 +219,7 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
     batch = forward_batch([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
     states, logits = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
     logits[6, 3] = torch.nan
-    with pytest.raises(FloatingPointError, match="request 'b', block at position 8"):
-        algorithm.step(batch, logits, states)
+    refuses(lambda: algorithm.step(batch, logits, states), "request 'b', block at position 8", FloatingPointError)
     assert batch.input_ids.tolist() == [1, MASK, MASK, MASK, 2, MASK, MASK, MASK]
     assert algorithm.step(batch, logits_of([9] * 4, [8] * 4), states) == [False, False]
     assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]

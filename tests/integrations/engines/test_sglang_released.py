@@ -40,14 +40,12 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def wheel() -> Path | None:
-    """The released wheel, if it was downloaded."""
     return next(iter(sorted(FOLDER.glob(f"sglang-{VERSION}-*.whl"))), None)
 
 
 @contextmanager
 def sglang(folder: Path) -> Iterator[SimpleNamespace]:
-    """SGLang's modules, unpacked into `folder`, while the context lasts: `base`, `algorithm` (its list of them),
-    `config`, `plugins`."""
+    """SGLang's modules, unpacked into `folder`: `base`, `algorithm` (its list of them), `config`, `plugins`."""
     archive = wheel()
     assert archive is not None
     with zipfile.ZipFile(archive) as packed:
@@ -77,8 +75,6 @@ def sglang(folder: Path) -> Iterator[SimpleNamespace]:
 
 
 class Runner:
-    """SGLang's model runner, as far as its loops know it: logits of a batch by a function of ours."""
-
     def __init__(self, logits: Any):
         self.logits, self.calls = logits, 0
 
@@ -104,8 +100,6 @@ def model() -> Model:
 
 
 class Drawn:
-    """Logits that depend on the round alone, and so are the same for two algorithms."""
-
     def __init__(self, seed: int, sure: float):
         self.seed, self.sure, self.calls = seed, sure, 0
 
@@ -130,7 +124,6 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
 
 
 def history(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
-    """What `run` returns, and what stands in the blocks, round by round."""
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
@@ -143,8 +136,7 @@ def history(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Draw
             break
         if accepted is not None:  # what is done leaves the batch, as from the engine's rounds
             keep = [row for row in range(rows) if not accepted[row]]
-            block = len(ids[0])
-            left = batch.input_ids.view(rows, block)[keep]
+            left = batch.input_ids.view(rows, len(ids[0]))[keep]
             prompt = None if prompt is None else prompt[keep]
             batch, rows = forward_batch(left.tolist(), prompt_mask=prompt), len(keep)
             states = [states[row] for row in keep]

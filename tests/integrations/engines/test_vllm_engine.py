@@ -22,7 +22,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Six prompts for four slots: shorter than a block, whole blocks, several blocks and a tail."""
     draw = random.Random(seed)
     return [[draw.randrange(2, MASK) for _ in range(size)] for size in (1, 3, 4, 8, 13, 22)]
 
@@ -36,8 +35,7 @@ def made(name: str) -> Any:
 
 
 def nothing_is_left(engine: Engine) -> None:
-    """vLLM tells its runner of ended requests when it schedules the next: slots are those that vLLM has, and at the
-    next request that is the only one."""
+    """Slots are those that vLLM has, and at the next request that is the only one."""
     state, theirs = engine.runner.model_state, engine.runner.req_states
     assert state.numbers == theirs.req_id_to_index
     assert state.slots.keys() == set(state.numbers.values())
@@ -49,8 +47,7 @@ def nothing_is_left(engine: Engine) -> None:
 def test_the_tokens_are_those_of_generate(engine: Engine, name: str) -> None:
     for seed, new in ((0, 7), (1, 14)):
         batch = prompts(seed)
-        found = engine.answers(batch, engine.params(new, said(name)))
-        for prompt, answer in zip(batch, found, strict=True):
+        for prompt, answer in zip(batch, engine.answers(batch, engine.params(new, said(name))), strict=True):
             expected = engine.expected(prompt, new, sampler=made(name))
             assert list(answer.token_ids) == expected, (name, len(prompt))
             assert answer.finish_reason == ("stop" if expected[-1] == END else "length")

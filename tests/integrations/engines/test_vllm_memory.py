@@ -9,7 +9,6 @@ from vllm_on_a_cpu import BLOCK, MASK, Engine, checkpoint
 
 @pytest.fixture(scope="module", params=["fast_dllm_v2", "sdar"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Pages of 32 tokens, room for two full requests, and chunks that end within blocks."""
     folder = checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param)
     made = Engine(folder, block_size=32, num_gpu_blocks_override=7, max_num_batched_tokens=18)
     yield made

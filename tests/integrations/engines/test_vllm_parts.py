@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from engines import block_logits
 from places import ROOT
 from small_models import MASK, tiny
@@ -26,11 +27,9 @@ from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 
 BLOCK, SLOTS, END = 4, 3, 0
-WITH_VLLM = bool([*importlib.metadata.packages_distributions().get("vllm", [])])
 
 
 def params(**given: Any) -> Any:
-    """The fields of vLLM's `SamplingParams` that are read, with its defaults."""
     neutral = {
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": None,
         "prompt_logprobs": None, "logprob_token_ids": None, "top_p": 1.0, "top_k": 0, "ignore_eos": False,
@@ -46,7 +45,7 @@ def test_the_entry_point_is_light_and_never_raises() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.skipif(WITH_VLLM, reason="vLLM is installed")
+@pytest.mark.skipif(bool([*importlib.metadata.packages_distributions().get("vllm", [])]), reason="vLLM is installed")
 def test_without_vllm_it_says_so_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
         vllm.register()
@@ -98,8 +97,7 @@ def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.
     ],
 )
 def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        settings_of(params(**said))
+    refuses(lambda: settings_of(params(**said)), words, (ValueError, TypeError))
 
 
 def test_configs_are_those_that_load_reads() -> None:
@@ -109,8 +107,7 @@ def test_configs_are_those_that_load_reads() -> None:
     assert found.canvas_length == SDAR["block_size"] and found.architectures == ["SDARForCausalLM"]
     assert found.rope_parameters["rope_theta"] == SDAR["rope_theta"] and found.head_dim == SDAR["head_dim"]
     assert FastDLLMConfig.from_dict(FAST_DLLM).canvas_length == FAST_DLLM["bd_size"]
-    with pytest.raises(CheckpointError, match="hidden_act='gelu' is not supported"):
-        SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"})
+    refuses(lambda: SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"}), "hidden_act='gelu'", CheckpointError)
     named = {name: value for name, value in SDAR.items() if name != "block_size"}
     assert SDARConfig.from_dict(named, name_or_path="JetLM/SDAR-8B-Chat-b16").canvas_length == 16
     assert SDARConfig.from_dict(named, name_or_path="something").canvas_length is None
@@ -125,8 +122,7 @@ def test_pieces_end_where_blocks_do() -> None:
         expected: dict[tuple[int, int], list[int]] = {}
         for row, size in enumerate(sizes):
             for index in range(size):
-                position = int(computed[row]) + index
-                expected.setdefault((row, position // BLOCK), []).append(int(begins[row]) + index)
+                expected.setdefault((row, (int(computed[row]) + index) // BLOCK), []).append(int(begins[row]) + index)
         rows, cuts, ends = pieces_of(begins, computed, BLOCK)
         pieces = list(expected.items())
         assert rows.tolist() == [row for (row, _), _ in pieces]
@@ -196,12 +192,10 @@ class Runner:
             prefill_len_np=np.array([self.prompts[number] for number in numbers]),
             num_computed_tokens_np=np.array([self.computed[number] for number in numbers]),
         )
-        vocab = self.model.facts.vocab_size
-        found = self.sampler(torch.cat(logits) if logits else torch.zeros((0, vocab)), batch)
+        found = self.sampler(torch.cat(logits) if logits else torch.zeros((0, self.model.facts.vocab_size)), batch)
         emitted = {}
         for index, number in enumerate(numbers):
-            count = int(found.num_sampled[index])
-            emitted[number] = found.sampled_token_ids[index, :count].tolist()
+            emitted[number] = found.sampled_token_ids[index, : int(found.num_sampled[index])].tolist()
             self.computed[number] += sizes[index + 1] - int(found.num_rejected[index])
             self.tokens[number] += emitted[number]
         return emitted

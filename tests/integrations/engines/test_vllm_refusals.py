@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoding import refuses
 from vllm_on_a_cpu import BLOCK, MASK, Engine, VLLMValidationError, checkpoint
 
 
@@ -29,8 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     ],
 )
 def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, words: str) -> None:
-    with pytest.raises(VLLMValidationError, match=words):
-        engine.answers([[2, 3]], engine.params(8, settings, **others))
+    refuses(lambda: engine.answers([[2, 3]], engine.params(8, settings, **others)), words, VLLMValidationError)
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
@@ -72,5 +72,4 @@ def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
     ],
 )
 def test_engines_that_are_refused(options: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        Engine(checkpoint("sdar", tmp_path / "sdar"), **options)
+    refuses(lambda: Engine(checkpoint("sdar", tmp_path / "sdar"), **options), words, (ValueError, TypeError))

@@ -14,17 +14,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/engines installs")
-os.environ |= {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "paradec",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
+os.environ |= dict.fromkeys(("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE"), "1")
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": "paradec"}
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 import triton.backends  # noqa: E402
 
 
@@ -61,7 +53,6 @@ KINDS = ("sdar", "fast_dllm_v2", "llada2", "sdar_moe")
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    """A random checkpoint in a published format, float32."""
     if kind in OF_EXPERTS:
         name = OF_EXPERTS[kind]
         block = {"block_length" if kind == "llada2" else "block_size": BLOCK}
@@ -104,8 +95,7 @@ class Engine:
         return [output.outputs[0] for output in found]
 
     def expected(self, prompt: list[int], new: int, **request: Any) -> list[int]:
-        """What `paradec.generate` says, its end token included, in float32 and in float64: random weights whose logits
-        nearly tie would show here."""
+        """Tokens of `paradec.generate` with the end token, equal in float32 and float64: near-ties would show."""
         said = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
         rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in said]
         found, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)

@@ -62,8 +62,7 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
             texts[choice.index] += choice.delta.content or ""
             scores[choice.index] += choice.logprobs.content if choice.logprobs else []
         (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
-        ends = sorted(choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason)
-        assert ends == [0, 1, 2]
+        assert sorted(choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason) == [0, 1, 2]
     else:
         texts = [choice.message.content for choice in found.choices]
         scores, usage = [choice.logprobs.content for choice in found.choices], found.usage

@@ -45,8 +45,6 @@ OTHER = {
 
 
 class Noise(nn.Module):
-    """Random logits at every position, whatever stands there."""
-
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=2048)
@@ -60,14 +58,7 @@ class Noise(nn.Module):
 def model() -> Any:
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.chat_template = TEMPLATE
-    return paradec.wrap(
-        Noise(),
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        prediction="same",
-        topology="bidirectional",
-        tokenizer=tokenizer,
-    )
+    return paradec.wrap(Noise(), prediction="same", topology="bidirectional", tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +224,7 @@ def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> Non
 
 
 def test_a_schema_that_takes_long_is_refused_and_delays_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = functools.partial(Compiler, seconds=0.2)
-    monkeypatch.setattr("paradec.integrations.server.answers.Compiler", compiler)
+    monkeypatch.setattr("paradec.integrations.server.answers.Compiler", functools.partial(Compiler, seconds=0.2))
     inner: dict[str, Any] = {"type": "string", "maxLength": 20}
     for _ in range(2):  # more than a second of work
         inner = {"type": "object", "properties": {f"key_{number}": inner for number in range(4)}}

@@ -27,14 +27,12 @@ MOST = 100 * 2**20
 
 
 def allocated() -> int:
-    """The most memory that this process has had since the last call, above what it has now."""
     found = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())
     Path("/proc/self/clear_refs").write_text("5")
     return (int(found[0]) - int(found[1])) * 1024
 
 
 def decoded(model: Any, own: Any) -> None:
-    """What a server does with a body that holds `own`, up to the answer. Raises what is wrong with it."""
     body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], OWN: own}))
     try:
         changes = read_changes(ChatBody.model_validate(body), {})

@@ -17,7 +17,6 @@ TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type"
 
 
 def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
-    """Content, reasoning, arguments of calls and the finish reason: of a plain answer and of a streamed one."""
     body = {"model": NAME, **chat("hi"), "max_tokens": 200, **more}
     choice = client.chat.completions.create(**body).choices[0]
     calls = [call.function.arguments for call in choice.message.tool_calls or []]
@@ -52,15 +51,12 @@ def test_stop_sequences_cut_the_same_everywhere(stop: Any) -> None:
 
 
 def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
-    text = f"Well.\n{CALL}\n{CALL}\n"
-    with scripted(text) as (server, client, ids):
+    with scripted(f"Well.\n{CALL}\n{CALL}\n") as (server, client, ids):
         arguments = ['{"x": "é"}']
         assert both(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
         for size in (12, len(ids) - 12, len(ids)):
-            cut, (plain, streamed) = (
-                server.engine.model.tokenizer.decode(ids[:size]),
-                both(client, tools=[TOOL], max_tokens=size),
-            )
+            cut = server.engine.model.tokenizer.decode(ids[:size])
+            plain, streamed = both(client, tools=[TOOL], max_tokens=size)
             calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
             content = "Well.\n" + rest.removeprefix("Well.\n") if calls == 0 else "Well." + rest
             assert plain == streamed == (content, "", arguments * calls, "length")
@@ -71,9 +67,8 @@ def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
         for given in ("", None, "{}", {}):
             call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
             history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-            assert (
-                server.post(chat(messages=[*history, {"role": "tool", "tool_call_id": "a", "content": "x"}]))[0] == 200
-            )
+            result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+            assert server.post(chat(messages=[*history, result]))[0] == 200
 
 
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
@@ -161,12 +156,7 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
 def test_tokens_are_named_by_their_bytes() -> None:
     text = "ok 😀!"
     with scripted(text) as (server, client, ids):
-        body: Any = {
-            "model": NAME,
-            "messages": [{"role": "user", "content": "hi"}],
-            "logprobs": True,
-            "top_logprobs": 3,
-        }
+        body: Any = {"model": NAME, **chat("hi"), "logprobs": True, "top_logprobs": 3}
         entries = client.chat.completions.create(**body).choices[0].logprobs.content
         assert bytes(byte for entry in entries for byte in entry.bytes) == text.encode() and len(entries) == len(ids)
         chunks = client.chat.completions.create(**body, stream=True)

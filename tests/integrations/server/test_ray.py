@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import refuses
 
 import paradec
 import paradec.integrations.ray as jobs
@@ -34,10 +35,8 @@ def test_answers_depend_on_prompt_id_and_seed_alone(predictor: jobs.Predictor) -
     alone = paradec.generate(predictor.model, [str(text) for text in ROWS["prompt"][:3]], seed=seeds, **REQUEST)
     assert found["text"][:3] == alone.text and found["tokens"][:3] == alone.tokens
     assert found["forwards"][:3] == alone.row_nfe and found["error"][:3] == [""] * 3
-    backwards = predictor({name: values[2::-1] for name, values in ROWS.items()})
-    assert backwards["text"] == found["text"][2::-1]
-    one = predictor({name: values[1:2] for name, values in ROWS.items()})
-    assert one["text"] == found["text"][1:2]
+    assert predictor({name: values[2::-1] for name, values in ROWS.items()})["text"] == found["text"][2::-1]
+    assert predictor({name: values[1:2] for name, values in ROWS.items()})["text"] == found["text"][1:2]
 
 
 def test_seeds_of_rows_differ() -> None:
@@ -46,8 +45,7 @@ def test_seeds_of_rows_differ() -> None:
 
 
 def test_columns_are_named(predictor: jobs.Predictor) -> None:
-    with pytest.raises(ValueError, match="no column 'prompt'; they have \\['id', 'text'\\]"):
-        predictor({"id": [1], "text": ["x"]})
+    refuses(lambda: predictor({"id": [1], "text": ["x"]}), "no column 'prompt'; they have \\['id', 'text'\\]")
 
 
 def test_a_model_of_ones_own(predictor: jobs.Predictor) -> None:
@@ -57,8 +55,7 @@ def test_a_model_of_ones_own(predictor: jobs.Predictor) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match="ray.* missing: install paradec's extra 'ray'"):
-        jobs.answer(None, tmp_path)
+    refuses(lambda: jobs.answer(None, tmp_path), "ray.* missing: install paradec's extra 'ray'", ImportError)
 
 
 def test_functions_that_refer_to_the_package_can_be_sent() -> None:
@@ -66,8 +63,6 @@ def test_functions_that_refer_to_the_package_can_be_sent() -> None:
 
 
 class Rows:
-    """What `check_ids` asks of a Ray dataset."""
-
     def __init__(self, rows: list[dict[str, Any]]):
         self.rows = rows
 

@@ -140,8 +140,7 @@ def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model
 def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Running) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     assert said(client, SORT, tools=[tool]) == "apple fig pear"
-    more = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert said(client, SORT, extra_body=more) == "apple fig pear"
+    assert said(client, SORT, extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == "apple fig pear"
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
 
 
@@ -181,11 +180,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(paradec={"drafts": True}), 400, "needs stream=true"),
     (chat(paradec={"sampler": {"sampler": "learn2pd", "filter": "/etc/passwd"}}), 422, "must be a number here"),
     (chat(paradec={"sampler": "learn2pd(filter='/etc/passwd')"}), 422, "must be a number here"),
-    (
-        chat(paradec={"sampler": " learn2pd(filter='passwd')+ccd_agree(filter=1)"}),
-        422,
-        "filter='passwd' must be a number",
-    ),
+    (chat(paradec={"sampler": " learn2pd(filter='passwd')+ccd_agree(filter=1)"}), 422, "filter='passwd'"),
     (chat(paradec={"sampler": "credit(threshold=(((" + "[" * 500}), 400, "cannot be read"),
     (chat(paradec={"cache": "d2(max_memory=" + "9" * 30 + ")"}), 400, "max_memory="),
     (chat(paradec={"chat": True}), 422, "chat is for /v1/completions"),
@@ -203,12 +198,10 @@ def test_what_is_wrong_is_said(server: Running, body: Any, status: int, message:
 
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
 def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> None:
-    """FILE.py:CLASS is for commands."""
     marker, file = tmp_path / "imported", tmp_path / "own.py"
     file.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Mine: pass\n")
     mine = f"{file}:Mine"
-    values = (mine, f"{mine}(threshold=1)", f"threshold+{mine}", {kind: mine}, f"union(rules=[{mine!r}])")
-    for value in values:
+    for value in (mine, f"{mine}(threshold=1)", f"threshold+{mine}", {kind: mine}, f"union(rules=[{mine!r}])"):
         status, _, text = server.post(chat(paradec={kind: value}))
         assert status in (400, 422) and json.loads(text)["error"]["message"]
     assert not marker.exists()
@@ -243,8 +236,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
         raise ValueError('a "quoted"\nmessage')
 
     monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
-    with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
-        pieces(client, SORT)
+    refuses(lambda: pieces(client, SORT), 'a "quoted"\nmessage', openai.APIError)
     wait(lambda: server.engine.batch.occupied == 0)
 
 
@@ -263,10 +255,8 @@ def test_a_browser_is_told_what_there_is_and_how_to_ask(key: str | None, model: 
             assert "<script" not in found[host] and "<b>" not in found[host] and "secret" not in found[host]
         page = found[place]
         assert ("&lt;b&gt;own&lt;/b&gt;" in page) == (key is None) and ("Bearer $KEY" in page) == (key is not None)
-        paths = re.findall(r"<code>(?:GET|POST) (\S+)</code>", page)
-        assert sorted(paths) == sorted(path.split()[1] for path in PATHS)
-        shown = unescape(page.partition("<pre>")[2].partition("</pre>")[0]).replace("\\\n", "")
-        command = shlex.split(shown)
+        assert sorted(re.findall(r"<code>(?:GET|POST) (\S+)</code>", page)) == sorted(path.split()[1] for path in PATHS)
+        command = shlex.split(unescape(page.partition("<pre>")[2].partition("</pre>")[0]).replace("\\\n", ""))
         assert command[1] == f"{server.address}/v1/chat/completions"
         headers = {"Authorization": "Bearer secret"} if key else {}
         status, _, text = server.post(json.loads(command[-1]), **headers)
@@ -343,8 +333,6 @@ def test_an_engine_that_stops_says_so(model: Any) -> None:
 
 
 class Broken:
-    """A model that raises for rows in which a token stands, or always."""
-
     def __init__(self, model: Any, token: int):
         self.model, self.token, self.lost = model, token, False
 

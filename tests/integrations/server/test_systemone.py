@@ -48,7 +48,6 @@ def asked(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
 
 
 def close(found: Any, expected: Any, tolerance: float = 2e-6) -> bool:
-    """Whether both are equal, numbers nearly."""
     if isinstance(expected, dict):
         return [*found] == [*expected] and all(close(found[key], expected[key], tolerance) for key in expected)
     return found == (pytest.approx(expected, abs=tolerance) if isinstance(expected, float) else expected)
