@@ -3,6 +3,7 @@
 import functools
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,19 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
     "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 6, "initializer_range": 0.4,
 }  # fmt: skip
-KINDS = ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"]
 ROWS = [[3, 5, 7, 9, 11, 13, 15], [4], [20, 21, 22]]
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 
 
 def words() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 300 entries without a mask, which begins texts with <s>, and a chat template."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "<|end|>", "<|turn|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=["<s>", "<|end|>", "<|turn|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -62,8 +60,7 @@ def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def saved(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
-    module = module_of(kind, seed, **changes)
-    module.save_pretrained(folder)
+    module_of(kind, seed, **changes).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
@@ -79,7 +76,7 @@ def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
     return out[0, len(row) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"])
 def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> None:
     model = paradec.load(saved(tmp_path, kind), dtype="float64")
     module = getattr(transformers, type(model.module).__name__).from_pretrained(tmp_path, dtype=torch.float64)
@@ -119,11 +116,9 @@ def test_shards_and_dtypes(tmp_path: Path) -> None:
     module.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert paradec.load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
-    model = paradec.load(tmp_path)
-    assert torch.equal(model.module.lm_head.weight, module.lm_head.weight)
+    assert torch.equal(paradec.load(tmp_path).module.lm_head.weight, module.lm_head.weight)
     next(tmp_path.glob("model-00002*.safetensors")).unlink()
-    with pytest.raises(paradec.CheckpointError, match=r"has no model-00002-of-.*, which its index names"):
-        paradec.load(tmp_path)
+    refuses(lambda: paradec.load(tmp_path), r"has no model-00002-of-.*, which its index names", paradec.CheckpointError)
 
 
 def changed(folder: Path, **config: Any) -> Path:
@@ -140,11 +135,7 @@ def changed(folder: Path, **config: Any) -> Path:
         ({}, {"attn_implementation": "sparsed"}, "needs a bidirectional transformers decoder"),
         ({"mask_token_id": 3}, {}, "mask_token_id=3 speaks of a masked model.*paradec.wrap"),
         ({"architectures": ["MyForCausalLM"]}, {}, "which is no class of transformers; .*paradec.wrap"),
-        (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            {},
-            "architectures=.'LlamaForSequenceClassification'., which is not LlamaForCausalLM, which predicts",
-        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, {}, "architectures=.'LlamaForSequenceClassification'."),
         ({"is_causal": False}, {}, "save_pretrained of a module alone wrote it"),
         ({"num_hidden_layers": 4}, {}, r"missing weights: model.layers.3"),
         ({"num_hidden_layers": 2}, {}, r"unexpected weights: model.layers.2"),
@@ -156,9 +147,7 @@ def test_what_does_not_fit_is_one_line(
     tmp_path: Path, config: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
     folder = changed(saved(tmp_path), **config)
-    with pytest.raises(ValueError, match=message) as error:
-        paradec.load(folder, **given)
-    assert "\n" not in str(error.value)
+    assert "\n" not in refuses(lambda: paradec.load(folder, **given), message)
 
 
 def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
@@ -172,8 +161,6 @@ def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
 
 
 def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
-    """The beginning of a GGUF file."""
-
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
@@ -207,9 +194,7 @@ def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
 def test_other_gguf_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
     for given in ((tmp_path / "a.gguf", {}), (tmp_path, {"gguf_file": "a.gguf"})):
-        with pytest.raises(paradec.CheckpointError, match=message) as error:
-            paradec.load(given[0], **given[1])
-        assert "\n" not in str(error.value)
+        assert "\n" not in refuses(partial(paradec.load, given[0], **given[1]), message, paradec.CheckpointError)
 
 
 def test_wrap_takes_a_causal_model_as_it_is() -> None:
@@ -232,8 +217,7 @@ def test_what_may_be_masked_is_asked_for() -> None:
     with_mask = words()
     with_mask.mask_token = "<|turn|>"
     for given in ({"mask_token_id": 3}, {"tokenizer": with_mask}):
-        with pytest.raises(ValueError, match=asked):
-            paradec.wrap(module, **given)
+        refuses(partial(paradec.wrap, module, **given), asked)
     module.config.mask_token_id = 3
     refuses(lambda: paradec.wrap(module), asked)
     module = module_of("llama")
@@ -260,8 +244,7 @@ def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
 def test_experts_without_a_kernel() -> None:
     module = module_of("qwen3_moe")
     assert module.config._experts_implementation == "grouped_mm"
-    with pytest.raises(ValueError, match="'grouped_mm' of Qwen3MoeForCausalLM has no float64; call module.set_experts"):
-        paradec.wrap(module)
+    refuses(lambda: paradec.wrap(module), "'grouped_mm' of Qwen3MoeForCausalLM has no float64; call module.set_experts")
     module.set_experts_implementation("eager")
     paradec.wrap(module)
 
@@ -289,8 +272,7 @@ def test_a_plain_module_drafts() -> None:
 def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     module = module_of("llama")
     other = samplers.create("speculative", drafter=module_of("llama", vocab_size=VOCAB + 1))
-    with pytest.raises(ValueError, match="drafter LlamaForCausalLM has a vocabulary of 294, .* a drafter must have"):
-        paradec.generate(paradec.wrap(module), ROWS, sampler=other)
+    refuses(lambda: paradec.generate(paradec.wrap(module), ROWS, sampler=other), "drafter LlamaForCausalLM")
     size = len(WORDS)
     backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - at): at for at in range(size)}, "a"))
     strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
@@ -317,14 +299,9 @@ ASCII = {"suppress_tokens": [at for at in range(VOCAB) if not WORDS.decode([at])
 
 
 def makers(model: Any) -> dict[str, Any]:
-    return {
-        "sjd": "sjd",
-        "gsd": samplers.create("gsd"),
-        "scd": "scd",
-        "token by token": samplers.create("sjd", window=1),
-        "speculative": samplers.create("speculative", drafter=model, window=4),
-        "tree": samplers.create("speculative", drafter=model, tree=(2, 2)),
-    }
+    drafted = {"speculative": {"window": 4}, "tree": {"tree": (2, 2)}}
+    found = {name: samplers.create("speculative", drafter=model, **shape) for name, shape in drafted.items()}
+    return found | {"sjd": "sjd", "gsd": "gsd", "scd": "scd", "token by token": samplers.create("sjd", window=1)}
 
 
 @pytest.mark.thinned
@@ -347,8 +324,7 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
     assert sum(output.row_nfe) <= sum(free.row_nfe)
     row = free.finished.index(False)
     for more, finished in (("", True), ("a", False)):  # complete at the last token asked for, and one too late
-        stop = texts[row] + more
-        cut = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=stop, **DRAWN, **ASCII)
+        cut = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=texts[row] + more, **DRAWN, **ASCII)
         assert cut.finished[row] == finished and cut.tokens[row] == 24
 
 

@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import DREAM, IDS, LLADA, changed, logits, random_weights, shard, write_checkpoint, write_index
+from decoding import refuses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.llada_dream import Net
@@ -36,8 +37,7 @@ def one_thread() -> Iterator[None]:
 
 def golden_copy(name: str, to: Path, **fields: Any) -> Path:
     shutil.copytree(GOLDEN / name, to)
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(changed(config, **fields)))
+    (to / "config.json").write_text(json.dumps(changed(json.loads((to / "config.json").read_text()), **fields)))
     return to
 
 
@@ -86,47 +86,37 @@ def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[
         assert model.facts.vocab_size == (config.get("embedding_size") or config["vocab_size"])
 
 
+OTHER_MATHS = ["bias_for_layer_norm", "attention_layer_norm", "include_bias", "include_qkv_bias", "alibi"]
+MISSING = ["block_type", "rope_theta", "d_model", "n_heads", "mlp_hidden_size", "max_sequence_length", "mask_token_id"]
+"""The published class assumes another `block_type` where none is stated."""
+
+
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [
+        *(("llada", field, True) for field in (*OTHER_MATHS, "input_emb_norm", "scale_logits")),
+        *(("llada", field, False) for field in ("layer_norm_with_affine", "rope")),
+        *(("llada", field, ...) for field in MISSING),
+        *(("llada", field, 20) for field in ("mask_token_id", "pad_token_id")),
         ("llada", "block_type", "sequential"),
-        ("llada", "block_type", ...),  # the published class assumes "sequential"
         ("llada", "block_group_size", 2),
         ("llada", "layer_norm_type", "default"),
-        ("llada", "bias_for_layer_norm", True),
-        ("llada", "attention_layer_norm", True),
-        ("llada", "include_bias", True),
-        ("llada", "include_qkv_bias", True),
-        ("llada", "layer_norm_with_affine", False),
-        ("llada", "rope", False),
-        ("llada", "alibi", True),
-        ("llada", "input_emb_norm", True),
-        ("llada", "scale_logits", True),
         ("llada", "activation_type", "swiglu"),
         ("llada", "rope_scaling", {"type": "dynamic", "factor": 2}),
         ("llada", "rope_parameters", {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1000.0}),
         ("llada", "sliding_window", 16),
         ("llada", "clip_qkv", 8.0),
         ("llada", "quantization_config", {"bits": 4}),
-        ("llada", "rope_theta", ...),
         ("llada", "rms_norm_eps", 0),
-        ("llada", "d_model", ...),
         ("llada", "d_model", 18),
-        ("llada", "n_heads", ...),
         ("llada", "n_kv_heads", 3),
-        ("llada", "mlp_hidden_size", ...),
         ("llada", "embedding_size", 19),
-        ("llada", "max_sequence_length", ...),
         ("llada", "weight_tying", "false"),
-        ("llada", "mask_token_id", ...),
-        ("llada", "mask_token_id", 20),
-        ("llada", "pad_token_id", 20),
         ("llada", "model_type", "llada_moe"),
+        *(("dream", field, True) for field in ("use_sliding_window", "use_mrope")),
         ("dream", "hidden_act", "gelu"),
-        ("dream", "use_sliding_window", True),
         ("dream", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("dream", "rope_parameters", {"rope_type": "linear", "factor": 0, "rope_theta": 1000.0}),
-        ("dream", "use_mrope", True),
         ("dream", "hidden_size", ...),
         ("dream", "num_key_value_heads", 3),
         ("dream", "mask_token_id", None),
@@ -135,16 +125,7 @@ def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, base: str, field: str, value: Any) -> None:
     config = LLADA if base == "llada" else DREAM
     folder = write_checkpoint(tmp_path, changed(config, **{field: value}), random_weights(config))
-    with pytest.raises(paradec.CheckpointError, match=field) as error:
-        paradec.load(folder)
-    assert "\n" not in str(error.value)
-
-
-def test_a_mask_id_may_be_given(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
-    assert paradec.load(folder, mask_token_id=7).facts.mask_token_id == 7
-    with pytest.raises(ValueError, match="mask_token_id=20"):
-        paradec.load(folder, mask_token_id=20)
+    assert "\n" not in refuses(lambda: paradec.load(folder), field, paradec.CheckpointError)
 
 
 def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
@@ -162,8 +143,7 @@ def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
     assert model.dtype == {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
         dtype, dtype if isinstance(dtype, torch.dtype) else torch.float32
     )
-    out = paradec.generate(model, [1, 2, 3], max_new_tokens=4, block_length=4)
-    assert out.new_tokens.shape == (1, 4)
+    assert paradec.generate(model, [1, 2, 3], max_new_tokens=4, block_length=4).new_tokens.shape == (1, 4)
 
 
 def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
@@ -178,18 +158,14 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
     assert errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}])
+@pytest.mark.parametrize(
+    "where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}, {"device_map": "auto"}]
+)
 def test_devices(where: dict[str, Any]) -> None:
-    assert paradec.load(GOLDEN / "dream-tiny", **where).device.type == "cpu"
-
-
-def test_device_map_auto() -> None:
     pytest.importorskip("accelerate")
-    model = paradec.load(GOLDEN / "dream-tiny", device_map="auto")
-    plain = paradec.load(GOLDEN / "dream-tiny")
-    assert paradec.generate(model, [1, 2, 3], max_new_tokens=4).new_tokens.tolist() == (
-        paradec.generate(plain, [1, 2, 3], max_new_tokens=4).new_tokens.tolist()
-    )
+    model, plain = paradec.load(GOLDEN / "dream-tiny", **where), paradec.load(GOLDEN / "dream-tiny")
+    found, expected = (paradec.generate(each, [1, 2, 3], max_new_tokens=4).new_tokens for each in (model, plain))
+    assert model.device.type == "cpu" and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +183,7 @@ def test_device_map_auto() -> None:
     ],
 )  # fmt: skip
 def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        paradec.load(GOLDEN / "llada-tiny", **arguments)
-    assert "\n" not in str(error.value)
+    assert "\n" not in refuses(lambda: paradec.load(GOLDEN / "llada-tiny", **arguments), message)
 
 
 def test_wrong_shards(tmp_path: Path) -> None:
@@ -219,8 +193,7 @@ def test_wrong_shards(tmp_path: Path) -> None:
     norm = "model.transformer.ln_f.weight"
 
     def refused(message: str) -> None:
-        with pytest.raises(paradec.CheckpointError, match=message):
-            paradec.load(folder)
+        refuses(lambda: paradec.load(folder), message, paradec.CheckpointError)
 
     for wrong in (None, [], {}, "model.safetensors"):
         write_index(folder, wrong)
@@ -254,8 +227,7 @@ def test_revisions_of_a_cached_repository(hub: Path) -> None:
     for seed, revision in enumerate(commits):
         found = logits(paradec.load("some/model", revision=revision, dtype="float64"), IDS)
         torch.testing.assert_close(found, Net(LLADA, random_weights(LLADA, seed))(torch.tensor(IDS)), **CLOSE)
-    with pytest.raises(paradec.CheckpointError, match="some/model"):
-        paradec.load("some/model", revision="nowhere")
+    refuses(lambda: paradec.load("some/model", revision="nowhere"), "some/model", paradec.CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +246,7 @@ def test_an_unreachable_hub_is_not_asked_again_and_again(hub: Path, monkeypatch:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     begin = time.perf_counter()
-    with pytest.raises(paradec.CheckpointError, match="'some/model' is no folder here, and the hub cannot be reached"):
-        paradec.load("some/model")
+    refuses(lambda: paradec.load("some/model"), "'some/model' is no folder here", paradec.CheckpointError)
     assert time.perf_counter() - begin < 8
 
 
@@ -306,8 +277,7 @@ UNFIT: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
 def test_weights_that_do_not_fit(
     tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], message: str
 ) -> None:
-    with pytest.raises(paradec.CheckpointError, match=message):
-        paradec.load(write_checkpoint(tmp_path, config, weights))
+    refuses(lambda: paradec.load(write_checkpoint(tmp_path, config, weights)), message, paradec.CheckpointError)
 
 
 NO_JSON = (b"", b"{", b"model_type: llada", "\ufeff{}".encode(), b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000 + b"}")
@@ -331,14 +301,12 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, files: dict[str, bytes | N
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(data)
-    with pytest.raises(paradec.CheckpointError, match=message):
-        paradec.load(folder)
+    refuses(lambda: paradec.load(folder), message, paradec.CheckpointError)
 
 
 @pytest.mark.parametrize("source", ["", 3, b"folder", ["a"], GOLDEN / "llada-tiny" / "config.json"])
 def test_sources_that_are_no_folder(source: Any) -> None:
-    with pytest.raises(ValueError, match="source=.* must be a folder|is a file, not a folder"):
-        paradec.load(source)
+    refuses(lambda: paradec.load(source), "source=.* must be a folder|is a file, not a folder")
 
 
 def test_generation_config(tmp_path: Path) -> None:
@@ -347,8 +315,7 @@ def test_generation_config(tmp_path: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": stated}))
         assert paradec.load(folder).default_max_new_tokens == expected
     (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(paradec.CheckpointError, match="generation_config.json of .* holds a list"):
-        paradec.load(folder)
+    refuses(lambda: paradec.load(folder), "generation_config.json of .* holds a list", paradec.CheckpointError)
 
 
 def tokenizer_json(words: list[str]) -> dict[str, Any]:
@@ -360,8 +327,7 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
 
 def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
-    words = ["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]
-    good = json.dumps(tokenizer_json(words))
+    good = json.dumps(tokenizer_json(["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]))
     (folder / "tokenizer.json").write_text(good)
     (folder / "tokenizer_config.json").write_text('{"mask_token": "<mask>"}')
     model = paradec.load(folder)
@@ -370,12 +336,9 @@ def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
     assert isinstance(paradec.generate(model, "w1 w2", max_new_tokens=2).text, str)
     for bad in (good[:-20], "[]", '{"version": "1.0"}', "\x00"):
         (folder / "tokenizer.json").write_text(bad)
-        with pytest.raises(paradec.CheckpointError, match="the tokenizer of .* cannot be read") as error:
-            paradec.load(folder)
-        assert "\n" not in str(error.value)
+        assert "\n" not in refuses(lambda: paradec.load(folder), "the tokenizer of .* cannot", paradec.CheckpointError)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(paradec.CheckpointError, match="has no tokenizer.json"):
-        paradec.load(folder)
+    refuses(lambda: paradec.load(folder), "has no tokenizer.json", paradec.CheckpointError)
 
 
 JSON_VALUES = st.recursive(
@@ -442,7 +405,6 @@ def mapped(folder: Path) -> bool:
 
 
 def own_bytes() -> int:
-    """Bytes in memory that no file has."""
     lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines["RssAnon"].split()[0])
 

@@ -110,18 +110,14 @@ def test_autocast_changes_no_method(name: str) -> None:
 
 
 def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
-    """What the work returns in a forked process."""
     forked = multiprocessing.get_context("fork")
     found = forked.Queue()
     forked.Process(target=lambda: found.put(work()), daemon=True).start()
     return found.get(timeout=patience)
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-
-
 @pytest.mark.thinned
-@needs_fork
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:
     model, whole = shared(kind), expected(kind)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import fits, supported, topology_of
+from decoding import fits, refuses, supported, topology_of
 from every_model import EVERY, TEXT, decoded, expected, shared
 from images import tiny_llamagen, tiny_lpd, tiny_nar
 from small_models import ROWS, WRAP_IDS, decoder, tiny
@@ -32,7 +32,6 @@ def saved(value: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved}
-MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
 def zero(model: Any) -> None:
@@ -68,8 +67,7 @@ def test_the_original_may_be_unwrapped_first(way: str) -> None:
     assert model.unwrap() is module
     assert torch.equal(decoded(copied, "Llama"), tokens)
     late = WAYS[way](model)
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
-        decoded(late, "Llama")
+    refuses(lambda: decoded(late, "Llama"), "LlamaForCausalLM was unwrapped", RuntimeError)
 
 
 def test_a_drafter_is_copied_with_its_base() -> None:
@@ -85,7 +83,6 @@ def test_a_drafter_is_copied_with_its_base() -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values hold the same, however deep."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if hasattr(one, "tolist"):
@@ -140,7 +137,7 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_copies_of_a_masked_state_go_on(name: str) -> None:
     model, sampler = shared("llada"), samplers.create(name)
     model = model if fits(name, model) else tiny(2, topology_of(name))

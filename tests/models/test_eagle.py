@@ -69,7 +69,6 @@ def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, tur
 
 
 def by_halves(x: Tensor) -> Tensor:
-    """Llama's rotation of columns 0, 1, ..."""
     width = x.shape[-1]
     angle = torch.arange(x.shape[1])[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
     cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
@@ -78,8 +77,7 @@ def by_halves(x: Tensor) -> Tensor:
 
 
 def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
-    """LlamaGen's: pairs, half of them by the row of the token's cell and half by its column; nothing before the first
-    cell, which the token at position `first` stands in (the columns are those of tokens 1, 2, ...)."""
+    """LlamaGen's: pairs, half by the row of a token's cell and half by its column; nothing before cell `first`."""
 
     def turned(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -107,8 +105,7 @@ def check_distributions(
     turned: Callable[[int, int], Callable[[Tensor], Tensor]],
     chain: bool,
 ) -> int:
-    """Compare the distribution of every node that has children with a fresh computation of all columns on its path.
-    Children at the end of a row and after it are not drafted: the step's last token is no draft."""
+    """Compare the distribution of each node that has children with a fresh computation of the columns on its path."""
     checked = 0
     drafts = state.memory["drafts"].roll(1, 1) if chain else state.memory["drafts"]
     for row in state.rows.tolist():
@@ -179,8 +176,7 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
         """Of the base's own evaluation of whole rows, which its tests compare with the public code."""
-        index = np.arange(state.batch)
-        whole = CausalQuery(index, state.context, every, branches=2, keep_hidden=True)
+        whole = CausalQuery(np.arange(state.batch), state.context, every, branches=2, keep_hidden=True)
         request.model(whole)
         return whole.hidden[branch * state.batch + row]
 
@@ -200,13 +196,11 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])
 def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="without its parent or elder sibling"):
-        Tree(paths)
+    refuses(lambda: Tree(paths), "without its parent or elder sibling")
 
 
 def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree by hand: the tokens on the path to every node that is kept. distribution_of(path) is the
-    drafter's; room is how many drafts there are places for."""
+    """EAGLE-2's tree by hand: the tokens on the path to each node. room: how many drafts there are places for."""
     named: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
     for _ in range(min(tree.depth, room)):
@@ -276,10 +270,9 @@ def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
     assert (state.draft_nfe > 0).all() == (name != "token by token")
     if name in ("long chain", "published tree"):
         return
-    guided = {"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
-    assert answers(sampler, base, PROMPTS, max_new_tokens=8, temperature=0, **guided)[0] == greedy(
-        base.module, PROMPTS, 8, 2.0
-    )
+    assert answers(
+        sampler, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
+    )[0] == greedy(base.module, PROMPTS, 8, 2.0)
 
 
 EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -348,8 +341,7 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
 @pytest.mark.parametrize(("name", "settings"), [("lantern", {"tree": (3, 2, 1)}), ("lantern++", {"window": 5})])
 def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings: dict[str, Any]) -> None:
     model = tiny_llamagen("c2i")
-    drafter = loaded(model, hidden=48, vocab=CODES, kv_heads=4)
-    sampler = paradec.samplers.create(name, drafter=drafter, **settings)
+    sampler = paradec.samplers.create(name, drafter=loaded(model, hidden=48, vocab=CODES, kv_heads=4), **settings)
     out = paradec.generate_images(model, class_labels=[3, 7], sampler=sampler, seed=0, output_type="pt")
     assert out.codes.shape == (2, 4, 4) and out.nfe <= 16
     greedy, plain = (
@@ -378,25 +370,21 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     assert out.new_tokens.tolist() == greedy(base.module, PROMPTS, 6)
 
 
-def wrong_checkpoints() -> list[Any]:
-    def case(change: Callable[[dict[str, Any], dict[str, Tensor]], Any], message: str) -> Any:
-        return pytest.param(change, message, id=message)
-
-    return [
-        case(lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
-        case(lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
-        case(lambda c, w: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
-        case(lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
-        case(lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
-        case(lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
-        case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),
-        case(lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
-        case(lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
-        case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),
-    ]
+WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = [
+    (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
+    (lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
+    (lambda c, w: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
+    (lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
+    (lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
+    (lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
+    (lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),
+    (lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
+    (lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
+    (lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),
+]
 
 
-@pytest.mark.parametrize(("change", "message"), wrong_checkpoints())
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
     config, weights = eagle_weights()
     change(config, weights)
@@ -409,8 +397,7 @@ def test_wrong_sources_and_bases(tmp_path: Path) -> None:
     refuses(lambda: paradec.load_drafter(3, base=base), "source=3")
     refuses(lambda: paradec.load_drafter(folder, base=None), "base=None")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
-        paradec.load_drafter(folder, base=base)
+    refuses(lambda: paradec.load_drafter(folder, base=base), "neither model.safetensors", CheckpointError)
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     refuses(lambda: paradec.load_drafter(folder, base=base), "code in it is not run", CheckpointError)
     write_eagle(folder, *eagle_weights())

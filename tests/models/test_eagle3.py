@@ -86,8 +86,7 @@ def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) ->
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, **rule)
     prompts = [[3], [5, 9, 2, 40, 7], [11, 12, 13]]
     plain = paradec.generate(base, input_ids=prompts, sampler="sjd", max_new_tokens=12)
-    found = paradec.generate(base, input_ids=prompts, sampler=sampler, max_new_tokens=12)
-    assert found.tokens == plain.tokens
+    assert paradec.generate(base, input_ids=prompts, sampler=sampler, max_new_tokens=12).tokens == plain.tokens
     if drafter.tokens is not None:
         state = sampler.start(base, prompts, Request(max_new_tokens=12, temperature=1.0))
         while not state.done:
@@ -135,16 +134,9 @@ def test_embeddings_of_the_model_take_the_place_of_missing_ones(base: Model, tmp
     weights = load_file(folder / "model.safetensors")
     assert "embed_tokens.weight" not in weights
     save_file({f"model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
-    drafters = [paradec.load_drafter(each, base=base) for each in (folder, tmp_path)]
-    answers = [
-        paradec.generate(
-            base,
-            input_ids=[[1, 2, 3]],
-            sampler=paradec.samplers.create("speculative", drafter=each),
-            max_new_tokens=9,
-            temperature=1.0,
-            seed=3,
-        )
-        for each in drafters
-    ]
+    answers = []
+    for source in (folder, tmp_path):
+        sampler = paradec.samplers.create("speculative", drafter=paradec.load_drafter(source, base=base))
+        request = {"sampler": sampler, "max_new_tokens": 9, "temperature": 1.0, "seed": 3}
+        answers.append(paradec.generate(base, input_ids=[[1, 2, 3]], **request))
     assert (answers[0].tokens, answers[0].nfe) == (answers[1].tokens, answers[1].nfe)

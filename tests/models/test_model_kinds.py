@@ -8,17 +8,14 @@ import pytest
 import torch
 from images import FAMILIES
 from small_models import END, tiny, tiny_gemma
-from torch import Tensor, nn
+from torch import nn
 
 import paradec
 import paradec.models
 from paradec import samplers
 from paradec.core.checks import MODELS
 from paradec.core.family_queries import CausalQuery
-from paradec.core.query import Query
 from paradec.models.adapter import Model
-
-NAMES = samplers.names()
 
 
 def causal() -> Model:
@@ -33,7 +30,6 @@ def calls_of(module: nn.Module) -> list[int]:
 
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
-    """What somebody may take for a model, by name; and one model of every kind."""
     from pipelines import dit_pipeline
 
     found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
@@ -55,7 +51,6 @@ OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 
 
 def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
-    """`call` raises one line that names what it was given and every kind that is allowed, and calls no module."""
     module = getattr(given, "module", None)
     calls = calls_of(module) if isinstance(module, nn.Module) else []
     with pytest.raises(TypeError) as raised:
@@ -73,7 +68,7 @@ def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str
     assert not calls
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", samplers.names())
 def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], name: str) -> None:
     kind = samplers.get(name)
     assert kind.models and set(kind.models) <= set(MODELS)
@@ -113,22 +108,6 @@ def test_every_entry_point_with_every_wrong_kind_of_model(given: dict[str, Any],
             refused(call, given[name], kind, "", *allowed)
     for name, words in OTHERS.items():
         refused(call, given[name], None, words, *allowed)
-
-
-def test_models_of_ones_own_are_language_models() -> None:
-    inner = tiny(1)
-
-    class Own:
-        facts, device, tokenizer, pads, supports_store, supports_visibility = (
-            inner.facts, inner.device, None, True, False, False,
-        )  # fmt: skip
-        default_block_length = None
-
-        def __call__(self, query: Query) -> Tensor:
-            return inner(query)
-
-    out = paradec.generate(Own(), [1, 2], max_new_tokens=3)
-    assert torch.equal(out.sequences, paradec.generate(inner, [1, 2], max_new_tokens=3).sequences)
 
 
 def raises() -> None:

@@ -105,7 +105,6 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
 
 
 def deeper(folder: Path, layers: int) -> Path:
-    """The packaged model with more heads, of weights in another order."""
     source = PACKAGED / "mtp-2" / "model"
     weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     generator = torch.Generator().manual_seed(layers)
@@ -163,7 +162,6 @@ def test_the_distribution_of_the_answers_is_the_models(
 
 
 def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
-    """The packaged model of one head, whose names are others."""
     source = PACKAGED / "mtp-1" / "model"
     weights = load_file(source / "model.safetensors")
     found = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}

@@ -12,7 +12,6 @@ PROMPTS = 12
 
 
 def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
-    """Share of right answers, and tokens per forward, with the answer decoded as one block."""
     examples = load_prompts([task], limit=PROMPTS)
     prompts = [example.prompt for example in examples]
     out = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=24, block_length=24)
@@ -20,12 +19,8 @@ def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
     return sum(checks) / len(checks), out.tokens_per_forward
 
 
-ONE_ANSWER = ["copy", "reverse", "sort", "insert_at", "remove_at", "replace_at", "replace_name"]
-MANY_ANSWERS = ["shuffle", "insert_random", "replace_random", "latin_square"]
-
-
 @pytest.mark.thinned
-@pytest.mark.parametrize("task", ONE_ANSWER)
+@pytest.mark.parametrize("task", ["copy", "reverse", "sort", "insert_at", "remove_at", "replace_at", "replace_name"])
 def test_one_answer(packaged: Model, task: str) -> None:
     one_by_one, per_forward = right(packaged, task, "low_confidence")
     assert one_by_one >= 0.9 and per_forward <= 1.0
@@ -33,16 +28,9 @@ def test_one_answer(packaged: Model, task: str) -> None:
     assert parallel >= 0.9 and per_forward > 2.0
 
 
-@pytest.mark.parametrize("task", MANY_ANSWERS)
+@pytest.mark.parametrize("task", ["shuffle", "insert_random", "replace_random", "latin_square"])
 def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
     one_by_one, _ = right(packaged, task, "low_confidence")
     at_once, per_forward = right(packaged, task, samplers.create("threshold", threshold=0.0))
     assert one_by_one >= 0.75
     assert at_once <= one_by_one - 0.5 and per_forward > 3.0
-
-
-def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
-    texts, (end, *_) = ["Sort: pear fig apple", "Reverse: kiwi fig"], packaged.facts.eos_token_ids
-    out = paradec.generate(packaged, texts, max_new_tokens=16, eos_early_stop=False)
-    assert out.tokens == [row.index(end) + 1 for row in out.new_tokens.tolist()]
-    assert max(out.tokens) < 16 and out.tokens_per_forward == sum(out.tokens) / sum(out.row_nfe)

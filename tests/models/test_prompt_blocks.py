@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from oracles.prompt_blocks import BLOCK, commits, plain_logits, plain_loop
 from small_models import END, MASK, tiny
 from torch import Tensor
@@ -30,8 +31,7 @@ def from_prompt(layers: int = 2, prediction: str = "same", **other: Any) -> Mode
 
 
 def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
-    asked = {"max_new_tokens": 10, "eos_early_stop": False, "trace": True}
-    return paradec.generate(model, rows, **asked | request)
+    return paradec.generate(model, rows, **{"max_new_tokens": 10, "eos_early_stop": False, "trace": True} | request)
 
 
 @pytest.mark.thinned
@@ -128,8 +128,7 @@ def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
     for (context, continuation), ours in zip(pairs, found, strict=True):
         total = 0.0
         for number, token in enumerate(continuation):
-            end = -(-(number + 1) // BLOCK) * BLOCK
-            ids = context + continuation[:number] + [MASK] * (end - number)
+            ids = context + continuation[:number] + [MASK] * ((-(-(number + 1) // BLOCK) * BLOCK) - number)
             total += float(plain_logits(model, ids, len(context))[len(context) + number].log_softmax(-1)[token])
         assert ours.value == pytest.approx(total, abs=1e-9)
 
@@ -140,22 +139,16 @@ def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:
         with pytest.raises(ValueError, match="does not work with LlamaForCausalLM: its prompt is one block"):
             decode(model, cache="block", **request)
     query = Query(np.array([0]), torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match="counts its blocks from the prompt's end: the query needs `origin`"):
-        model(query)
-    with pytest.raises(ValueError, match="block_align='prompt' is not for topology='bidirectional'"):
-        ModelFacts(8, 0, block_align="prompt")
+    refuses(lambda: model(query), "counts its blocks from the prompt's end: the query needs `origin`")
+    refuses(lambda: ModelFacts(8, 0, block_align="prompt"), "block_align='prompt' is not for topology='bidirectional'")
     with pytest.raises(ValueError, match="unknown block_align: 'left'; allowed: absolute, prompt"):
         ModelFacts(8, 0, topology="block_causal", block_length=2, block_align="left")
 
 
 def test_wrapping() -> None:
     inner = tiny(2).module
-    told: dict[str, Any] = {
-        "mask_token_id": MASK,
-        "eos_token_id": END,
-        "prediction": "same",
-        "topology": "block_causal",
-    }
+    told: dict[str, Any] = {"mask_token_id": MASK, "eos_token_id": END, "prediction": "same"}
+    told["topology"] = "block_causal"
     wrapped = paradec.wrap(inner, **told, block_length=BLOCK, block_align="prompt")
     assert decode(wrapped).sequences.tolist() == decode(from_prompt()).sequences.tolist()
     absolute = paradec.wrap(inner, **told, block_length=BLOCK)
@@ -167,5 +160,4 @@ def test_wrapping() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:
             return inner(input_ids).logits
 
-    with pytest.raises(ValueError, match="block_align='prompt' does not work with Own, which is not told where"):
-        paradec.wrap(Own(), **told, block_length=BLOCK, block_align="prompt")
+    refuses(lambda: paradec.wrap(Own(), **told, block_length=BLOCK, block_align="prompt"), "block_align='prompt'")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import run_in_threads
+from decoding import refuses, run_in_threads
 from every_model import EVERY, decoded, expected, shared
 from small_models import ROWS, WRAP_IDS, Opaque, decoder, encoder, random_ids
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ def plain(module: Any) -> Tensor:
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
-    """What each work returns, all begun at once, each in a thread of its own that gives way all the time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -71,13 +70,11 @@ def test_models_of_one_module() -> None:
     assert not torch.equal(logits(first), logits(second))
     wanted, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
     assert torch.equal(logits(causal), plain(module))
-    with pytest.raises(RuntimeError, match="wrapped anew or changed: it attends with 'sdpa', .* for 'paradec_sdpa'"):
-        logits(first)
+    refuses(lambda: logits(first), "wrapped anew or changed: it attends with 'sdpa'", RuntimeError)
     causal.unwrap()
     assert torch.equal(logits(first), wanted)
     module.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="it attends with 'eager'"):
-        logits(second)
+    refuses(lambda: logits(second), "it attends with 'eager'", RuntimeError)
     second.unwrap()
     assert module.config._attn_implementation == "eager"  # its owner's own choice
 
@@ -95,8 +92,7 @@ def test_a_module_in_training_mode_is_refused(kind: str) -> None:
     model = wrapping(kind, module)
     tokens = paradec.generate(model, ROWS, max_new_tokens=6).new_tokens
     module.train()
-    with pytest.raises(RuntimeError, match=r"is in training mode, with its dropout: call module.eval\(\)"):
-        paradec.generate(model, ROWS, max_new_tokens=6)
+    refuses(lambda: paradec.generate(model, ROWS, max_new_tokens=6), r"is in training mode", RuntimeError)
     module.eval()
     assert torch.equal(paradec.generate(model, ROWS, max_new_tokens=6).new_tokens, tokens)
 
@@ -108,8 +104,7 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
     for layer in module.model.layers:
         layer.self_attn.config = copy.copy(module.config)
         layer.self_attn.config._attn_implementation = "sdpa"
-    with pytest.raises(RuntimeError, match="does not attend through transformers' AttentionInterface"):
-        logits(model)
+    refuses(lambda: logits(model), "does not attend through transformers' AttentionInterface", RuntimeError)
 
 
 @pytest.mark.thinned

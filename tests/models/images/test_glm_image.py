@@ -21,7 +21,6 @@ from paradec.samplers.causal.zipar import schedule
 
 RECORDED = golden("images-autumn") / "glm_image"
 CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for case in read_json(path)}
-SAMPLERS = ("sjd(window=1)", "sjd", "scd", "gsd", "jacobi", "zipar(window=99)")
 
 
 @lru_cache
@@ -61,8 +60,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
         # the end token's, which is never evaluated, is the next place after the last raster
-        table = laid.model._token_positions[row, : len(prompt) + grid.length].T
-        assert np.array_equal(table, expected[:, :-1])
+        assert np.array_equal(laid.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
         if len(free[row]) == grid.length:  # nothing is left out, nothing stops
@@ -71,7 +69,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ("sjd(window=1)", "sjd", "scd", "gsd", "jacobi", "zipar(window=99)"))
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
@@ -99,14 +97,12 @@ def test_glm_image_replays_draws(name: str) -> None:
         codes = arrays["laws"].shape[-1]
         np.testing.assert_allclose(found[:, :codes], arrays["laws"][row], atol=1e-6)
         assert (found[:, codes:] == 0).all()  # no end token
-        chosen = (found.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1)
-        assert np.array_equal(chosen, arrays["sampled"][row])
+        assert np.array_equal((found.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1), arrays["sampled"][row])
     assert np.array_equal(grid.prior_token_ids(torch.from_numpy(arrays["sampled"])).numpy(), arrays["prior_sampled"])
 
 
 @pytest.fixture
 def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 16 cells instead of 256."""
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
 
 
@@ -153,14 +149,12 @@ GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
     steps = schedule(GRID, window)
-    chosen = [at for step in steps for at in step.chosen]
-    assert sorted(chosen) == list(range(GRID.length))
+    assert sorted([at for step in steps for at in step.chosen]) == list(range(GRID.length))
     assert max(step for step, each in enumerate(steps) if min(each.chosen) < 4) < min(
         step for step, each in enumerate(steps) if max(each.chosen) >= 4
     )
     assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
-    fed = {at for step in steps[:-1] for at in step.fed}
-    assert set(range(-1, 3)) <= fed  # the small raster whole
+    assert set(range(-1, 3)) <= {at for step in steps[:-1] for at in step.fed}  # the small raster whole
     method = paradec.samplers.create("zipar", window=window)
     laid = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
     state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))

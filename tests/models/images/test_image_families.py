@@ -93,16 +93,13 @@ def test_emu3_is_transformers() -> None:
             forced = int(grid.layout[min(len(tokens) - start, grid.length - 1)])
             return list(grid.cells) if forced < 0 else [forced]
 
-        expected = model.module.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=grid.length,
-            do_sample=False,
-            guidance_scale=3.0,
-            negative_prompt_ids=negative,
-            negative_prompt_attention_mask=torch.ones_like(negative),
-            prefix_allowed_tokens_fn=allowed,
-        )
+        against = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative)}
+        given = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": grid.length,
+            "prefix_allowed_tokens_fn": allowed,
+        }
+        expected = model.module.generate(ids, **given, **against, do_sample=False, guidance_scale=3.0)
         assert torch.equal(found[row : row + 1], expected[:, len(prompt) :])
     pixels = model.module.decode_image_tokens(image_tokens=found, height=grid.height, width=grid.width) / 2 + 0.5
     assert torch.allclose(model.decode(found, grid).double(), pixels.clamp(0, 1), atol=1e-6)

@@ -110,8 +110,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
         store.clear_from(np.arange(rows), np.full(rows, first + start))
         again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
         for part, expected_name in zip(again, found, strict=True):
-            reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]
-            assert (part - reference_part).abs().max() < 1e-5
+            assert (part - expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]).abs().max() < 1e-5
         assert (discarded - again[-1]).abs().max() > 0.1
 
 
@@ -155,13 +154,12 @@ def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
         levels = len({name.split(".")[2] for name in state if name.startswith("decoder.conv_blocks.")})
         widths = [len(state[f"decoder.conv_blocks.{at}.res.0.conv2.weight"]) for at in reversed(range(levels))]
         codes, width = state["quantize.embedding.weight"].shape
-        config = VQConfig(
-            codebook_size=codes,
-            codebook_embed_dim=width,
-            channels=channels,
-            channel_mult=tuple(each // channels for each in widths),
-            z_channels=len(state["post_quant_conv.weight"]),
-        )
+        sizes = {
+            "codebook_size": codes,
+            "codebook_embed_dim": width,
+            "z_channels": len(state["post_quant_conv.weight"]),
+        }
+        config = VQConfig(**sizes, channels=channels, channel_mult=tuple(each // channels for each in widths))
         model, ids = VQModel(config), recorded["vq.code"]
         model.load_state_dict(state)
         side = math.isqrt(ids.shape[-1])
@@ -180,7 +178,6 @@ def test_published_sizes() -> None:
 
 
 def diffusers_names(model: VQModel) -> dict[str, Tensor]:
-    """The weights of an autoencoder without attention in its levels, as diffusers names those of its encoder."""
     attention = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
     levels = len(model.config.channel_mult)
     middle = {"mid.0": "resnets.0", "mid.1": "attentions.0", "mid.2": "resnets.1"}
@@ -216,8 +213,7 @@ def test_vq_encodes_as_diffusers_does() -> None:
         torch.testing.assert_close(model.latents(images), expected, atol=1e-10, rtol=1e-10)
         normalized = torch.nn.functional.normalize(expected, dim=-1)
         assert torch.equal((normalized @ model.quantize.codes.T).argmax(-1), model.encode(images))
-    with pytest.raises(ValueError, match="no encoder"):
-        tiny_vq().encode(images)
+    refuses(lambda: tiny_vq().encode(images), "no encoder")
 
 
 def test_vq_trains_through_the_codes() -> None:
@@ -229,7 +225,6 @@ def test_vq_trains_through_the_codes() -> None:
 
 
 def taming_names(model: VQModel) -> dict[str, Tensor]:
-    """A state dict as taming-transformers would write it."""
     levels = len(model.config.channel_mult)
     middle = {"mid.0": "mid.block_1", "mid.1": "mid.attn_1", "mid.2": "mid.block_2"}
     renamed = {}
@@ -315,8 +310,7 @@ class Payload:
 def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"output.weight": torch.zeros(1)}, "extra": Payload()}, tmp_path / "c2i_B_256.pt")
-    with pytest.raises(paradec.CheckpointError, match="as tensors alone"):
-        paradec.load(tmp_path / "c2i_B_256.pt")
+    refuses(lambda: paradec.load(tmp_path / "c2i_B_256.pt"), "as tensors alone", paradec.CheckpointError)
     assert not (tmp_path / "harm").exists()
 
 

@@ -1,5 +1,4 @@
-"""LPD: recorded runs of its public code, the cached decoding beside the teacher-forced one, files, and the entry
-points."""
+"""LPD: recorded runs of its public code, cached and teacher-forced decoding, files, and the entry points."""
 
 import json
 import re
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from images import tiny_lpd
 from recorded import assert_checksum, image_case, image_cases, image_file, replays
 from safetensors.torch import save_file
@@ -108,8 +108,7 @@ ORDERS: list[Any] = [
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
     model, sampler = tiny_lpd(), samplers.create("groups", order=order)
-    rows = [[model.blank_id + 1 + label] for label in (3, 0, 4)]
-    state = sampler.start(model, rows, seed=[1, 2, 3])
+    state = sampler.start(model, [[model.blank_id + 1 + label] for label in (3, 0, 4)], seed=[1, 2, 3])
     seen = []
     while not state.done:
         queries = sampler.query(state)
@@ -158,8 +157,7 @@ def test_half_a_checkpoint_is_refused_by_name(tmp_path: Path, change: dict[str, 
     weights = {name: tensor.float() for name, tensor in tiny_lpd().module.state_dict().items()}
     weights = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
     save_file(weights, tmp_path / "half.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        load_lpd(tmp_path / "half.safetensors", n_head=2)
+    refuses(lambda: load_lpd(tmp_path / "half.safetensors", n_head=2), message, CheckpointError)
 
 
 def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
@@ -175,8 +173,7 @@ def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
     assert (grown[:, 0] == grown[:, 5]).all() and grown[4, 0] - grown[3, 0] == pytest.approx(0.5, abs=0.1)
     save_file(tiny_lpd().module.state_dict(), tmp_path / "tiny.safetensors")
     model = load_lpd(tmp_path / "tiny.safetensors", n_head=2, grid=6)
-    made = paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent")
-    assert made.codes.shape == (2, 6, 6)
+    assert paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent").codes.shape == (2, 6, 6)
 
 
 def make(model: LPDModel, **request: Any) -> Any:
@@ -192,8 +189,7 @@ def test_pictures_come_of_codes() -> None:
     assert made.accepted.sum(0).tolist() == [16, 16] and made.row_nfe == [5, 5]
     # group sizes 1 2 4 4 5: two branches of the class and 1, then a group's tokens and the next one's masks
     assert made.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
-    with pytest.raises(ValueError, match="has no VQ decoder"):
-        make(LPDModel(model.module), output_type="pt")
+    refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 
 def test_the_nucleus_is_of_the_best() -> None:
@@ -227,10 +223,8 @@ def test_steps_are_groups() -> None:
     assert make(model, steps=3).nfe == 3 and make(model, steps=3, sampler="lpd").nfe == 3
     assert make(model, steps=16).accepted.max() == 1
     assert make(model, sampler=samplers.create("groups", order="cosine"), steps=6).nfe == 6
-    with pytest.raises(ValueError, match="steps=3 has no meaning for Diagonal.., which has its own groups"):
-        make(model, sampler=samplers.create("groups", order="diagonal"), steps=3)
-    with pytest.raises(ValueError, match="sizes=17 must be an integer from 1 to 16"):
-        make(model, steps=17)
+    refuses(lambda: make(model, sampler=samplers.create("groups", order="diagonal"), steps=3), "steps=3 has no meaning")
+    refuses(lambda: make(model, steps=17), "sizes=17 must be an integer from 1 to 16")
 
 
 def test_published_guidance_and_repulsion() -> None:
@@ -238,8 +232,7 @@ def test_published_guidance_and_repulsion() -> None:
         large, largest = (LPD(LPDConfig(**PRESETS[name])) for name in ("lpd_l", "lpd_xxl"))
     model = LPDModel(large)
     assert model.defaults_with(samplers.create("groups"))["guidance_scale"] == 4.8
-    many = samplers.create("groups", order={"order": "lpd", "sizes": 32})
-    assert model.defaults_with(many)["guidance_scale"] == 5.4
+    assert model.defaults_with(samplers.create("groups", order={"order": "lpd", "sizes": 32}))["guidance_scale"] == 5.4
     assert GUIDANCE[1280][1024, 48] == 6.0
 
     seen = []

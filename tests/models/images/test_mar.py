@@ -28,19 +28,11 @@ RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" 
 
 def recorded_model(case: dict[str, Any]) -> MARModel:
     said = case["model"]
-    module = MAR(
-        side=said["img_size"] // said["vae_stride"],
-        channels=said["vae_embed_dim"],
-        width=said["encoder_embed_dim"],
-        depth=said["encoder_depth"],
-        decoder_depth=said["decoder_depth"],
-        heads=said["encoder_num_heads"],
-        classes=said["class_num"],
-        buffer=said["buffer_size"],
-        head_depth=said["diffloss_d"],
-        head_width=said["diffloss_w"],
-        eps=HEAD["eps"],
-    )
+    tokens = {"side": said["img_size"] // said["vae_stride"], "channels": said["vae_embed_dim"]}
+    coder = {"width": said["encoder_embed_dim"], "depth": said["encoder_depth"], "heads": said["encoder_num_heads"]}
+    counts = {"decoder_depth": said["decoder_depth"], "classes": said["class_num"], "buffer": said["buffer_size"]}
+    head = {"head_depth": said["diffloss_d"], "head_width": said["diffloss_w"], "eps": HEAD["eps"]}
+    module = MAR(**tokens, **coder, **counts, **head)
     module.load_state_dict(load_file(find_weights(case["weights"], "recap")))
     return MARModel(module)
 
@@ -76,23 +68,12 @@ class Replayed(Sampler):
 def test_replays_the_reference(path: Path) -> None:
     case = read_json(path)
     settings, log, model = case["settings"], case["log"], recorded_model(case)
-    sampler = Replayed(
-        local_steps=settings["num_cache_iters"],
-        full_groups=settings["pre_full_iters"],
-        head_steps=int(case["model"]["num_sampling_steps"]),
-        fast_ratio=0.5,
-        temperature=settings["temperature"],
-        guidance_schedule=settings["cfg_schedule"],
-        keep_buffer=settings["cache_buffer"],
-        channels=case["model"]["vae_embed_dim"],
-    )
-    state = sampler.start(
-        model,
-        settings["labels"],
-        steps=settings["num_iter"],
-        guidance_scale=settings["cfg"],
-        order=torch.tensor(case["orders"]),
-    )
+    local = {"local_steps": settings["num_cache_iters"], "full_groups": settings["pre_full_iters"]}
+    head = {"head_steps": int(case["model"]["num_sampling_steps"]), "channels": case["model"]["vae_embed_dim"]}
+    drawn = {"temperature": settings["temperature"], "guidance_schedule": settings["cfg_schedule"]}
+    sampler = Replayed(**local, **head, **drawn, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
+    request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"]}
+    state = sampler.start(model, settings["labels"], **request, order=torch.tensor(case["orders"]))
     torch.manual_seed(settings["seed"])
     calls = [log[index : index + 3] for index in range(0, len(log), 3)]
     for encoder, decoder, head in calls:

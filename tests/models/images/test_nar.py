@@ -23,8 +23,6 @@ from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
 from paradec.samplers.pictures.nar import diagonal
 
-NAMES = image_cases("nar", "steps")
-
 
 def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NARModel:
     config, weights = image_case("nar", f"{name}.config")
@@ -32,13 +30,12 @@ def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NA
     if config["model_type"] == "t2i":
         given = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
     sizes = {key: config[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "rope_base", "norm_eps")}
-    own = NARConfig(**sizes, **given, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid)
-    module = NAR(own)
+    module = NAR(NARConfig(**sizes, **given, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid))
     module.load_state_dict(weights)
     return NARModel(module.to(dtype))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", image_cases("nar", "steps"))
 @replays("name", "nar/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = image_case("nar", name)
@@ -52,16 +49,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     grid = model.grid()
     laid = model.request(given, grid)
     sampler = paradec.samplers.create("nar", cfg_interval=settings["cfg_interval"])
-    state = sampler.start(
-        laid.model,
-        laid.prompts,
-        negative_prompt=laid.unconditional,
-        guidance_scale=settings["cfg"],
-        temperature=settings["temperature"] if settings["sample"] else 0,
-        top_k=settings["top_k"] or None,
-        top_p=settings["top_p"],
-        seed=0,
-    )
+    guidance = {"negative_prompt": laid.unconditional, "guidance_scale": settings["cfg"]}
+    filters = {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
+    temperature = settings["temperature"] if settings["sample"] else 0
+    state = sampler.start(laid.model, laid.prompts, **guidance, **filters, temperature=temperature, seed=0)
     seeded = "manual_seed" in said["draws"]
     for index, step in enumerate(said["steps"]):
         if "u" in step:
@@ -100,12 +91,10 @@ def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
     model = golden_model(said["model"], said["grid"])
     query = whole(model, torch.tensor(said["labels"]), torch.tensor(said["codes"]))
     assert torch.equal(model._visible(query)[0, 0].int(), torch.tensor(said["mask"], dtype=torch.int))
-    found = of_cells(model(query), model.grid(), 1)
-    assert (found - arrays["logits"]).abs().max() < 1e-4
+    assert (of_cells(model(query), model.grid(), 1) - arrays["logits"]).abs().max() < 1e-4
 
 
 def whole(model: NARModel, labels: Tensor, codes: Tensor) -> Query:
-    """One call of class and all cells."""
     tokens = torch.cat((labels.unsqueeze(1) + model.facts.vocab_size, codes), 1)
     return Query(np.arange(len(tokens)), tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
@@ -148,8 +137,7 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
             torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
             valid=(torch.arange(count + 2) < count).unsqueeze(0),
         )
-        heads = laid.model(query)[:, :count]
-        found = of_cells(heads[:, order.argsort()], grid, int(length))
+        found = of_cells(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
         torch.testing.assert_close(found[0], cached[row], atol=1e-12, rtol=0)
 
 
@@ -184,8 +172,7 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     model = tiny_nar()
     weights = model.module.state_dict()
     expected = paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent").tokens
-    folder = saved(model, tmp_path / "folder", defaults={"guidance_scale": 2.0})
-    loaded = paradec.load(folder, dtype="float64")
+    loaded = paradec.load(saved(model, tmp_path / "folder", defaults={"guidance_scale": 2.0}), dtype="float64")
     assert isinstance(loaded, NARModel) and loaded.defaults["guidance_scale"] == 2.0
     save_file(weights, tmp_path / "c2i_B_256.safetensors")
     for nested in ("model", "module", "state_dict", None):

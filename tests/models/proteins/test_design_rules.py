@@ -38,8 +38,7 @@ def model() -> ProteinMPNNModel:
 def loop(
     model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
 ) -> tuple[list[int], float]:
-    """One tie after the other: its residues' logits, averaged, with the bias; the noise of its column. And the mean
-    log-probability without bias."""
+    """Tie after tie: averaged logits, the bias, the column's noise. And the mean log-probability without bias."""
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
     decided, total = [at for at, token in enumerate(row[1:]) if token != MASK_ID], []
@@ -86,11 +85,8 @@ def drawn_rules(draw: random.Random, structure: Structure) -> DesignRules:
     )
 
 
-QUICK = range(3)
-
-
 @pytest.mark.parametrize(
-    "first", [pytest.param(each, marks=() if each in QUICK else pytest.mark.full) for each in range(40)]
+    "first", [pytest.param(each, marks=() if each in range(3) else pytest.mark.full) for each in range(40)]
 )
 def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
@@ -111,8 +107,7 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
             wanted, mean = loop(some, row, order, keys[index], temperature, of[index])
             assert out.sequences[index, -len(row) :].tolist() == wanted, (number, index)
             assert out.row_nfe[index] <= row.count(MASK_ID)
-            design = out.sequences[index, -len(row) :][None]
-            assert some.score(row, design, [order])[0] == pytest.approx(mean, abs=1e-9)
+            assert some.score(row, out.sequences[index, -len(row) :][None], [order])[0] == pytest.approx(mean, abs=1e-9)
             text = some.letters(out.sequences[index][None])[0]
             assert len(text) == len(structures[of[index]])
             for own in some.columns[of[index]].residues:
@@ -145,8 +140,7 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
                 mean = four.module(four.encodings[0], shown, rank)[0, own].mean(0)[at]
                 chance *= float(((mean + bias) / temperature).softmax(-1)[design[column]])
             expected[index] += chance / len(orders)
-    count = 2_000
-    asked = {"temperature": temperature, "seed": 3, "num_return_sequences": count}
+    asked = {"temperature": temperature, "seed": 3, "num_return_sequences": 2_000}
     asked |= {"order": order} if name != "random" else {}
     out = paradec.generate(four, prompt, sampler=name, **asked)
     index = {token: number for number, token in enumerate(at)}
@@ -223,5 +217,4 @@ def test_copies() -> None:
     ],
 )
 def test_rules_that_are_none(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        model.on(dimer(), DesignRules(**rules))
+    refuses(lambda: model.on(dimer(), DesignRules(**rules)), words, error)

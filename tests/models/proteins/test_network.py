@@ -35,12 +35,10 @@ def structure_of(case: dict[str, Any]) -> Structure:
 
 
 def letters_of(text: str) -> Tensor:
-    """[1, L]."""
     return torch.tensor([[LETTERS.index(letter) for letter in text]])
 
 
 def rank_of(order: list[int]) -> Tensor:
-    """[1, L]: the place of each residue in an order."""
     return torch.tensor([order]).argsort()
 
 

