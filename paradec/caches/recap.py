@@ -17,8 +17,12 @@ from paradec.core.checks import check_bool
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
     """Evaluate whole rows where the sampler `recap` opens a group, and in local steps the group's targets, decided or
-    not. recompute_prompt: whether local steps evaluate the prompt too (the public code evaluates its class token
-    again); use False for a long text prompt."""
+    not.
+
+    Args:
+        recompute_prompt: whether local steps evaluate the prompt too (the public code evaluates its class token
+            again); use False for a long text prompt.
+    """
 
     recompute_prompt: bool = True
 

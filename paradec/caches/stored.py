@@ -19,10 +19,12 @@ STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 class StoredCache(Cache):
     """A cache that evaluates rows to be refreshed whole, and others in part.
 
-    store_dtype: of keys and values, one of `STORE_DTYPES`; None is the model's own.
-    max_memory: byte limit of the store; None asks the device.
-    shape_multiple: round up widths of calls and of the visible store, so that shapes repeat (for captured graphs and
-        compiled models); 1 pads nothing."""
+    Args:
+        store_dtype: of keys and values, one of `STORE_DTYPES`; None is the model's own.
+        max_memory: byte limit of the store; None asks the device.
+        shape_multiple: round up widths of calls and of the visible store, so that shapes repeat (for captured graphs
+            and compiled models); 1 pads nothing.
+    """
 
     _: KW_ONLY
     store_dtype: str | None = None

@@ -55,10 +55,12 @@ class DraftingSampler(CausalSampler):
     (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward; a row's first
     step therefore makes one token.
 
-    drafter: see `Speculative`. Methods with `window_drafters` also take one that fills a window by itself, or has its
-        own tree (`paradec.samplers.causal.drafts.text`).
-    tree: see `Speculative`; None is a chain.
-    window: slots evaluated at once without a tree: the next token and `window - 1` drafts."""
+    Args:
+        drafter: see `Speculative`. Methods with `window_drafters` also take one that fills a window by itself, or has
+            its own tree (`paradec.samplers.causal.drafts.text`).
+        tree: see `Speculative`; None is a chain.
+        window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
+    """
 
     drafter: Any = None
     tree: Any = None

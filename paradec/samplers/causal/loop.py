@@ -46,8 +46,10 @@ class CausalSampler(Sampler):
     Every draft carries the distribution q that it was drawn from. The output has the distribution of token-by-token
     decoding if `accept` is min(1, p / q). Temperature, top-k, top-p, guidance and structure are part of p.
 
-    window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is 16,
-        on models of any order all."""
+    Args:
+        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
+            16, on models of any order all.
+    """
 
     window: int | None = None
 
