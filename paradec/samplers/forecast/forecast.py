@@ -45,8 +45,8 @@ class Forecast(FeatureForecast):
             "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list of patterns of
             modules (`targets.Modules`). None is "module" in a pipeline, or what `when` needs.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
-            place does not fit, a smaller one is used and reported.
+        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB"; more are a ValueError before
+            the run's first evaluation.
     """
 
     when: Rule | Sequence[int] | str | None = None

@@ -45,7 +45,7 @@ class CallRecord:
 class Report:
     """The latest run of a session."""
 
-    settings: dict[str, Forecast]  # by transformer, with the place and order that `max_memory` chose
+    settings: dict[str, Forecast]  # by transformer
     modules: dict[str, list[str]]
     coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step leaves out
     runs: int

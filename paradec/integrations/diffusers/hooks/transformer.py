@@ -81,13 +81,13 @@ class Transformer:
     "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, choose: Any = None):
-        self.name, self.module, self.requested, self.clock = name, module, settings, clock
-        self.choose = choose  # `memory.choose_fitting`, for a `max_memory`
+    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, check_fitting: Any = None):
+        self.name, self.module, self.settings, self.clock = name, module, settings, clock
+        self.check_fitting = check_fitting  # `memory.check_fitting`, for a `max_memory`
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
-        self.sizes: dict[str, dict[str | Modules | None, Any]] = {}  # of histories, by signature and where
+        self.fitting: set[tuple[str, int]] = set()  # signatures and calls of a step that fit into `max_memory`
         self.is_inside = False  # whether it is called in a run; else its modules are left alone
         self.run_progress = RunProgress()
         self.state = RunState(self.run_progress)
@@ -101,7 +101,7 @@ class Transformer:
         self.compiled: list[tuple[nn.Module, Any]] = []  # run eagerly while modules inside them are hooked
         self._check()
         try:
-            self._hook_modules(settings)
+            self._hook_modules()
         except BaseException:
             self._unhook_modules()
             raise
@@ -118,16 +118,17 @@ class Transformer:
             raise ValueError(f"{self.name} is accelerated already; detach that session first")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
             self._check_compiled()
-        self.requested.rule.check_model(self.base)
+        self.settings.rule.check_model(self.base)
 
     def _check_compiled(self) -> None:
-        if self.requested.where != "output":
+        if self.settings.where != "output":
             raise ValueError(
                 f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
                 "where='output', or compile its blocks: transformer.compile_repeated_blocks()"
             )
 
-    def _hook_modules(self, settings: Forecast) -> None:
+    def _hook_modules(self) -> None:
+        settings = self.settings
         self._unhook_modules()
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
@@ -154,7 +155,7 @@ class Transformer:
             )
         modules = dict(self.base.named_modules(remove_duplicate=False))
         first = {id(module): name for name, module in reversed(modules.items())}
-        self.settings, self.basis, self.schedule = settings, settings.forecaster, schedule
+        self.basis, self.schedule = settings.forecaster, schedule
         if kind == "stack":
             self.stack = Stack(self, rule, places, modules)
             self.hooks += self.stack.hooks
@@ -243,7 +244,7 @@ class Transformer:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
         if self._is_stale:
-            self._hook_modules(self.settings)
+            self._hook_modules()
             state.branches = {}
         self.state, self.run_progress = state, state.run_progress
         state.advance_to_step(run.index)
@@ -251,7 +252,7 @@ class Transformer:
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         self.latent = find_latent(args, kwargs)
-        if self.requested.rule.filters:
+        if self.settings.rule.filters:
             self.latent = unpack_latent(self.clock.pipe, self.latent, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
@@ -289,7 +290,7 @@ class Transformer:
         return output
 
     def _begin(self, run: Run) -> RunState:
-        rule, clock = self.requested.rule, self.clock
+        rule, clock = self.settings.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
             self._note(
                 "schedule", f"the run does not tell its {', '.join(unknown)}, so that the steps may be those of another"
@@ -300,9 +301,6 @@ class Transformer:
                 "steps",
                 f"a run of {clock.total} steps: models distilled to a few steps bear few forecasts; compare pictures",
             )
-        if self.settings is not self.requested:
-            self.notes.pop("memory", None)
-            self._hook_modules(self.requested)
         state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
         state.levels = rule.noise_levels(clock.scheduler)
@@ -317,8 +315,11 @@ class Transformer:
         if state.signatures.get(branch) != signature:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
-        if branch not in state.branches and self.requested.max_memory is not None:
-            self._choose_settings(str(signature), args, kwargs)
+        if branch not in state.branches and self.settings.max_memory is not None:
+            key = str(signature), len(state.branches) + 1
+            if key not in self.fitting:
+                self.check_fitting(self.base, self.settings, key[1], args, kwargs)
+                self.fitting.add(key)
         return branch
 
     def call_index(self, name: str) -> str:
@@ -368,20 +369,6 @@ class Transformer:
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
                 "module must feed nothing but modules that are forecast"
             )
-
-    def _choose_settings(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Choose what fits into `max_memory`, before a branch's first call."""
-        branches, sizes = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
-        chosen, choice = self.choose(self.base, self.requested, branches, args, kwargs, sizes)
-        order = chosen.forecaster.order
-        if (chosen.where, order) == (self.settings.where, self.settings.forecaster.order):
-            return
-        if chosen.where != self.settings.where:  # at the first step, when guidance makes its second call
-            self.state.branches = {branch: {} for branch in self.state.branches}
-        self._hook_modules(chosen)
-        self._note(
-            "memory", f"max_memory={self.requested.max_memory} chose where={chosen.where}, order {order} {choice}"
-        )
 
     def _note(self, topic: str, text: str) -> None:
         """Note an automatic decision in the report, and once in the log."""
