@@ -20,9 +20,8 @@ class MemorySpec:
     """A tensor that a method keeps between steps.
 
     dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
-        "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), "latent" (all
-        of a latent's, last), or an int.
-    dtype: None is the model's: of distributions, soft embeddings or latents. fill: initial value.
+        "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), or an int.
+    dtype: None is the model's: of distributions or soft embeddings. fill: initial value.
     reset: "block" (whenever a row opens a block) or "sequence" (never within a request)."""
 
     dims: tuple[str | int, ...] = ()
@@ -40,7 +39,6 @@ class MemorySpec:
 
 
 Specs: TypeAlias = Mapping[str, MemorySpec]
-Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -54,13 +52,17 @@ class Memory:
 
     @classmethod
     def allocate(
-        cls, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
+        cls,
+        specs: Specs,
+        batch: int,
+        sizes: Mapping[str, int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Make the filled tensors of `specs` for `batch` rows; `sizes` are the sizes of named dimensions."""
         memory = cls(dict(specs))
         for name, spec in specs.items():
-            dims = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
-            shape = [batch, *(n for size in dims for n in (size if isinstance(size, tuple) else (size,)))]
+            shape = [batch, *(sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims)]
             memory.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype or dtype, device=device)
         return memory
 
