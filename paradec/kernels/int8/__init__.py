@@ -1,0 +1,18 @@
+"""Linear layers with int8 weights: a scale per output, and activations of 15 bits as two int8 rows.
+
+`reference` defines the numbers, `portable` computes them with `torch._int_mm`, `modules` holds the layers."""
+
+from paradec.kernels.int8.modules import Int8Experts, Int8Linear
+from paradec.kernels.int8.portable import MAX_INPUTS, int8_linear, weight_bits
+from paradec.kernels.int8.reference import ACTIVATION_BITS, quantize_weight, reference_linear
+
+__all__ = [
+    "ACTIVATION_BITS",
+    "MAX_INPUTS",
+    "Int8Experts",
+    "Int8Linear",
+    "int8_linear",
+    "quantize_weight",
+    "reference_linear",
+    "weight_bits",
+]

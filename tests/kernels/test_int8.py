@@ -1,0 +1,162 @@
+"""Linear layers with int8 weights against plain loops over integers."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from decoding import run_in_threads
+from torch import Tensor, nn
+
+from paradec.kernels.int8 import Int8Linear, int8_linear, portable, quantize_weight, reference_linear, weight_bits
+
+BITS = weight_bits()
+LARGEST = 2 ** (BITS - 1) - 1
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers, one column 60 times as large."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    values[..., 3] *= 60
+    return values
+
+
+def loop(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> list[list[float]]:
+    """Round, multiply and sum with Python's integers."""
+    largest = 127 if activations == 8 else 127 * 128
+    result = []
+    for row in x.float():
+        step = row.abs().max() / largest
+        values = [round(value) for value in (row / step).tolist()]
+        sums = [sum(a * b for a, b in zip(values, column, strict=True)) for column in weight.tolist()]
+        result.append([total * step.item() * s for total, s in zip(sums, scale.tolist(), strict=True)])
+    return result
+
+
+@pytest.mark.parametrize("activations", [15, 8])
+@pytest.mark.parametrize(("count", "width", "outputs"), [(1, 7, 5), (2, 64, 1), (3, 33, 40), (20, 100, 9)])
+def test_plain_loop(activations: int, count: int, width: int, outputs: int) -> None:
+    x = draw(count, width)
+    weight, scale = quantize_weight(draw(outputs, width, seed=1), BITS)
+    expected = torch.tensor(loop(x, weight, scale, activations), dtype=torch.float64)
+    reference = reference_linear(x, weight, scale, activations=activations)
+    torch.testing.assert_close(reference, expected, rtol=1e-9, atol=1e-9)
+    found = int8_linear(x, weight, scale, activations=activations)
+    limit = 1e-6 * (x.abs().amax(-1, keepdim=True) * weight.abs().amax(-1) * scale * width).double()
+    assert ((found.double() - expected).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_shapes_dtypes_and_bias(dtype: torch.dtype) -> None:
+    linear = nn.Linear(48, 20).to(dtype)
+    layer = Int8Linear.from_linear(linear)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    result = layer(x)
+    assert (result.dtype, result.shape) == (dtype, (2, 5, 20))
+    exact = linear(x).double()
+    assert (result.double() - exact).norm() <= 0.02 * exact.norm() * (1 if BITS == 8 else 2)
+    reference = reference_linear(x, layer.weight, layer.scale, layer.bias)
+    assert torch.allclose(
+        result.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 if dtype.itemsize == 2 else 1e-6
+    )
+    assert layer(x[:0]).shape == (0, 5, 20)
+
+
+def test_weights_are_rounded_by_rows() -> None:
+    matrix = draw(6, 50)
+    matrix[2] = 0
+    for bits, largest in ((8, 127), (7, 63)):
+        weight, scale = quantize_weight(matrix, bits)
+        assert weight.abs().amax(-1).tolist() == [largest, largest, 0, largest, largest, largest]
+        assert ((weight * scale.unsqueeze(1) - matrix).abs() <= 0.5001 * scale.unsqueeze(1)).all()
+    stacked = quantize_weight(matrix.view(2, 3, 50))
+    assert torch.equal(stacked[0].view(6, 50), quantize_weight(matrix)[0])
+
+
+def test_chunks_of_weights_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = draw(37, 11)
+    expected = quantize_weight(matrix)
+    monkeypatch.setattr("paradec.kernels.int8.reference.CHUNK", 25)
+    assert all(torch.equal(*pair) for pair in zip(quantize_weight(matrix), expected, strict=True))
+
+
+@pytest.mark.parametrize("activations", [15, 8])
+def test_rows_alone_and_in_parts(activations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scale = quantize_weight(draw(70, 130), BITS)
+    x = draw(45, 130, seed=2)
+    together = int8_linear(x, weight, scale, activations=activations)
+    for row in range(0, 45, 7):
+        assert torch.equal(int8_linear(x[row], weight, scale, activations=activations), together[row])
+    assert torch.equal(int8_linear(x.flip(0), weight, scale, activations=activations), together.flip(0))
+    monkeypatch.setattr(portable, "ROWS_PER_PRODUCT", 8)
+    assert torch.equal(int8_linear(x, weight, scale, activations=activations), together)
+
+
+@pytest.mark.parametrize("activations", [15, 8])
+def test_zeros_extremes_and_what_is_not_finite(activations: int) -> None:
+    weight, scale = quantize_weight(draw(9, 40), BITS)
+    x = draw(8, 40, seed=3)
+    clean = int8_linear(x, weight, scale, activations=activations)
+    x[1, 5], x[3, 6], x[4, 0], x[5], x[6] = torch.nan, torch.inf, -torch.inf, 0, 0
+    x[6, 2] = 1e-42
+    found = int8_linear(x, weight, scale, activations=activations)
+    assert found[[1, 3, 4]].isnan().all()
+    assert (found[5] == 0).all()
+    assert (found[6].abs() < 1e-38).all()
+    assert torch.equal(found[[0, 2, 7]], clean[[0, 2, 7]])
+    assert int8_linear(torch.full((1, 40), 1e300, dtype=torch.float64), weight, scale).isnan().all()
+    large = int8_linear(x[:1] * 1e30, weight, scale, activations=activations)
+    torch.testing.assert_close(large / 1e30, clean[:1], rtol=1e-4, atol=1e-4 * clean[:1].abs().max().item())
+    broken = draw(2, 40)
+    broken[0, 0], broken[1, 7] = torch.nan, torch.inf
+    assert int8_linear(x[:1], *quantize_weight(broken, BITS)).isnan().all()
+
+
+def test_outliers_need_two_rows() -> None:
+    x, matrix = draw(64, 512), torch.randn(128, 512)
+    exact = x.double() @ matrix.double().t()
+    errors = []
+    for activations in (15, 8):
+        found = int8_linear(x, *quantize_weight(matrix, BITS), activations=activations)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert errors[0] < 0.012 * (1 if BITS == 8 else 2) < errors[1]
+
+
+def test_copies_pickles_and_threads() -> None:
+    layer = Int8Linear.from_linear(nn.Linear(64, 33))
+    x = draw(5, 64)
+    expected = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), expected)
+        assert not any(parameter.requires_grad for parameter in other.parameters())
+    assert all(torch.equal(found, expected) for found in run_in_threads(lambda: layer(x), lambda: layer(x)))
+
+
+def test_exactness_is_checked_with_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that saturate as those of processors without VNNI do."""
+
+    def saturate(rows: Tensor, weight: Tensor) -> Tensor:
+        pairs = (rows.long() + 128).unsqueeze(1) * weight.t().long().unsqueeze(0)
+        sums = pairs.view(*pairs.shape[:2], -1, 2).sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1)
+        return (sums - 128 * weight.t().long().sum(-1)).int()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_int_mm", saturate)
+        assert weight_bits.__wrapped__() == 7
+        patch.setattr(torch, "_int_mm", lambda rows, weight: saturate(rows, weight) + 1)
+        with pytest.raises(RuntimeError, match="wrong sums"):
+            weight_bits.__wrapped__()
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+def test_fewer_instructions(instructions: str) -> None:
+    """In a process of its own: oneDNN reads the variable once. These tests then hold with the bits found there."""
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:
+        pytest.skip("this is the process of the test")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
