@@ -40,6 +40,8 @@ DTYPES = {
     "C64": "complex64",
 }
 """safetensors' names of dtypes -> torch's."""
+INT8 = "paradec_int8"
+"""`quant_method` in the config.json of a model with int8 weights (`paradec.models.int8`)."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
 """Fields of config.json that need not be integers."""
 NEUTRAL: Mapping[str, Any] = {
@@ -284,6 +286,12 @@ def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
     return True
 
 
+def is_int8(config: Mapping[str, Any]) -> bool:
+    """Whether `save_pretrained` wrote int8 weights."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == INT8
+
+
 def check_stored_dtypes(
     source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
@@ -367,6 +375,9 @@ def read_module(
 
     files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
     options = {name: value for name, value in options.items() if value is not None} | files
+    stored: dict[str, Any] = {"quantization_config": getattr(options.get("config"), "quantization_config", None)}
+    if is_int8(stored) and options.get("dtype") == "auto":  # the scales are float32
+        options["dtype"] = stored["quantization_config"].get("dtype") or "auto"
     if tp_plan is not None:
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
     kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)

@@ -6,6 +6,7 @@ import importlib.resources
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, read_json
+from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
@@ -41,6 +42,7 @@ def load(
     device_map: Any = None,
     attn_implementation: str = "sdpa",
     tp_plan: Any = None,
+    quantization: Any = None,
     quantization_config: Any = None,
     revision: str | None = None,
     mask_token_id: int | None = None,
@@ -73,6 +75,9 @@ def load(
             ("folder/file.gguf", "owner/repository/file.gguf"), or a LoRA adapter alone, which names its base.
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
+        quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
+            (layers of less than a million weights, embeddings, norms and routers stay); or a
+            `paradec.models.int8.Int8Config`. `save_pretrained` keeps them.
         device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
             experts need a folder to offload to disk.
         tp_plan: "auto", in each process of `torchrun`: every one reads a part of each matrix (docs/engines.md). A
@@ -100,6 +105,7 @@ def load(
     text_options = {
         "device_map": device_map,
         "tp_plan": tp_plan,
+        "quantization": quantization,
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
@@ -124,10 +130,13 @@ def load(
     source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
     if adapter is None and gguf_file is None and (base_checkpoint := _find_lone_adapter(source, revision)):
         source, revision, text_options["adapter"] = *base_checkpoint, lora.read_lora(source, revision)
+    quantization = text_options["quantization"] = _parse_quantization(text_options)
     if tp_plan is not None:
         _check_plan(tp_plan, text_options | {"gguf_file": gguf_file})
     if gguf_file is not None:
         _refuse_image_options(image_options)
+        if text_options.pop("quantization") is not None:
+            raise CheckpointError(f"quantization='int8' does not work for GGUF files such as {gguf_file!r}")
         load_gguf = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
         return lay_out_by_columns(load_gguf(gguf_file=gguf_file, dtype=dtype, **text_options))
     source, config = _find_checkpoint(source, revision)
@@ -138,6 +147,18 @@ def load(
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return lay_out_by_columns(load_image_model(config["model_type"], source, image_options, **common))
     _refuse_image_options(image_options)
+    quantization = text_options.pop("quantization")
+    if is_int8(config):
+        import paradec.models.int8  # noqa: F401  (registers its quantiser)
+    elif quantization is not None:
+        if (stored := config.get("quantization_config")) is not None:
+            raise CheckpointError(
+                f"quantization='int8' does not work for {source!r}, which is quantised already: "
+                f"quantization_config={shown(stored)}"
+            )
+        if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
+            raise CheckpointError(f"quantization='int8' does not work for {source!r}, which decodes canvases")
+        text_options["quantization_config"] = quantization
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
         model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **text_options)
         return lay_out_by_columns(model)
@@ -191,6 +212,25 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
     for name in ("device_map", "quantization_config", "gguf_file", "offload_folder"):
         if options[name] is not None:
             raise ValueError(f"tp_plan={shown(plan)} does not go with {name}={shown(options[name])}; give one of them")
+
+
+def _parse_quantization(options: Mapping[str, Any]) -> Any:
+    """The `Int8Config` of `quantization`, or None. Raises ValueError for another value, or beside an option with which
+    it does not work."""
+    value = options["quantization"]
+    if value is None:
+        return None
+    from paradec.models.int8 import Int8Config
+
+    if not isinstance(value, Int8Config) and value != "int8":
+        raise ValueError(f"quantization={shown(value)} must be 'int8' or a paradec.models.int8.Int8Config")
+    for name in ("quantization_config", "adapter", "tp_plan", "device_map", "offload_folder"):
+        if options[name] is not None:
+            hint = (
+                "merge it first: load with it, save_pretrained, load that" if name == "adapter" else "give one of them"
+            )
+            raise ValueError(f"quantization='int8' does not go with {name}={shown(options[name])}; {hint}")
+    return replace(value) if isinstance(value, Int8Config) else Int8Config()
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from paradec.core.checks import shown
 from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
+    INT8,
     CheckpointError,
     fetch,
     first_line,
@@ -141,8 +142,8 @@ def load_masked(
 def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     """Raise ValueError for options that quantise or spread matrices which are split while they are read. The plan of
     `tp_plan="auto"` spreads the experts alone."""
-    plan = options.get("tp_plan")
-    if options.get("quantization_config") is not None:
+    plan, quantization = options.get("tp_plan"), options.get("quantization_config")
+    if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
             f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
             "query_key_value matrices are split where they are read. Load it without, and quantise model.module "

@@ -84,10 +84,13 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     on_disk = "disk" in (getattr(model.module, "hf_device_map", None) or {}).values()
     if on_disk and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
         raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
-    if model.published is None:
+    from paradec.models.int8 import stored_config
+
+    quantization = stored_config(model)
+    if model.published is None and quantization is None:
         _save_wrapped(model, path, max_shard_size)
     else:
-        _save_published(model, path, max_shard_size)
+        _save_published(model, path, max_shard_size, quantization)
 
 
 def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
@@ -103,20 +106,25 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
             model.tokenizer.save_pretrained(draft)
 
 
-def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
+def _save_published(
+    model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
+) -> None:
+    """quantization: of int8 weights (`paradec.models.int8.stored_config`)."""
     published, module = model.published, model.module
-    state = published_weights(module, published)
+    if quantization is None:
+        state = published_weights(module, published)
+    else:
+        state = _int8_weights(module, {} if published is None else published.names)
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in module.state_dict().items()
     }
     sizes = {name: torch.empty_like(weight.assemble(empty.__getitem__)) for name, weight in state.items()}
     config, generation = _build_configs(model)
-    headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
-    try:
-        check_weights(str(path), headers, published.family.config(config), published.family)
-    except ValueError as error:
-        raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    else:
+        _check_saved(model, str(path), sizes, config)
     split = _split_shards(sizes, max_shard_size)
     with _draft_folder(path) as draft:
         for file, tensor_names in split.filename_to_tensors.items():
@@ -127,12 +135,24 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
             _write_json(draft / "generation_config.json", generation)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(draft)
-        if "auto_map" in config and os.path.isdir(published.source):  # the code it names; nothing here runs it
+        if (
+            published is not None and "auto_map" in config and os.path.isdir(published.source)
+        ):  # the code it names; nothing here runs it
             for code in Path(published.source).glob("*.py"):
                 shutil.copyfile(code, draft / code.name)
-        if published.family.draft_adapter is not None and model.own_drafts.adapter is not None:
-            model.own_drafts.adapter.save(draft / published.family.draft_adapter)
+        drafts = None if published is None else published.family.draft_adapter
+        if drafts is not None and model.own_drafts.adapter is not None:
+            model.own_drafts.adapter.save(draft / drafts)
         _write_json(draft / "config.json", config)
+
+
+def _check_saved(model: Any, path: str, sizes: Mapping[str, Tensor], config: dict[str, Any]) -> None:
+    headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
+    family = model.published.family
+    try:
+        check_weights(path, headers, family.config(config), family)
+    except ValueError as error:
+        raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -142,6 +162,9 @@ def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json as they were read, with the arguments of `load`; with the tokenizer they
     give the model's facts."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
+    if published is None:  # a causal model of transformers
+        generation = json.loads(model.module.generation_config.to_json_string())
+        return json.loads(model.module.config.to_json_string()), generation
     config, generation = dict(published.config), dict(published.generation)
     config.pop("quantization_config", None)  # the weights are written as plain numbers
     for name in ("torch_dtype", "dtype"):
@@ -320,6 +343,17 @@ def published_weights(module: nn.Module, published: Published) -> dict[str, Stac
     return weights
 
 
+def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
+    """The names in the file -> the module's: published ones (`names`), but for stacked or split weights."""
+    tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
+    for name in module.state_dict():
+        if name not in tied:
+            published = names.get(name.removesuffix("scale") + "weight", name) if name.endswith(".scale") else name
+            published = names.get(name, published.removesuffix("weight") + "scale" if published != name else name)
+            weights[published] = StackedWeight((name,))
+    return weights
+
+
 def _storage_key(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
@@ -399,7 +433,8 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
         if not isinstance(value, Tensor):
             raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
         weight = known_weights[key]
-        if any(type(state[source]) is not Tensor or state[source].device.type == "meta" for source in weight.sources):
+        parts = [state[source] for source in weight.sources]
+        if any(type(part) is not Tensor or part.is_meta or part.dtype == torch.int8 for part in parts):
             raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
         targets = [state[source][weight.index] if weight.index else state[source] for source in weight.sources]
         first_target = targets[0]

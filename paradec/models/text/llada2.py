@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import check_at_most, check_int, shown
-from paradec.models.checkpoint import CheckpointError, checkpoint_errors, read_positive
+from paradec.models.checkpoint import CheckpointError, checkpoint_errors, is_int8, read_positive
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
@@ -83,7 +83,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     if not config.get("num_key_value_heads"):
         config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
     fields = read_shared_fields(config, REQUIRED, SUPPORTED, is_fully_rotated=False)
-    if config.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None and not is_int8(config):
         raise CheckpointError(
             f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
             "query_key_value matrices are split where they are read, which quantised ones cannot be"

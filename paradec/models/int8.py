@@ -1,0 +1,169 @@
+"""Text models with int8 weights (`paradec.kernels.int8`): layers are rounded one by one while they are read.
+
+A quantiser of transformers: it exchanges the layers of the empty module, and rounds each weight as it is read. Files of
+`save_pretrained` hold the module's names and config.json the settings, as `quantization_config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from paradec.core.checks import check_choice, check_int
+from paradec.kernels.int8 import ACTIVATION_BITS, MAX_INPUTS, Int8Experts, Int8Linear, quantize_weight, weight_bits
+from paradec.models.checkpoint import INT8, CheckpointError
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of linear layers that choose experts."""
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+@register_quantization_config(INT8)
+@dataclass
+class Int8Config(QuantizationConfigMixin):
+    """Settings of int8 weights.
+
+    activations: bits of activations, 15 (two int8 rows) or 8. min_weights: smaller layers stay unchanged.
+    weight_bits: 8, or 7 where the processor needs it. dtype: of the other weights, in a saved model."""
+
+    activations: int = 15
+    min_weights: int = 2**20
+    weight_bits: int | None = None
+    dtype: str | None = None
+    quant_method: str = INT8
+
+    def __post_init__(self) -> None:
+        check_choice("activations", self.activations, ACTIVATION_BITS)
+        check_int("min_weights", self.min_weights, low=1)
+        check_choice("weight_bits", self.weight_bits, (None, 7, 8))
+
+
+@register_quantizer(INT8)
+class Int8Quantizer(HfQuantizer):
+    """Exchange layers, and round their weights unless the file has int8 weights."""
+
+    def __init__(self, quantization_config: Int8Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        try:
+            bits = weight_bits()
+        except RuntimeError as error:
+            raise CheckpointError(str(error)) from None
+        if self.pre_quantized and (quantization_config.weight_bits or 8) > bits:
+            raise CheckpointError(
+                f"weight_bits={quantization_config.weight_bits}: sums of such products are not exact on this processor "
+                f"(it lacks VNNI); load the original checkpoint with quantization='int8', which takes {bits} bits here"
+            )
+        quantization_config.weight_bits = quantization_config.weight_bits or bits
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Exchange layers for empty int8 ones. A tied output matrix is exchanged at the end if weights are rounded."""
+        settings, head = self.quantization_config, model.get_output_embeddings()
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        names = [name for name, layer in model.named_modules() if _is_converted(name, layer, settings.min_weights)]
+        for name in names:
+            layer = model.get_submodule(name)
+            if layer is head and f"{name}.weight" in tied:
+                if not self.pre_quantized:
+                    continue
+                del tied[f"{name}.weight"]
+            model.set_submodule(name, _empty_copy(layer, settings.activations))
+        if not names:
+            raise CheckpointError(f"quantization='int8': no layer has {settings.min_weights:,} weights or more")
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        path, _, name = param_name.rpartition(".")
+        layer = model.get_submodule(path)
+        weights = EXPERT_WEIGHTS if isinstance(layer, Int8Experts) else ("weight",)
+        return not self.pre_quantized and isinstance(layer, (Int8Linear, Int8Experts)) and name in weights
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        return None if dtype == torch.int8 else super().get_new_dtype(converter, param, dtype)  # checked when read
+
+    def get_quantize_ops(self) -> Any:
+        return RoundWeights(self)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Round a tied output matrix, which leaves the embeddings unchanged, and make the module a plain one."""
+        layers = [layer for layer in model.modules() if isinstance(layer, (Int8Linear, Int8Experts))]
+        for name, weight in ((name, weight) for layer in layers for name, weight in layer.named_parameters()):
+            expected = torch.float32 if name.endswith("scale") else torch.int8
+            if name != "bias" and weight.dtype != expected:
+                raise CheckpointError(f"a {name} of int8 layers is stored as {weight.dtype}, not {expected}")
+        head = model.get_output_embeddings()
+        for name, layer in list(model.named_modules()):
+            if layer is head and _is_converted(name, layer, self.quantization_config.min_weights):
+                model.set_submodule(name, Int8Linear.from_linear(layer, self.quantization_config.activations))
+                model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        self.remove_quantization_config(model)
+        for part in model.modules():
+            getattr(getattr(part, "config", None), "__dict__", {}).pop("_is_quantized", None)
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class RoundWeights(ConversionOps):
+    """Round weights that have been read, each to an int8 tensor and scales."""
+
+    def __init__(self, quantizer: Int8Quantizer):
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        result: dict[str, Tensor] = {}
+        for name, tensors in input_dict.items():
+            weight = tensors[0] if isinstance(tensors, list) else tensors
+            expected = model.get_parameter(name).shape
+            if weight.shape != expected:
+                raise ValueError(f"{name} is {list(weight.shape)} instead of {list(expected)}")
+            scale_name = name.removesuffix("weight") + "scale" if name.endswith(".weight") else f"{name}_scale"
+            bits = self.quantizer.quantization_config.weight_bits
+            result[name], result[scale_name] = quantize_weight(weight, bits)
+        return result
+
+
+def stored_config(model: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config.json; None without int8 weights."""
+    layers: list[Any] = [layer for layer in model.module.modules() if isinstance(layer, (Int8Linear, Int8Experts))]
+    if not layers:
+        return None
+    weights: list[Any] = [layer.down_proj if isinstance(layer, Int8Experts) else layer.weight for layer in layers]
+    return {
+        "quant_method": INT8,
+        "activations": layers[0].activations,
+        "min_weights": min(weight.numel() for weight in weights),
+        "weight_bits": 8 if any(weight.abs().amax() > 63 for weight in weights) else 7,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _is_converted(name: str, layer: Any, min_weights: int) -> bool:
+    """Whether a layer gets int8 weights: linear layers but routers, and experts in stacks [E, N, K]."""
+    if type(layer) is nn.Linear:
+        is_router = name.rpartition(".")[2] in ROUTERS
+        return not is_router and layer.weight.numel() >= min_weights and layer.in_features <= MAX_INPUTS
+    stacks: list[Any] = [getattr(layer, weight, None) for weight in EXPERT_WEIGHTS]
+    if not all(isinstance(stack, nn.Parameter) and stack.ndim == 3 for stack in stacks):
+        return False
+    form = [getattr(layer, field, None) for field in ("has_gate", "is_concatenated", "has_bias", "is_transposed")]
+    is_plain = form == [True, True, False, False] and type(layer)._apply_gate.__name__ == "_default_apply_gate"
+    return is_plain and min(stack.numel() for stack in stacks) >= min_weights
+
+
+def _empty_copy(layer: Any, activations: int) -> nn.Module:
+    if not isinstance(layer, nn.Linear):
+        return Int8Experts(layer, activations)
+    options: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    return Int8Linear(layer.in_features, layer.out_features, layer.bias is not None, activations, **options)
