@@ -30,7 +30,8 @@ FAILED = 1
 
 
 @options.takes(
-    "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k seed dtype device"
+    "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k seed dtype "
+    "quantization device"
 )
 def chat(
     context: typer.Context,

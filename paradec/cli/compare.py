@@ -25,7 +25,7 @@ Output = tuple[Path | None, Path | None, bool, str | None, bool]
 
 @options.takes(
     "model tasks limit suffix attention attention_set choice regex json_schema batch max_new_tokens block_length dtype "
-    "device out plot resume format_ as_json"
+    "quantization device out plot resume format_ as_json"
 )
 def compare(
     prompts: Annotated[Path | None, PROMPTS] = None,
@@ -62,7 +62,8 @@ bench = typer.Typer(help="Measure samplers.", callback=lambda: None, rich_markup
 
 @bench.command()
 @options.takes(
-    "model tasks limit cache suffix batch max_new_tokens block_length dtype device out plot resume format_ as_json"
+    "model tasks limit cache suffix batch max_new_tokens block_length dtype quantization device out plot "
+    "resume format_ as_json"
 )
 def parallel(
     samplers: Annotated[list[str] | None, SWEPT] = None,

@@ -2,8 +2,8 @@
 
 A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
 "settings"}, with several answers to a prompt lists of these four; or {"line", "id", "prompt", "error", "settings"}.
-"settings" are {"paradec": version, "model", "dtype", "drafter", "request": what differs from the defaults of
-`paradec.Request`, and the seed}. They are in every line, so that answers of different settings never share a file.
+"settings" are {"paradec": version, "model", "dtype", "quantization", "drafter", "request": what differs from the
+defaults of `paradec.Request`, and the seed}. They are in every line: answers of different settings never share a file.
 """
 
 from __future__ import annotations

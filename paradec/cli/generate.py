@@ -32,8 +32,8 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
-    "top_p top_k guidance_scale choice regex json_schema seed num_return_sequences eos_early_stop dtype device trace "
-    "live drafter as_json"
+    "top_p top_k guidance_scale choice regex json_schema seed num_return_sequences eos_early_stop dtype quantization "
+    "device trace live drafter as_json"
 )
 def generate(
     context: typer.Context,
@@ -164,7 +164,7 @@ HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, fro
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k "
-    "guidance_scale seed num_return_sequences dtype device trace live as_json"
+    "guidance_scale seed num_return_sequences dtype quantization device trace live as_json"
 )
 def infill(
     context: typer.Context,

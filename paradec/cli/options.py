@@ -51,6 +51,7 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "drafter": (str | None, typer.Option(help=DRAFTER), None),
     "batch": (int, typer.Option(help="Prompts decoded together.", **BOUNDS), 1),
     "dtype": (str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's."), None),
+    "quantization": (str | None, typer.Option(help="int8: weights of text models in 8 bits."), None),
     "device": (str | None, typer.Option(help="cpu, cuda, cuda:1, ..."), None),
     "trace": (Path | None, typer.Option(metavar="FILE", help=TRACE), None),
     "live": (bool, typer.Option("--live", help="Show tokens on the terminal as they are decided."), False),
@@ -95,9 +96,10 @@ def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def load(shared: dict[str, Any]) -> Any:
-    """The model that `--model`, `--dtype` and `--device` say, which are taken out of `shared`."""
+    """The model of `--model`, `--dtype`, `--quantization` and `--device`, which are taken out of `shared`."""
     show.quiet_loading()
-    return paradec.load(shared.pop("model"), dtype=shared.pop("dtype"), device=shared.pop("device"))
+    settings = {name: shared.pop(name, None) for name in ("dtype", "quantization", "device")}
+    return paradec.load(shared.pop("model"), **settings)
 
 
 def num_processes() -> int:

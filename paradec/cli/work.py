@@ -100,6 +100,7 @@ def prepare(
     set_: list[str] | None,
     dtype: str | None,
     device: str | None,
+    quantization: str | None = None,
     attention: str | None = None,
     attention_set: list[str] | None = None,
     drafter: str | None = None,
@@ -109,7 +110,7 @@ def prepare(
     """Check what can be checked without the model, which may take minutes to load, then load it.
 
     prompt: None where there is none yet. given: options on the command line. agree: called before the model is loaded
-    with "model", "dtype", "drafter" and "request" as data; returns the seed.
+    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed.
     """
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -150,13 +151,14 @@ def prepare(
         if agree is not None:
             changes = fields.to_dict() | ({} if left_open else {"sampler": method.to_dict() | late})
             facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
-            facts |= {"drafter": drafter, "request": changes}
+            facts |= {"quantization": quantization, "drafter": drafter, "request": changes}
             request["seed"] = agree({name: value for name, value in facts.items() if value is not None})
         show.quiet_loading()
         together = options.num_processes() > 1
         if together and device is not None:
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
-        loaded = paradec.load(model, dtype=dtype, device=device, tp_plan="auto" if together else None)
+        plan = "auto" if together else None
+        loaded = paradec.load(model, dtype=dtype, device=device, quantization=quantization, tp_plan=plan)
         from paradec.api.generate import KINDS, make_sampler, model_defaults
 
         check_model(function, loaded, KINDS)
