@@ -125,12 +125,13 @@ class RoundWeights(ConversionOps):
         result: dict[str, Tensor] = {}
         for name, tensors in input_dict.items():
             weight = tensors[0] if isinstance(tensors, list) else tensors
-            expected = model.get_parameter(name).shape
+            expected = model.get_parameter(name).mT.shape
             if weight.shape != expected:
                 raise ValueError(f"{name} is {list(weight.shape)} instead of {list(expected)}")
             scale_name = name.removesuffix("weight") + "scale" if name.endswith(".weight") else f"{name}_scale"
             bits = self.quantizer.quantization_config.weight_bits
-            result[name], result[scale_name] = quantize_weight(weight, bits)
+            rounded, result[scale_name] = quantize_weight(weight, bits)
+            result[name] = rounded.mT.contiguous()
         return result
 
 

@@ -18,6 +18,7 @@ from paradec.models.checkpoint import (
     CheckpointError,
     fetch,
     first_line,
+    is_int8,
     is_quantised,
     read_json,
     read_module,
@@ -102,6 +103,8 @@ def load_masked(
     family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
     headers = read_weight_headers(source, revision)
+    if is_int8(config):  # whose layers are stored as [in, out]
+        headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
     else:

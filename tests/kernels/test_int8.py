@@ -58,7 +58,7 @@ def test_shapes_dtypes_and_bias(dtype: torch.dtype) -> None:
     assert (result.dtype, result.shape) == (dtype, (2, 5, 20))
     exact = linear(x).double()
     assert (result.double() - exact).norm() <= 0.02 * exact.norm() * (1 if BITS == 8 else 2)
-    reference = reference_linear(x, layer.weight, layer.scale, layer.bias)
+    reference = reference_linear(x, layer.weight.t(), layer.scale, layer.bias)
     assert torch.allclose(
         result.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 if dtype.itemsize == 2 else 1e-6
     )

@@ -12,7 +12,8 @@ from paradec.kernels.int8.reference import quantize_weight
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights (`int8_linear`); its parameters are made empty.
+    """A linear layer with int8 weights (`int8_linear`); its parameters are made empty. `weight` is [K, N], the layout
+    that products of few rows read fastest.
 
     in_features, out_features: K and N. bias: whether there is one, of `dtype`. activations: bits, 15 or 8.
     """
@@ -28,7 +29,7 @@ class Int8Linear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
-        self.weight = _frozen(torch.int8, device, out_features, in_features)
+        self.weight = _frozen(torch.int8, device, in_features, out_features)
         self.scale = _frozen(torch.float32, device, out_features)
         self.bias = _frozen(dtype, device, out_features) if bias else None
 
@@ -39,13 +40,14 @@ class Int8Linear(nn.Module):
         options: dict[str, Any] = {"activations": activations, "device": weight.device, "dtype": weight.dtype}
         layer = cls(linear.in_features, linear.out_features, bias is not None, **options)
         with torch.no_grad():
-            layer.weight.data, layer.scale.data = quantize_weight(weight, weight_bits(weight.device.type))
+            rounded, layer.scale.data = quantize_weight(weight, weight_bits(weight.device.type))
+            layer.weight.data = rounded.t().contiguous()
             if layer.bias is not None:
                 layer.bias.data = bias.detach().clone()
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.weight, self.scale, self.bias, self.activations)
+        return int8_linear(x, self.weight.t(), self.scale, self.bias, self.activations)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, activations={self.activations}"
@@ -54,8 +56,8 @@ class Int8Linear(nn.Module):
 class Int8Experts(nn.Module):
     """Experts of a mixture with int8 weights; its parameters are made empty.
 
-    gate_up_proj [E, 2 I, D] and down_proj [E, D, I], each with scales [E, rows]: down(act(gate(x)) * up(x)), under the
-    names of transformers' experts.
+    gate_up_proj [E, D, 2 I] and down_proj [E, I, D], each with scales [E, outputs]: down(act(gate(x)) * up(x)), under
+    the names of transformers' experts.
 
     experts: the module in whose place it stands. activations: bits, 15 or 8."""
 
@@ -64,7 +66,7 @@ class Int8Experts(nn.Module):
         self.num_experts, self.activations, self.act_fn = len(experts.down_proj), activations, experts.act_fn
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(experts, name)
-            setattr(self, name, _frozen(torch.int8, weight.device, *weight.shape))
+            setattr(self, name, _frozen(torch.int8, weight.device, *weight.mT.shape))
             setattr(self, f"{name}_scale", _frozen(torch.float32, weight.device, *weight.shape[:-1]))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ class Int8Experts(nn.Module):
 
     def _linear(self, name: str, expert: int, x: Tensor) -> Tensor:
         weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        return int8_linear(x, weight[expert], scale[expert], activations=self.activations)
+        return int8_linear(x, weight[expert].t(), scale[expert], activations=self.activations)
 
 
 def _frozen(dtype: torch.dtype | None, device: Any, *shape: int) -> nn.Parameter:

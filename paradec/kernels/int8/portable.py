@@ -23,7 +23,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 
     Args:
         x: [..., K], any float dtype; rows with NaN or infinity (also as float32) give NaN.
-        weight: int8 [N, K] and scale: float32 [N], from `quantize_weight`.
+        weight: int8 [N, K] in any layout, fastest as the transpose of [K, N]. scale: float32 [N].
         bias: [N] or None.
         activations: 15 bits in two int8 rows, or 8 bits.
 
@@ -57,8 +57,6 @@ def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
         return torch.empty(0, len(weight), dtype=torch.int32, device=rows.device)
     if rows.is_cuda:
         rows = functional.pad(rows, (0, 0, 0, max(MIN_CUDA_ROWS - count, -count % 8)))
-    elif count == 2:  # single rows have a faster path
-        return torch.cat([torch._int_mm(row, weight.t()) for row in rows.split(1)])
     return torch._int_mm(rows, weight.t())[:count]
 
 

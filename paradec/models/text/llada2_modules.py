@@ -39,7 +39,7 @@ class SplitRows(ConversionOps):
         (matrices,) = input_dict.values()
         matrix = matrices[0] if isinstance(matrices, list) else matrices
         names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
-        rows = [model.get_parameter(name).shape[0] for name in names]
+        rows = [model.get_submodule(name.rpartition(".")[0]).out_features for name in names]
         # copies, so that none keeps the whole matrix in memory
         return {target: part.clone() for target, part in zip(target_patterns, matrix.split(rows), strict=True)}
 
