@@ -1,0 +1,113 @@
+"""int8 weights beside bfloat16 and float32: time of 32 new tokens, and the error of the logits.
+
+    python benchmarks/int8.py [--turns 5] [--threads 1] [--prompt 64]
+
+A random LLaDA of 3 layers, 2,048 wide, with 32,000 words, written once in bfloat16 and loaded in each form. Turns
+alternate between the forms; the least CPU seconds of the process count, which other processes disturb less than wall
+time. The logits of 256 positions are compared with those of float32: norm of the difference over the norm, mean
+Kullback-Leibler divergence, and how often the first choice agrees. ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI measures as on a
+processor without instructions for bfloat16. Writes benchmarks/results/int8.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from provenance import RESULTS, write_result
+from safetensors.torch import save_file
+
+import paradec
+from paradec.core.query import Query
+from paradec.models.int8 import Int8Config
+
+WIDTH, INNER, LAYERS, WORDS, NEW = 2048, 6144, 3, 32_000, 32
+CONFIG = {
+    "model_type": "llada", "d_model": WIDTH, "n_layers": LAYERS, "n_heads": 16, "mlp_hidden_size": INNER,
+    "vocab_size": WORDS, "max_sequence_length": 4096, "block_type": "llama", "activation_type": "silu",
+    "layer_norm_type": "rms", "include_bias": False, "rope": True, "rope_theta": 500000.0, "weight_tying": False,
+    "mask_token_id": WORDS - 1, "eos_token_id": 0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int8, 8-bit activations": {"quantization": Int8Config(activations=8)},
+}
+SHAPES = {"attn_norm": (WIDTH,), "ff_norm": (WIDTH,), "ff_out": (WIDTH, INNER)}
+SHAPES |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "attn_out"), (WIDTH, WIDTH))
+SHAPES |= dict.fromkeys(("ff_proj", "up_proj"), (INNER, WIDTH))
+
+
+def write_model(folder: Path) -> None:
+    """Write the random checkpoint: matrices of deviation 1 / sqrt(inputs), norms of 1."""
+    torch.manual_seed(0)
+    shapes = {"wte": (WORDS, WIDTH), "ln_f": (WIDTH,), "ff_out": (WORDS, WIDTH)}
+    shapes |= {f"blocks.{index}.{name}": shape for index in range(LAYERS) for name, shape in SHAPES.items()}
+    weights = {
+        f"model.transformer.{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else (torch.randn(shape) / shape[1] ** 0.5).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def compare_logits(models: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Errors of each form's logits."""
+    tokens = torch.randint(1, WORDS - 1, (1, 256), generator=torch.Generator().manual_seed(1))
+    query = Query(np.array([0]), tokens, torch.arange(256).unsqueeze(0))
+    logits = {name: model(query)[0].double() for name, model in models.items()}
+    exact, errors = logits["float32"], {}
+    target = exact.log_softmax(-1)
+    for name, values in logits.items():
+        errors[name] = {
+            "norm": float((values - exact).norm() / exact.norm()),
+            "kl": float((target.exp() * (target - values.log_softmax(-1))).sum(-1).mean()),
+            "agreement": float((values.argmax(-1) == exact.argmax(-1)).double().mean()),
+        }
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("turns", 5), ("threads", 1), ("prompt", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    prompt = torch.randint(1, WORDS - 1, (arguments.prompt,), generator=torch.Generator().manual_seed(2)).tolist()
+    seconds: dict[str, dict[str, list[float]]] = {cache: {name: [] for name in FORMS} for cache in ("none", "dual")}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        models = {name: paradec.load(folder, **options) for name, options in FORMS.items()}
+        errors = compare_logits(models)
+        for turn in range(arguments.turns):
+            for cache, times in seconds.items():
+                for name in FORMS if turn % 2 else reversed(FORMS):
+                    request = {"sampler": "random", "cache": cache, "steps": 16, "block_length": 16, "seed": 0}
+                    start = time.process_time()
+                    paradec.generate(models[name], prompt, max_new_tokens=NEW, eos_early_stop=False, **request)
+                    times[name].append(time.process_time() - start)
+    load = os.getloadavg()
+    for cache, times in seconds.items():
+        best = {name: min(values) for name, values in times.items()}
+        faster = min(best["float32"], best["bfloat16"])
+        print(
+            f"cache={cache}:", ", ".join(f"{name} {value:.2f} s ({value / faster:.2f})" for name, value in best.items())
+        )
+    for name, error in errors.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in error.items()))
+    settings = vars(arguments) | {"load": load, "capability": torch.backends.cpu.get_cpu_capability()}
+    write_result(RESULTS / "int8.json", {"settings": settings, "cpu_seconds": seconds, "errors": errors})
+
+
+if __name__ == "__main__":
+    main()
