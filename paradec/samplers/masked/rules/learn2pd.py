@@ -82,12 +82,12 @@ class Learn2PD(MaskedSampler):
         differs = trained.mismatches(facts.name, facts.vocab_size, length, cache.name)
         if differs and not self.allow_mismatch:
             raise ValueError(
-                f"filter={shown(path)} was trained for {'; '.join(differs)}. Train one with `paradec learn2pd train`, "
+                f"filter={str(path)!r} was trained for {'; '.join(differs)}. Train one with `paradec learn2pd train`, "
                 "change the request, or give allow_mismatch=True"
             )
         if trained.kind == "block" and (length is None or length > trained.block_length):
             raise ValueError(
-                f"filter={shown(path)} takes blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
+                f"filter={str(path)!r} takes blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 

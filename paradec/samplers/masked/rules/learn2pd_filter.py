@@ -171,7 +171,7 @@ def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
             raise ValueError(f"format {facts.format!r}, kind {facts.kind!r}")
         return dataclasses.replace(facts, caches=tuple(facts.caches))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"filter={shown(os.fspath(path))} is no filter of format {FORMAT!r} ({error})") from None
+        raise ValueError(f"filter={os.fspath(path)!r} is no filter of format {FORMAT!r} ({error})") from None
 
 
 def load_filter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Filter:
@@ -192,5 +192,6 @@ def _load(path: str, modified: int, device: str) -> Filter:
             network.load_state_dict({name: file.get_tensor(name) for name in codes})
     except RuntimeError as error:
         reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
-        raise ValueError(f"filter={shown(path)} holds other weights than a {facts.kind!r} filter: {reason}") from None
+        wrong = f"holds other weights than a {facts.kind!r} filter: {reason}"
+        raise ValueError(f"filter={os.fspath(path)!r} {wrong}") from None
     return Filter(facts, network.eval().requires_grad_(False).to(device))
