@@ -143,12 +143,12 @@ class KeyValueStore(Cache):
         slots = torch.where(is_real & (slots < visible), slots, visible)
         is_hidden = torch.zeros((count, visible + 1), dtype=torch.bool, device=stored.device).scatter_(1, slots, True)
         stored = (stored & ~is_hidden[:, :visible])[:, None, :].expand(count, width, visible)
-        own = is_real[:, None, :].expand(count, width, width)
+        in_call = is_real[:, None, :].expand(count, width, width)
         if query.visible is not None:
-            own = own & query.visible
+            in_call = in_call & query.visible
         # a padding column sees itself, so that its softmax is defined
-        own = own | (torch.eye(width, dtype=torch.bool, device=own.device) & ~is_real[:, None, :])
-        return torch.cat((stored, own), -1)[:, None]
+        in_call = in_call | (torch.eye(width, dtype=torch.bool, device=in_call.device) & ~is_real[:, None, :])
+        return torch.cat((stored, in_call), -1)[:, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] to attend over."""

@@ -197,8 +197,8 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     tokens = np.union1d(np.flatnonzero((map_of_token >= 0).any(1)), literal_tokens)
     context_after = np.array([spelling.after[token] for token in tokens.tolist()], np.int64)
     # tokens of literals have classes of their own
-    own = np.where(np.isin(tokens, literal_tokens), tokens, -1)
-    keys = np.column_stack((map_of_token[tokens], context_after, own))
+    literal_classes = np.where(np.isin(tokens, literal_tokens), tokens, -1)
+    keys = np.column_stack((map_of_token[tokens], context_after, literal_classes))
     kinds, kind = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])

@@ -129,38 +129,38 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
     _call_hook(owner, "before_row_change", other)
     count, other_count = count_rows(owner), count_rows(other)
 
-    def exchange(own: Any, new: Any, layout: Layout, key: Any = None) -> Any:
-        sample = new if own is None else own
+    def exchange(current: Any, new: Any, layout: Layout, key: Any = None) -> Any:
+        sample = new if current is None else current
         if sample is None:
             return None
         if isinstance(sample, (dict, tuple)):
-            parts, new_parts = _index_parts(own), _index_parts(new)
+            parts, new_parts = _index_parts(current), _index_parts(new)
             exchanged = {key: exchange(parts.get(key), new_parts.get(key), layout, key) for key in parts | new_parts}
             return exchanged if isinstance(sample, dict) else tuple(exchanged.values())
         if not isinstance(sample, (list, np.ndarray, Tensor)):
-            if own is None:
+            if current is None:
                 size = count_rows(new) * count // max(other_count, 1)
-                own = select_rows(new, np.zeros(size, np.int64), added_columns)
-                clear_rows(own, np.arange(size))
-            _exchange(own, branch_rows(slots, count, count_rows(own)), new, added_columns)
-            return own
+                current = select_rows(new, np.zeros(size, np.int64), added_columns)
+                clear_rows(current, np.arange(size))
+            _exchange(current, branch_rows(slots, count, count_rows(current)), new, added_columns)
+            return current
         if (place := _layout_of(layout, owner, key)) is None:
-            return own
+            return current
         if isinstance(sample, list):
-            own = [_copy_entry(place.fill) for _ in range(count)] if own is None else own
+            current = [_copy_entry(place.fill) for _ in range(count)] if current is None else current
             for index, slot in enumerate(slots.tolist()):
-                own[slot] = _copy_entry(place.fill if new is None else new[index])
-            return own
-        if own is None:
-            own = _full_like(new, place.axis, count * new.shape[place.axis] // other_count, place.fill)
-            own = (
-                own
+                current[slot] = _copy_entry(place.fill if new is None else new[index])
+            return current
+        if current is None:
+            current = _full_like(new, place.axis, count * new.shape[place.axis] // other_count, place.fill)
+            current = (
+                current
                 if place.columns is None
-                else resize_axis(own, own.shape[place.columns] + added_columns, place.fill, place.columns)
+                else resize_axis(current, current.shape[place.columns] + added_columns, place.fill, place.columns)
             )
         elif place.shared:
-            own = own.clone()
-        return _exchange_values(own, branch_rows(slots, count, own.shape[place.axis]), new, place)
+            current = current.clone()
+        return _exchange_values(current, branch_rows(slots, count, current.shape[place.axis]), new, place)
 
     for name, layout in _row_fields(owner).items():
         vars(owner)[name] = exchange(getattr(owner, name), getattr(other, name, None), layout)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from decoding import refuses
-from drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
+from drafters import NEGATIVE, PROMPTS, VOCAB, answers, p_values, tiny_base
 from images import CODES, tiny_llamagen
+from oracles.causal import greedy
 from safetensors.torch import save_file
 from structured import assert_masked, reading_letters
 from torch import Tensor
@@ -217,7 +218,7 @@ def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()
     assert answers(
         method, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
-    )[0] == greedy(base.module, PROMPTS, 8, 2.0)
+    )[0] == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
     for new in (1, 2, 3):  # shorter than the block
         assert answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)[0] == greedy(base.module, PROMPTS, new)
 

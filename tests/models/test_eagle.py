@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 import torch
 from decoding import refuses
-from drafters import (
-    NEGATIVE,
-    PROMPTS,
-    VOCAB,
-    answers,
-    eagle_weights,
-    exactness,
-    greedy,
-    p_values,
-    tiny_base,
-    write_eagle,
-)
+from drafters import NEGATIVE, PROMPTS, VOCAB, answers, eagle_weights, exactness, p_values, tiny_base, write_eagle
 from images import CODES, tiny_llamagen
+from oracles.causal import greedy
 from oracles.lantern import plain_node
 from torch import Tensor
 from torch.nn.functional import silu
@@ -272,7 +262,7 @@ def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
         return
     assert answers(
         sampler, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
-    )[0] == greedy(base.module, PROMPTS, 8, 2.0)
+    )[0] == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
 
 
 EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [

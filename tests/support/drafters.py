@@ -11,7 +11,6 @@ from places import load_script
 from safetensors.torch import save_file
 from small_models import tiny_llama, wrap_causal
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import paradec
 from paradec.core.prompts import Prompts
@@ -69,21 +68,6 @@ def write_eagle(
     else:
         torch.save(weights, folder / file)
     return folder
-
-
-def greedy(module: LlamaForCausalLM, prompts: list[list[int]], new: int, scale: float = 1.0) -> list[list[int]]:
-    found = []
-    for prompt, negative in zip(prompts, NEGATIVE, strict=True):
-        ids: list[int] = []
-        for _ in range(new):
-            with torch.inference_mode():
-                logits = module(torch.tensor([prompt + ids])).logits[0, -1]
-                if scale != 1:
-                    other = module(torch.tensor([negative + ids])).logits[0, -1]
-                    logits = other + scale * (logits - other)
-            ids.append(int(logits.argmax()))
-        found.append(ids)
-    return found
 
 
 def answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
