@@ -79,6 +79,10 @@ _scale = partial(check_number, low=0, high=1e6)
 _up_to_million = partial(check_int, low=1, high=1_000_000)
 
 
+def _check_new_tokens(name: str, value: Any) -> None:
+    check_int(name, value, low=0 if isinstance(value, int) and value == 0 else 1)  # 0 is for prompts with masks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Arguments of one request, checked as far as no model is needed.
@@ -164,7 +168,7 @@ class Request:
     blocks: str | BlockPolicy | None = argument(None, check_lazily("paradec.samplers.masked.policies:parse_policy"))
     block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
     steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
-    max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")
+    max_new_tokens: int | None = argument(None, _check_new_tokens, int | None, "Length of the canvas after the prompt.")
     temperature: float = argument(0.0, check_temperature, float, "0 takes the likeliest token.")
     top_p: float | None = argument(
         None, _share, float | None, "Draw from the likeliest tokens with this total probability."

@@ -148,9 +148,18 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
             torch.cuda.synchronize(state.canvas.device)
         output = output_so_far()
     output.prefix = prefix
+    if copies > 1 and request.temperature == 0 and _are_copies_equal(output.new_tokens, copies):
+        warnings.warn(
+            f"temperature=0 gave each prompt num_return_sequences={copies} equal answers; a temperature above 0 draws",
+            stacklevel=3,
+        )
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     return output
+
+
+def _are_copies_equal(tokens: Tensor, copies: int) -> bool:
+    return bool((tokens == tokens[::copies].repeat_interleave(copies, 0)).all())
 
 
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
@@ -195,7 +204,7 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         finished=(ended.squeeze(1) | torch.as_tensor(state.stopped)).tolist(),
         seconds=seconds,
         fills=fills,
-        trace=state.trace,
+        recorded_trace=state.trace,
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if getattr(state, name, None) is not None},

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
+from paradec.api.output import check_recorded
 from paradec.api.streaming import bar
 from paradec.core.checks import MODELS, check_choice, check_int, check_model, format_count, shown, throughput_unit
 from paradec.core.protocol import Sampler, State, decode, interruptible
@@ -71,7 +72,7 @@ class ImageOutput:
     seconds: float
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
-    trace: Trace | None = None
+    recorded_trace: Trace | None = None
     draft_nfe: list[int] = field(default_factory=list)
     """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
     in_order: bool = True
@@ -88,8 +89,13 @@ class ImageOutput:
         what = "no pictures yet" if self.images is None else f"{format_count(rows, 'picture')} of {size} tokens"
         return (
             f"ImageOutput({what}: {format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} "
-            f"{throughput_unit(rows)}, {self.seconds:.2f} s{', trace' * (self.trace is not None)})"
+            f"{throughput_unit(rows)}, {self.seconds:.2f} s{', trace' * (self.recorded_trace is not None)})"
         )
+
+    @property
+    def trace(self) -> Trace:
+        """What each step did. Raises ValueError without `trace=True`."""
+        return check_recorded(self.recorded_trace)
 
     @property
     def prior_token_ids(self) -> Tensor:
@@ -125,12 +131,12 @@ class ImageOutput:
         Raises:
             ValueError: tokens that are not written in order, without a trace.
         """
-        if self.trace is None and self.tokens.ndim == 3:
+        if self.recorded_trace is None and self.tokens.ndim == 3:
             raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
-        if self.trace is None and not self.in_order:
+        if self.recorded_trace is None and not self.in_order:
             raise ValueError("masked tokens are not written in order: make the pictures with generate_images")
         offsets = self.grid.cell_offsets.numpy()
-        if self.trace is None:
+        if self.recorded_trace is None:
             ends = self.accepted.cumsum(0)  # [steps, B]
             steps = np.stack([np.searchsorted(row, offsets, side="right") for row in ends.T])
             steps[steps == len(ends)] = -1
@@ -340,7 +346,7 @@ def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) 
         accepted=answers.accepted,
         seconds=seconds,
         prompt_lengths=answers.prompt_lengths,
-        trace=state.trace,
+        recorded_trace=state.trace,
         draft_nfe=answers.draft_nfe,
     )
     return output, latent

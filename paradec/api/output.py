@@ -52,8 +52,8 @@ class Output:
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None
     """Where the prompt had masks in it: the text of each run of filled positions, in reading order, per row."""
-    trace: Trace | None = None
-    """What each step did, when asked for."""
+    recorded_trace: Trace | None = None
+    """What each step did, with `trace=True`; `trace` is the same, or an error that says so."""
     cost: CacheCost | None = None
     """Whole and partial forwards and positions evaluated, per row, and the bytes that the cache held."""
     attention: AttentionCost | None = None
@@ -84,6 +84,11 @@ class Output:
     """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
 
     @property
+    def trace(self) -> Trace:
+        """What each step did. Raises ValueError without `trace=True`."""
+        return check_recorded(self.recorded_trace)
+
+    @property
     def nfe(self) -> int:
         """Number of function evaluations: the forwards that the answers took, of several rows those of the row with
         most."""
@@ -112,7 +117,12 @@ class Output:
     def to_dict(self) -> dict[str, Any]:
         """Convert to data that JSON can hold: every field that is not None but `prefix`, tensors as lists; and the two
         numbers `nfe` and `tokens_per_forward`."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prefix"}
+        names = {"recorded_trace": "trace"}
+        values = {
+            names.get(entry.name, entry.name): getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "prefix"
+        }
         data = {name: _plain(value) for name, value in values.items() if value is not None}
         return data | {"nfe": self.nfe, "tokens_per_forward": self.tokens_per_forward}
 
@@ -124,7 +134,7 @@ class Output:
         answers += f", ... {len(texts) - 2} more" if len(texts) > 2 else ""
         of_rows = "" if rows == 1 else f"{rows} rows, "
         ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
-        more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
+        more = ", trace" * (self.recorded_trace is not None) + ", prefix" * (self.prefix is not None)
         return (
             f"Output({answers}: {of_rows}{format_count(sum(self.tokens), 'token')}, "
             f"{format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.1f} {throughput_unit(rows)}, {ended}, "
@@ -133,6 +143,13 @@ class Output:
 
     def _repr_html_(self) -> str:
         return str(get_drawing("output")(self))
+
+
+def check_recorded(trace: Trace | None) -> Trace:
+    """The trace of an output. Raises ValueError where none was recorded."""
+    if trace is None:
+        raise ValueError("no trace was recorded; ask for it with trace=True")
+    return trace
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -141,6 +142,9 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
         tables.table(found.columns(), found.table())
     else:
         typer.echo(tables.FORMATS[format_](found.columns(), found.table()))
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores + 1:
+        print(f"tokens/s are of a busy machine: load {load:.1f} on {show.format_count(cores, 'core')}", file=sys.stderr)
     for line in padding_lines(found.results):
         print(line, file=sys.stderr)
     if code:

@@ -151,7 +151,7 @@ def print_answers(
                     answers.add(output, complete_rows)
                     for row in () if quiet else complete_rows:
                         typer.echo(texts[row] if prompts.single else f"[{first + row + 1}] {texts[row]}")
-                if trace is not None and output.trace is not None:
+                if trace is not None and output.recorded_trace is not None:
                     output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE

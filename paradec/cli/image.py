@@ -139,7 +139,7 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
     if job.sheet_of_steps:
         job.write(output.images, output.steps)
     else:
-        job.write(output.images, record=output.trace)
+        job.write(output.images, record=output.recorded_trace)
     if as_json:
         report: dict[str, Any] = {"out": None if output.images is None else str(job.out), **job.conditions}
         report |= {"codes": None if output.codes is None else output.codes.tolist()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 MAX_LISTED = 24
@@ -63,11 +65,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def unknown_name(kind: str, name: object, allowed: Any, listing: str = "") -> str:
-    """Message for a `name` that is not in `allowed`, with the closest names. listing: the call that lists all."""
+def plain_name(name: str) -> str:
+    """A name without case, spaces, "_", "-" and ".", by which names are compared."""
+    return re.sub(r"[\s_.-]", "", name.lower())
+
+
+def unknown_name(
+    kind: str, name: object, allowed: Any, listing: str = "", other_names: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Message for a `name` that is not in `allowed`, with the closest names.
+
+    listing: the call that lists all. other_names: what else names are called, by `plain_name`."""
     names = sorted(allowed)
     text, quoted = str(name)[:80], shown(name)
-    closest = difflib.get_close_matches(text, names, n=1)
+    by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
+    same = by_plain_name.get(plain_name(text))
+    closest = difflib.get_close_matches(text, names, n=1) if same is None else [same]
     hint = f" (did you mean {closest[0]!r}?)" if closest else ""
     if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
         return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"

@@ -11,7 +11,32 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, unknown_name
+from paradec.core.checks import check_choice, shown, unknown_name
+
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "sampler": {
+        "creditdecoding": "credit",
+        "fastdllm": "threshold",
+        "confidence": "low_confidence",
+        "dparallel": "entropy_threshold",
+        "ebsampler": "entropy_bound",
+        "coradiff": "persistence",
+        "mcsjd": "scd",
+        "haltonmaskgit": "halton",
+        "adablockdllm": "adablock",
+    },
+    "cache": {
+        "dkv": "dkv_decode",
+        "dkvcache": "dkv_decode",
+        "fastdllm": "dual",
+        "fastdllmv2": "hierarchical",
+        "d2cache": "d2",
+        "d3llm": "delayed",
+        "kvcache": "prefix",
+    },
+}
+"""Names in papers and in other tools, by `plain_name`."""
+PIPELINE_METHOD = "paradec.samplers.forecast.methods:method_called"
 
 
 class Component:
@@ -151,7 +176,11 @@ class Registry:
             raise self._unknown_name_error(name)
 
     def _unknown_name_error(self, name: Any) -> ValueError:
-        return ValueError(unknown_name(self.kind, name, self._targets, f"paradec.{self._module}.names()"))
+        if self.kind == "sampler" and (method := import_lazily(PIPELINE_METHOD)(str(name))) is not None:
+            call = f"paradec.accelerate(pipeline, {method!r})"
+            return ValueError(f"unknown sampler: {shown(name)}; it is for pipelines of diffusers: {call}")
+        listing = f"paradec.{self._module}.names()"
+        return ValueError(unknown_name(self.kind, name, self._targets, listing, OTHER_NAMES.get(self.kind, {})))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make a component by name. Settings win over the preset, which wins over the defaults. The name may hold

@@ -12,6 +12,7 @@ from paradec.core.registry import Registry, import_lazily, to_data
 NAMES_ELSEWHERE = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
     "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
+    "block_length": ("block_size", "block_len"),
     "steps": ("diffusion_steps", "num_inference_steps"),
     "sampler": ("alg", "algorithm", "remasking"),
     "num_return_sequences": ("num_samples", "n"),

@@ -6,11 +6,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from paradec.core.checks import MODELS
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.weights import WeightsLock, get_lock
@@ -178,8 +179,14 @@ class Model(Adapter):
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Logits [R, W, V] of the query's wanted columns ([R, Q, V] when none are named), in the module's dtype."""
+        if isinstance(query, str):
+            self.generate(query)
         with self.evaluating():
             return self.evaluate(query, store)
+
+    def generate(self, *prompts: Any, **request: Any) -> NoReturn:
+        """Raise TypeError that names the function to call."""
+        raise TypeError(f"a model is an argument here: write {MODELS[self.makes][1]}(model, prompt, ...)")
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
         """The same, with gradients if enabled. Raises RuntimeError where the module's attention has changed."""

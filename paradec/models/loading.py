@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
 from paradec.models import causal, lora
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
@@ -31,6 +32,18 @@ MAX_COPIED = 2**28
 """Bytes of matrices that are copied at most: a quarter of a second."""
 LINE = 16
 """Numbers of float32 in a cache line."""
+NAMES_ELSEWHERE = {
+    "torch_dtype": "write dtype=",
+    "trust_remote_code": "remote code is never executed; leave it out (docs/models.md has the formats)",
+    "load_in_8bit": 'write quantization="int8"',
+    "load_in_4bit": "write quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)",
+    "eos_token_id": "the end ids are the checkpoint's; set eos_token_id in its generation_config.json",
+    "pad_token_id": "the padding id is the checkpoint's; set pad_token_id in its generation_config.json",
+    "mask_id": "write mask_token_id=",
+    "block_size": "write block_length=",
+    "attention": "write attn_implementation=, or attention= in a request",
+}
+"""Arguments of other libraries, and what to do instead."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -102,6 +115,9 @@ def load(
         CheckpointError (a ValueError): an unknown format, corrupt files, missing or unexpected weights, an unsupported
             configuration, no mask id. ValueError: an argument out of its range.
     """
+    for name in image_options:
+        if name in NAMES_ELSEWHERE:
+            raise TypeError(f"load has no argument {name!r}: {NAMES_ELSEWHERE[name]}")
     text_options = {
         "device_map": device_map,
         "tp_plan": tp_plan,
@@ -128,6 +144,9 @@ def load(
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     registered_attention(attn_implementation)
     source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
+    similar = {plain_name(name): name for name in (*PACKAGED_IMAGES, *PACKAGED_PIPELINES)}.get(plain_name(source))
+    if similar not in (None, source) and not os.path.exists(source):
+        raise CheckpointError(f"{source!r} is no folder here; did you mean the packaged {similar!r}?")
     if adapter is None and gguf_file is None and (base_checkpoint := _find_lone_adapter(source, revision)):
         source, revision, text_options["adapter"] = *base_checkpoint, lora.read_lora(source, revision)
     quantization = text_options["quantization"] = _parse_quantization(text_options)
@@ -235,7 +254,8 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:
     if options:
-        raise TypeError(f"load() got an unexpected keyword argument {next(iter(options))!r}")
+        names = [name for name in inspect.signature(load).parameters if name != "image_options"]
+        raise TypeError(unknown_name("argument", next(iter(options)), names))
 
 
 def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -249,8 +269,8 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
         source, pipeline = prior, False
     if pipeline or (source in PACKAGED_PIPELINES and not os.path.exists(source)):
         raise CheckpointError(
-            f"{source!r} is a diffusers pipeline: load it with diffusers and give it to paradec.accelerate, or give "
-            "its name to `paradec image`"
+            f"{source!r} is a diffusers pipeline: load it with diffusers (the packaged one is "
+            "paradec.PixelDiTPipeline.digits()) and give it to paradec.accelerate, or give its name to `paradec image`"
         )
     if not os.path.isfile(source) or source.endswith(".json"):  # only image models' checkpoints are one file
         return source, read_json(source, "config.json", revision, required=True)

@@ -76,7 +76,7 @@ def test_defaults_are_the_models(tiny: LlamaGenModel) -> None:
 def test_steps_agree_with_the_trace(tiny: LlamaGenModel) -> None:
     out = make(tiny, trace=True)
     from_trace = out.steps
-    out.trace = None
+    out.recorded_trace = None
     assert np.array_equal(out.steps, from_trace)
     for row in range(3):
         assert np.array_equal(np.bincount(from_trace[row].ravel()), out.accepted[: out.row_nfe[row], row])

@@ -309,7 +309,7 @@ def test_a_space_before_a_hole_belongs_to_it() -> None:
         ("fox <mask:0>", {}, "count of '<mask:0>'=0 must be an integer from 1 to 512"),
         ("fox <mask:511> cow cow", {}, r"prompt of 514 tokens \+ max_new_tokens=0 = 514 is longer"),
         ("fox <mask>", {"mask": ""}, "mask='' must be the text that represents a token to fill"),
-        ("fox <mask>", {"max_new_tokens": -1}, "max_new_tokens=-1 must be an integer from 0"),
+        ("fox <mask>", {"max_new_tokens": -1}, "max_new_tokens=-1 must be an integer from 1"),
         ("zebu <mask>", {}, "words outside the model's vocabulary: .*zebu"),
         ([1, 2], {}, "the prompt of row 0 has nothing to fill"),
     ],

@@ -214,7 +214,7 @@ def test_causal_is_the_verified_distribution(
 def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -> None:
     sampler = samplers.create("wino", threshold=0.05, threshold_back=0.9)
     output = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, logprobs=2, trace=True, block_length=6)
-    assert output.trace is not None and output.logprobs is not None
+    assert output.recorded_trace is not None and output.logprobs is not None
     output.trace.to_json(tmp_path / "trace.json")
     read = Trace.from_json(tmp_path / "trace.json")
     assert read.steps == output.trace.steps
@@ -233,7 +233,7 @@ def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -
             assert own == float(output.logprobs.chosen[row, column])
             assert [token for token, _ in best] == output.logprobs.best_tokens[row, column].tolist()
     plain = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, trace=True, block_length=6)
-    assert plain.logprobs is None and plain.trace is not None
+    assert plain.logprobs is None and plain.recorded_trace is not None
     text = plain.trace.to_json()
     assert "logprobs" not in text and Trace.from_json(text).steps == plain.trace.steps
     assert [step.commits for step in plain.trace.steps] == [step.commits for step in read.steps]

@@ -116,7 +116,7 @@ def test_outputs_hold_the_same(kind: str, way: str) -> None:
     copied = WAYS[way](out)
     assert type(copied) is type(out) and same(out, copied)
     assert copied.nfe == out.nfe
-    assert (copied.trace is None) == (out.trace is None)
+    assert (copied.recorded_trace is None) == (out.recorded_trace is None)
 
 
 def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:

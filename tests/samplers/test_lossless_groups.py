@@ -137,7 +137,7 @@ def test_traces_and_what_is_counted() -> None:
         trace=True,
         guidance_scale=1.0,
     )
-    assert out.trace is not None and len(out.images) == 2
+    assert out.recorded_trace is not None and len(out.images) == 2
     assert sum(made.sum() for made in out.accepted) == 32
     assert sorted(at for step in out.trace.steps for row, at, *_ in step.commits if row == 0) == list(range(1, 17))
     assert out.trace.steps[0].forwarded == [17, 17] and len(out.trace.steps) == max(out.row_nfe)

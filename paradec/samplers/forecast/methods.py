@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, shown, unknown_name
+from paradec.core.checks import check_choice, plain_name, shown, unknown_name
 from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
@@ -139,7 +139,13 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 """By name; case, "_" and "-" do not count."""
 
 # names of other tools, without "_" and "-", and settings of other tools
-NAMES = {"fbcache": "first_block", "blockcache": "first_block", "fbc": "first_block", "cachedit": "dbcache"}
+NAMES = {
+    "fbcache": "first_block",
+    "fbc": "first_block",
+    "blockcache": "first_block",
+    "firstblockcache": "first_block",
+    "cachedit": "dbcache",
+}
 SETTINGS = {
     "cache_interval": ("interval",),
     "fresh_threshold": ("interval",),
@@ -155,17 +161,21 @@ SETTINGS = {
 }
 
 
+def method_called(name: str) -> str | None:
+    """The method of a name here or in other tools, whatever its case; None for other names."""
+    methods = NAMES | {plain_name(method): method for method in METHODS}
+    return methods.get(plain_name(name))
+
+
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """Make the sampler or rule of a name, with settings in it: "taylorseer(interval=3)". Others are a ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    methods = {key.replace("_", ""): key for key in METHODS}
-    plain_name = name.lower().replace("_", "").replace("-", "")
-    if plain_name in NAMES:
-        raise ValueError(f"sampler={name!r} is called {NAMES[plain_name]!r} here")
-    if plain_name not in methods:
+    if plain_name(name) in NAMES:
+        raise ValueError(f"sampler={name!r} is called {NAMES[plain_name(name)]!r} here")
+    method = method_called(name)
+    if method is None:
         raise ValueError(unknown_name("sampler", name, METHODS))
     settings = {**text_settings, **settings}
-    method = methods[plain_name]
     make = METHODS[method]
     if make is not ReCAP:  # which checks its settings itself
         allowed = list(inspect.signature(make).parameters)

@@ -216,7 +216,7 @@ class Comparison:
             cells = [sampler, result.configuration.setting, f"{100 * result.accuracy():.1f}"]
             cells += [f"{100 * low:.1f}-{100 * high:.1f}", *(f"{100 * share:.1f}" for share in shares)]
             cells += [f"{result.nfe:.1f}", f"{result.tokens_per_forward:.2f}", f"{versus['tokens_per_forward']:.2f}"]
-            cells += [f"{result.tokens_per_second:.0f}", f"{versus['tokens_per_second']:.2f}"]
+            cells += [f"{result.tokens_per_second:.2f}", f"{versus['tokens_per_second']:.2f}"]
             if has_area:
                 cells.append(f"{area.pop(sampler):.0f}" if sampler in area else "")
             lines.append(cells)
@@ -356,6 +356,8 @@ def _measure(
         arguments = request | constraint | configuration.request(new, max(counts))
         if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
             arguments["seed"] = None
+        if not result.answers:  # what a process does once is no configuration's
+            generate(model, prompts, sampler=method, **arguments)
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **arguments)
         for row, (question, text) in enumerate(zip(rows, output.text or (), strict=True)):

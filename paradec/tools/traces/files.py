@@ -112,7 +112,7 @@ def of_output(output: Any) -> str:
         f"{output.tokens_per_forward:.1f} {throughput_unit(len(output.tokens))}, {output.seconds:.2f} s</p>"
     )
     answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
-    return f"<div>{answers}{more}{cost}{'' if output.trace is None else of_trace(output.trace)}</div>"
+    return f"<div>{answers}{more}{cost}{'' if output.recorded_trace is None else of_trace(output.trace)}</div>"
 
 
 def of_report(report: Any) -> str:

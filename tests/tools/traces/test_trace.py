@@ -96,7 +96,7 @@ def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.7, "rng": rng, "seed": 3}
     plain, traced = (paradec.generate(llada64, [[1, 2], [3, 4]], trace=trace, **request) for trace in (False, True))
     assert torch.equal(plain.sequences, traced.sequences) and plain.row_nfe == traced.row_nfe
-    assert plain.trace is None and len(traced.trace.steps) >= traced.nfe
+    assert plain.recorded_trace is None and len(traced.trace.steps) >= traced.nfe
     assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
 
 

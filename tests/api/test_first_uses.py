@@ -1,0 +1,70 @@
+"""What newcomers write first: names from papers and other tools lead to the name here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import paradec
+
+PROMPT = "Sort: pear fig apple"
+CODES = "digits-ar"
+
+
+def _generate(**request: Any) -> Callable[[Any], Any]:
+    return lambda model: paradec.generate(model, PROMPT, max_new_tokens=8, **request)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return paradec.load()
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        pytest.param(_generate(sampler="CreditDecoding"), "'credit'", id="CreditDecoding"),
+        pytest.param(_generate(sampler="THRESHOLD"), "'threshold'", id="case of a sampler"),
+        pytest.param(_generate(sampler="Fast-dLLM"), "'threshold'", id="Fast-dLLM"),
+        pytest.param(_generate(sampler="maskgit plus"), "'maskgit_plus'", id="space"),
+        pytest.param(_generate(sampler="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache"),
+        pytest.param(_generate(sampler="fbcache"), "accelerate(pipeline, 'first_block')", id="fbcache"),
+        pytest.param(_generate(cache="dkv"), "'dkv_decode'", id="dkv"),
+        pytest.param(_generate(cache="Dual"), "'dual'", id="case of a cache"),
+        pytest.param(_generate(block_size=4), "'block_length'", id="block_size"),
+        pytest.param(_generate(max_new_tokens_=4), "'max_new_tokens'", id="near field"),
+        pytest.param(_generate(steps=0), "from 1", id="steps"),
+        pytest.param(lambda _: paradec.load(torch_dtype="float32"), "dtype=", id="torch_dtype"),
+        pytest.param(lambda _: paradec.load(trust_remote_code=True), "leave it out", id="trust_remote_code"),
+        pytest.param(lambda _: paradec.load(load_in_8bit=True), 'quantization="int8"', id="load_in_8bit"),
+        pytest.param(lambda _: paradec.load(load_in_4bit=True), "quantization_config=", id="load_in_4bit"),
+        pytest.param(lambda _: paradec.load(CODES, torch_dtype="float32"), "dtype=", id="torch_dtype of codes"),
+        pytest.param(lambda _: paradec.load(revison="main"), "'revision'", id="near option"),
+        pytest.param(lambda _: paradec.load("digits_ar"), "'digits-ar'", id="digits_ar"),
+        pytest.param(lambda _: paradec.load("digits-dit"), "PixelDiTPipeline.digits()", id="digits-dit"),
+        pytest.param(lambda model: model(PROMPT), "paradec.generate(", id="call"),
+        pytest.param(lambda model: model.generate(PROMPT), "paradec.generate(", id="generate"),
+        pytest.param(lambda _: paradec.load(CODES).generate(3), "paradec.generate_images(", id="generate of codes"),
+        pytest.param(lambda model: _generate()(model).trace, "trace=True", id="trace"),
+        pytest.param(
+            lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1).trace,
+            "trace=True",
+            id="trace of codes",
+        ),
+    ],
+)
+def test_the_error_names_what_to_write(use: Callable[[Any], Any], name: str, model: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        use(model)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize("number", [-1, 0, False])
+def test_a_prompt_without_masks_needs_new_tokens(number: Any, model: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_new_tokens={number} .*integer from"):
+        paradec.generate(model, PROMPT, max_new_tokens=number)
+
+
+def test_equal_answers_of_one_prompt_are_a_warning(model: Any) -> None:
+    with pytest.warns(UserWarning, match="temperature=0 .* num_return_sequences=2"):
+        _generate(num_return_sequences=2)(model)
