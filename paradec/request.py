@@ -21,11 +21,13 @@ from paradec.core.checks import (
 )
 from paradec.core.registry import Registry, import_lazily
 from paradec.core.request_fields import (
+    check_bias,
     check_callable,
     check_generator,
     check_integers,
     check_lazily,
     check_texts,
+    check_words,
     field_data,
     unknown_argument_error,
 )
@@ -76,6 +78,8 @@ _count, _positive = partial(check_int, low=0), partial(check_int, low=1)
 _seeds = partial(check_integers, can_be_single=True, high=2**63 - 1)
 _share = partial(check_number, low=0, high=1, open_low=True)
 _scale = partial(check_number, low=0, high=1e6)
+_penalty = partial(check_number, low=-2, high=2)
+_factor = partial(check_number, low=0, high=10, open_low=True)
 _up_to_million = partial(check_int, low=1, high=1_000_000)
 
 
@@ -104,7 +108,8 @@ class Request:
         steps: forwards per row of samplers with a schedule, spread over its blocks; None is one per token.
         max_new_tokens: answer length; by default from generation_config.json, else 128 (0 with masks).
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
-        top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
+        min_p, top_p, top_k: restrict the draw to tokens at least `min_p` times as likely as the best, then to the
+            nucleus of this mass, then to this many tokens.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
             is s - 1). See `paradec.samplers.distributions.guided` for excluded tokens.
         seed: an int, or one per prompt or row. A row's numbers depend on it, the prompt and the positions alone.
@@ -115,6 +120,12 @@ class Request:
         holes_eos_inf: never propose an end token in a hole, a mask before given tokens.
         confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
         suppress_tokens: ids never proposed, besides the mask id; None is the ids without text.
+        logit_bias: what is added to the logits of ids: {id: number from -100 to 100}.
+        bad_words: texts (with a tokenizer) or sequences of ids that an answer must not have; samplers that decide
+            positions in any order take words of one token.
+        min_new_tokens, ignore_eos: no end token in the first so many positions of an answer, or in none.
+        repetition_penalty, presence_penalty, frequency_penalty: on tokens that are final when a step begins, in prompt
+            and answer (repetition) or in the answer (`paradec.samplers.features.token_controls` has the formulas).
         stop_strings: one or several texts that end a row once an answer contains one and everything before is decided.
             Needs a tokenizer.
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
@@ -174,6 +185,9 @@ class Request:
         None, _share, float | None, "Draw from the likeliest tokens with this total probability."
     )
     top_k: int | None = argument(None, _positive, int | None, "Draw from this many of the likeliest tokens.")
+    min_p: float | None = argument(
+        None, _share, float | None, "Draw from tokens at least this share as likely as the best."
+    )
     guidance_scale: float = argument(1.0, _scale, float, "Classifier-free guidance; 1 is off.")
     seed: int | Sequence[int] | None = argument(None, _seeds, int | None, "Seed of the random draws.")
     generator: torch.Generator | None = argument(None, check_generator, is_live=True)
@@ -185,6 +199,13 @@ class Request:
     )
     confidence_eos_eot_inf: bool = argument(False, check_bool)
     suppress_tokens: Sequence[int] | None = argument(None, check_integers)
+    logit_bias: Mapping[int, float] | None = argument(None, check_bias)
+    bad_words: Sequence[Any] | None = argument(None, check_words)
+    min_new_tokens: int = argument(0, _count, int, "Tokens before an answer may end.")
+    ignore_eos: bool = argument(False, check_bool, bool, "Never end an answer.")
+    repetition_penalty: float = argument(1.0, _factor, float, "Above 1, tokens of prompt and answer are less likely.")
+    presence_penalty: float = argument(0.0, _penalty, float, "Above 0, tokens of the answer are less likely.")
+    frequency_penalty: float = argument(0.0, _penalty, float, "The same for each time that they are in the answer.")
     stop_strings: str | Sequence[str] | None = argument(None, check_texts)
     stop: Any = argument(None)
     constraint: Constraint | Sequence[Constraint | None] | None = argument(
@@ -237,10 +258,23 @@ class Request:
     def sampling(self) -> dict[str, Any]:
         """Fields that a step reads."""
         names = (
-            *("steps", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop", "logits_eos_inf"),
-            *("holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
+            *("steps", "temperature", "top_p", "top_k", "min_p", "guidance_scale", "rng", "eos_early_stop"),
+            *(
+                "logits_eos_inf",
+                "holes_eos_inf",
+                "confidence_eos_eot_inf",
+                "suppress_tokens",
+                "logit_bias",
+                "bad_words",
+            ),
+            *("min_new_tokens", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         )
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def filters(self) -> tuple[float | None, int | None, float | None]:
+        """`top_p`, `top_k` and `min_p`."""
+        return self.top_p, self.top_k, self.min_p
 
     def without_objects(self) -> Request:
         """Copy the request without objects of this process."""
@@ -295,6 +329,7 @@ class Request:
         return arguments
 
 
+NO_FILTERS = (None, None, None)
 Preset = Request | str | Path | Mapping[str, Any]
 """Base of a request: another one, a file of `Request.save`, or its data."""
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Request)}
@@ -340,7 +375,7 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):
         return
     needs = getattr(sampler, "needs", None)
-    filters = {"top_p": request.top_p not in (None, 1.0), "top_k": request.top_k is not None}
+    filters = {"top_p": request.top_p not in (None, 1.0), "top_k": request.top_k is not None, "min_p": request.min_p}
     unused = [name for name, is_set in filters.items() if is_set and (needs is None or needs.score_from == "raw")]
     if request.seed is not None and request.rng == "counter" and not seed_matters(sampler, 0, request.suffix):
         unused.append("seed")

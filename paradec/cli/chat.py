@@ -30,8 +30,8 @@ FAILED = 1
 
 
 @options.takes(
-    "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k seed dtype "
-    "quantization device"
+    "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k min_p "
+    "repetition_penalty presence_penalty frequency_penalty seed dtype quantization device"
 )
 def chat(
     context: typer.Context,

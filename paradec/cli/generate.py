@@ -32,7 +32,8 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
-    "top_p top_k guidance_scale choice regex json_schema seed num_return_sequences eos_early_stop dtype quantization "
+    "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens ignore_eos guidance_scale "
+    "choice regex json_schema seed num_return_sequences eos_early_stop dtype quantization "
     "device trace live drafter as_json"
 )
 def generate(
@@ -107,6 +108,7 @@ def decode(
     work = prepare(function, prompt, **common)
     if work.answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
         warnings.warn(EQUAL, stacklevel=1)
+        warnings.filterwarnings("ignore", "temperature=0 gave")  # the same in Python's words
     prompts = work.encode(prompt)
     size = min(work.rows_that_fit(prompts), batch or len(prompts.rows))
     if trace is not None and len(prompts.rows) > size:
@@ -163,7 +165,7 @@ HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, fro
 
 
 @options.takes(
-    "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k "
+    "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k min_p "
     "guidance_scale seed num_return_sequences dtype quantization device trace live as_json"
 )
 def infill(

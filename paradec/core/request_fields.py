@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, check_number, shown, unknown_name
 from paradec.core.registry import Registry, import_lazily, to_data
 
 NAMES_ELSEWHERE = {
@@ -15,6 +15,8 @@ NAMES_ELSEWHERE = {
     "block_length": ("block_size", "block_len"),
     "steps": ("diffusion_steps", "num_inference_steps"),
     "sampler": ("alg", "algorithm", "remasking"),
+    "min_new_tokens": ("min_tokens",),
+    "bad_words": ("bad_words_ids",),
     "num_return_sequences": ("num_samples", "n"),
 }
 """Names of fields in other libraries."""
@@ -57,6 +59,30 @@ def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
     return value if isinstance(value, str) else tuple(texts)
+
+
+def check_bias(name: str, value: Any) -> dict[int, float]:
+    """Check a mapping of ids to numbers; keys may be digits, as JSON has them."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={shown(value)} must be a mapping of ids to numbers from -100 to 100")
+    for number in value.values():
+        check_number(name, number, low=-100, high=100)
+    try:
+        ids = [int(token) for token in value]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={shown(value)} must have token ids as keys") from None
+    check_integers(name, ids)
+    return dict(zip(ids, map(float, value.values()), strict=True))
+
+
+def check_words(name: str, value: Any) -> tuple[Any, ...]:
+    """Check texts and sequences of ids, none of them empty."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name}={shown(value)} must be a sequence of texts or of sequences of ids")
+    words = tuple(word if isinstance(word, str) else check_integers(name, word) for word in value)
+    if not all(words):
+        raise ValueError(f"{name}={shown(value)} has an empty word")
+    return words
 
 
 def field_data(name: str, value: Any, is_live: bool) -> Any:

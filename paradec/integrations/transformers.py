@@ -35,6 +35,10 @@ READ_FROM_CONFIG = frozenset(
         "TemperatureLogitsWarper",
         "TopKLogitsWarper",
         "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
         "SuppressTokensLogitsProcessor",
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
         "MaxLengthCriteria",
@@ -121,7 +125,8 @@ def hf_generate(
 
     transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual
     arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
-    default) and `top_p`, `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`,
+    default), `top_p` and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens`, `suppress_tokens`,
+    `guidance_scale` (the prompt masked), `num_return_sequences`,
     `eos_token_id`, `pad_token_id`, `return_dict_in_generate`. Logits processors and stopping criteria beyond these are
     written for one next token, and are refused, as are fields that ask for another method (`UNSUPPORTED`) and an
     `assistant_model`.
@@ -165,6 +170,10 @@ def hf_generate(
         "temperature": (1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
         "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
         "top_k": config.top_k or None if sampled else None,
+        "min_p": config.min_p if sampled else None,
+        "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
+        "bad_words": config.bad_words_ids,
+        "min_new_tokens": config.min_new_tokens or 0,
         "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
         "suppress_tokens": config.suppress_tokens,
     }

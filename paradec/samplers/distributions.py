@@ -11,7 +11,7 @@ from torch import Tensor
 from paradec.kernels.token_stats import SMALL_VOCABULARY, argmax
 from paradec.kernels.token_stats.draws import SEGMENT, draw, locate, segment_sums
 from paradec.kernels.token_stats.portable import FLOOR
-from paradec.request import Request
+from paradec.request import NO_FILTERS, Request
 
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
@@ -95,13 +95,18 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
 # ---- top-p and top-k -------------------------------------------------------------------------------------------------
 
 
-def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, *, sorted_ties: bool = True) -> Tensor:
-    """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
+def filter_logits(
+    logits: Tensor, top_p: float | None, top_k: int | None, min_p: float | None = None, *, sorted_ties: bool = True
+) -> Tensor:
+    """Exclude (-inf) tokens less likely than `min_p` times the best, then all but the nucleus of mass `top_p`, then all
+    but the `top_k` best. logits: [..., V].
 
     Dream's order. The token that crosses `top_p` and tokens as good as the `top_k`-th stay. `torch.sort` decides which
     of equal tokens the nucleus ends with; without `sorted_ties` the first of them stay in large vocabularies on the
     CPU, which takes no sort.
     """
+    if min_p:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     nucleus = top_p is not None and top_p < 1
     if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
         return logits
@@ -178,12 +183,13 @@ def _is_out(row: Tensor, least: float, last: int) -> Tensor:
 
 
 def draw_filtered(
-    logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
+    logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None, min_p: float | None
 ) -> Tensor | None:
     """Draw tokens [...] with numbers uniform [...] from `filter_logits(sorted_ties=False)` of logits / temperature
-    [..., V], without writing it. None where this saves nothing: small vocabularies, other devices or dtypes."""
+    [..., V], without writing it. None where this saves nothing or is not made: small vocabularies, other devices or
+    dtypes, `min_p`."""
     size = logits.shape[-1]
-    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
+    if min_p or not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
     flat = logits.detach().reshape(-1, size)
     bounds, sums = [], torch.empty((len(flat), -(-size // SEGMENT)), dtype=logits.dtype)
@@ -272,8 +278,8 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         # softmax takes twice as long over what is too small to be drawn
         if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
-    if request.top_p is not None or request.top_k is not None:
-        logits = filter_logits(logits, request.top_p, request.top_k)
+    if request.filters != NO_FILTERS:
+        logits = filter_logits(logits, *request.filters)
     return logits.softmax(-1)
 
 

@@ -67,8 +67,9 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
     ids = torch.tensor([[1, 2, 3]])
     shared = {"max_new_tokens": 8, "seed": 4, "suppress_tokens": [5], "guidance_scale": 1.5}
     shared |= {"temperature": 0.9, "top_k": 7, "top_p": 0.8, "num_return_sequences": 3}
-    out = plain.generate(ids, do_sample=True, **shared, **arguments)
-    expected = paradec.generate(loaded, input_ids=ids, block_length=8, **shared)
+    shared |= {"min_p": 0.05, "repetition_penalty": 1.2, "min_new_tokens": 3}
+    out = plain.generate(ids, do_sample=True, bad_words_ids=[[8], [9]], **shared, **arguments)
+    expected = paradec.generate(loaded, input_ids=ids, block_length=8, bad_words=[[8], [9]], **shared)
     assert torch.equal(out, expected.sequences[:, : out.shape[1]]) and out.shape[1] == 3 + max(expected.tokens)
     # without do_sample the temperature is not used, as in transformers; its default top_k is 50
     own = {"input_ids": ids, "max_new_tokens": 8, "block_length": 8}
@@ -164,7 +165,7 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is made for one next token"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor is made for one next token"),
         ({"max_time": 9.0}, "MaxTimeCriteria is made for one next token"),
         ({"num_beams": 2}, "num_beams=2 is not supported; it must be 1"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported; it must be None"),

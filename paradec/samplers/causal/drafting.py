@@ -287,6 +287,8 @@ class DraftingSampler(CausalSampler):
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
         memory, guided = state.memory.read(rows), logits
+        if state.controls is not None:
+            logits = state.controls.adjust_nodes(state, logits, rows, tree.parents, memory["drafts"])
         if state.constraint is not None:
             logits = state.constraint.mask_nodes(state, logits, rows, tree.parents, memory["drafts"])
         row_index, node_positions = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)

@@ -32,6 +32,7 @@ from paradec.samplers.causal.window import UNIFORM, Branches, DraftWindow, Verif
 from paradec.samplers.distributions import probability
 from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.features.token_controls import TokenControls
 from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.start import keys_of, make_trace, padded, suppressed_ids
 
@@ -231,6 +232,8 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
         )
         state.features = features
+        if (controls := TokenControls.from_request(self, model, request, state.in_order)) is not None:
+            features["controls"] = controls
         if request.constraint is not None:
             from paradec.samplers.features.constraints import CausalConstraint  # for few requests
 

@@ -132,6 +132,8 @@ class CausalState(State):
     """Whether positions become final from left to right, so that a step's tokens continue a text."""
     constraint: ClassVar[Any] = property(lambda self: self.features.get("constraint"))
     """The `CausalConstraint`, or None."""
+    controls: ClassVar[Any] = property(lambda self: self.features.get("controls"))
+    """The `TokenControls`, or None."""
     stop_strings: ClassVar[Any] = property(lambda self: self.features.get("stop_strings"))
     """The `StopStrings`, or None."""
     rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
@@ -307,7 +309,7 @@ class CausalState(State):
             source = self
             if self.request.temperature == 0:  # where p is one-hot: that of temperature 1
                 source, p = copy.copy(self), None
-                source.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
+                source.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None, min_p=None)
             quantities["log_p"] = log_of(source.distribution(node_logits, rows, positions) if p is None else p)
         if self.rollout is not None:
             quantities["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)

@@ -113,6 +113,8 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     logits: [R, W, V], guided. guesses: whether slots that are new to the next window are guessed."""
     rows, guided = state.rows, logits
     positions = state.positions(rows)
+    if state.controls is not None:
+        logits = state.controls.adjust_slots(state, logits, rows, state.memory.read(rows)["drafts"])
     if state.constraint is not None:
         logits = state.constraint.mask_slots(state, logits, rows, state.memory.read(rows)["drafts"])
     p = state.distribution(logits, rows, positions)
@@ -122,7 +124,11 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
     # greedy: the sampled token has the top logit
     needs_max = (
-        state.allowed is not None or state.constraint is not None or state.prescribes or state.request.temperature
+        state.allowed is not None
+        or state.constraint is not None
+        or state.controls is not None
+        or state.prescribes
+        or state.request.temperature
     )
     top_logit = logits.amax(-1) if needs_max else probability(logits, sampled)
     quantities |= {"p": p, "uniform": uniform[..., 1:], "top_logit": top_logit}
@@ -343,6 +349,8 @@ def propose_path(
     rows, guided = state.rows, logits
     nodes = real_nodes(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)
+    if state.controls is not None:
+        logits = state.controls.adjust_nodes(state, logits, rows, tree.parents, nodes)
     if state.constraint is not None:
         logits = state.constraint.mask_nodes(state, logits, rows, tree.parents, nodes)
     p = state.distribution(logits, rows, positions)

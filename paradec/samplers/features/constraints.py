@@ -29,6 +29,7 @@ from paradec.core.facts import HOLE
 from paradec.core.protocol import NotFinite
 from paradec.core.rows import ROWS, row_layout
 from paradec.kernels.token_stats import token_statistics
+from paradec.request import NO_FILTERS
 from paradec.samplers.causal.window import ONE_HOT
 from paradec.samplers.distributions import filter_logits, tempered
 from paradec.samplers.features.feature import Ends, Feature, overrides
@@ -85,10 +86,9 @@ class SpanConstraint(Feature):
 
     def _filter(self, state: Any, part: Part, marginals: Marginals) -> Marginals:
         """Apply the request's filters to marginals; the likeliest text stays possible."""
-        top_p, top_k = state.request.top_p, state.request.top_k
-        if top_p is None and top_k is None:
+        if state.request.filters == NO_FILTERS:
             return marginals
-        allowed = filter_logits(marginals.conditioned(), top_p, top_k) > -torch.inf
+        allowed = filter_logits(marginals.conditioned(), *state.request.filters) > -torch.inf
         allowed.scatter_(1, marginals.best().unsqueeze(1), True)
         filtered = self._marginals(state, part, marginals.logits.masked_fill(~allowed, -torch.inf))
         assert filtered is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import TokenDraws, token_statistics
+from paradec.request import NO_FILTERS
 from paradec.samplers.distributions import draw_filtered, filter_logits, tempered
 from paradec.samplers.masked import reference
 from paradec.samplers.statistics import top_by_rank
@@ -24,8 +25,8 @@ def read_drawn(
     if generator is not None and sampler.weighs_mask(state):
         return reference.read_candidates(sampler, state, logits, query, generator)
     statistics = token_statistics if generator is None else reference.statistics
-    raw, filters = needs.score_from == "raw", (request.top_p, request.top_k)
-    filtered = filters != (None, None)
+    raw, filters = needs.score_from == "raw", request.filters
+    filtered = filters != NO_FILTERS
     if request.temperature == 0 and (raw or not filtered):
         return statistics(logits, needs.reads)
     counted = generator is None and request.temperature > 0 and not needs.draws_tokens

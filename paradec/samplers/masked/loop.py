@@ -68,7 +68,7 @@ from paradec.core.protocol import Commit, NotFinite, Sampler
 from paradec.core.query import Cost, WindowLogits, WindowQuery
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import read_stats, token_statistics
-from paradec.request import Request, request_for
+from paradec.request import NO_FILTERS, Request, request_for
 from paradec.samplers.distributions import guided
 from paradec.samplers.features.adaptive_blocks import cut_blocks
 from paradec.samplers.features.early_stops import WATCHED
@@ -290,7 +290,7 @@ class MaskedSampler(Sampler):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
-        filtered = self.needs.score_from == "sampled" and (request.top_p, request.top_k) != (None, None)
+        filtered = self.needs.score_from == "sampled" and request.filters != NO_FILTERS
         if generator is None and request.temperature == 0 and not filtered:
             return token_statistics(logits, self.needs.reads)
         return drawing.read_drawn(self, state, logits, query, generator)
@@ -525,7 +525,10 @@ def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: Wi
                 rows = rows[(np.arange(num_drafts.max())[:, None] < num_drafts).nonzero()[1]]
             excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
             logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
-    return logits
+    controls = state.features.get("controls")
+    if controls is None:
+        return logits
+    return controls.adjust_rows(state, logits, query.rows, state.window.query_positions(query))
 
 
 def make_view(

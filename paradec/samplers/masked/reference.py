@@ -105,11 +105,11 @@ def read_candidates(
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)
     if request.temperature > 0:
-        drawn_from = filter_logits(divided(proposable, request.temperature), request.top_p, request.top_k)
+        drawn_from = filter_logits(divided(proposable, request.temperature), *request.filters)
         tokens = sampler.draw_tokens(state, drawn_from, query, generator)
     if sampler.needs.score_from == "sampled":
         logits = logits if request.temperature == 0 else divided(logits, request.temperature)
-        logits = filter_logits(logits, request.top_p, request.top_k)
+        logits = filter_logits(logits, *request.filters)
     tokens, quantities = statistics(logits, sampler.needs.reads, tokens)
     return tokens, {**quantities, "best_token": best} if "best_token" in quantities else quantities
 

@@ -30,6 +30,7 @@ from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
+from paradec.samplers.features.token_controls import TokenControls
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks, WholeCanvas, open_blocks
 from paradec.samplers.masked.policies import check_steps, count_blocks, policy_by_name
 from paradec.samplers.masked.reference import ReferenceNumbers
@@ -227,6 +228,8 @@ def _make_features(
         features["causal_context"] = CausalContext.from_request(sampler, state, early, request)
     if getattr(model, "reads_order", False):
         features["decision_order"] = DecisionOrder(torch.full(shape, -1, device=model.device))
+    if (controls := TokenControls.from_request(sampler, model, request, in_order=False)) is not None:
+        features["controls"] = controls
     if request.constraint is not None:
         from paradec.samplers.features.constraints import MaskedConstraint  # for few requests
 

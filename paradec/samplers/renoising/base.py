@@ -147,6 +147,8 @@ class CanvasSampler(Sampler):
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
         if state.request.holes_eos_inf and len(state.ends):
             exclude_ends(state, logits, positions < state.index(state.answer_start[rows]).unsqueeze(1))
+        if (controls := state.features.get("controls")) is not None:
+            logits = controls.adjust_rows(state, logits, rows, positions)
         names = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
         statistics, step_logprobs = [], []
         shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
@@ -184,7 +186,7 @@ class CanvasSampler(Sampler):
 
     def _tempered_logits(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
         request = state.request
-        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
+        return filter_logits(logits / temperature.unsqueeze(-1), *request.filters)
 
     def _tempered_pieces(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
         """Tempered and filtered logits of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""

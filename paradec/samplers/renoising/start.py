@@ -18,6 +18,7 @@ from paradec.core.trace import to_spans
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.features.early_stops import split_stop_rules
 from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.features.token_controls import TokenControls
 from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.renoising import rules
@@ -125,6 +126,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         images=images,
         store=model.make_store(len(rows), longest),
     )
+    if (controls := TokenControls.from_request(sampler, model, request, in_order=False)) is not None:
+        state.features["controls"] = controls
     if request.constraint is not None:
         from paradec.samplers.features.constraints import CanvasConstraint  # for few requests
 

@@ -20,6 +20,7 @@ from paradec.core.registry import Registry
 from paradec.core.trace import Notes
 from paradec.samplers.features.feature import overrides
 from paradec.samplers.features.pipelined_blocks import with_progress
+from paradec.samplers.features.token_controls import CONTROLS
 from paradec.samplers.masked.ahead.draft_layout import DraftLogits, DraftState, logits_by_draft
 from paradec.samplers.masked.loop import LOOP_METHODS, MaskedSampler, make_view
 from paradec.samplers.masked.state import MaskedState
@@ -58,7 +59,8 @@ class DraftingSampler(MaskedSampler):
     base: Any = "threshold"
 
     needs = Needs(multi_step=True)
-    unsupported = (*MaskedSampler.unsupported, "rng")  # one stream has no numbers for drafts next to each other
+    # one stream has no numbers for drafts next to each other; final tokens differ between drafts
+    unsupported = (*MaskedSampler.unsupported, "rng", *CONTROLS)
 
     def _adopt(self, base: MaskedSampler, why: str | None, **changes: Any) -> None:
         """Set the base, and its needs with `changes`. Raises ValueError for a base that cannot be drafted, or `why`."""

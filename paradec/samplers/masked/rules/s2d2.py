@@ -205,7 +205,7 @@ class S2D2(MaskedSampler):
         span = masks & ((~masks & (column > first_mask)).long().cumsum(1) == 0)
         request = state.request
         if request.temperature:
-            logits = filter_logits(tempered(logits, request.temperature), request.top_p, request.top_k)
+            logits = filter_logits(tempered(logits, request.temperature), *request.filters)
         probs = logits.softmax(-1)
         if isinstance(query.window, VerifyLogits):
             return self._verify(state, query, probs, positions, masks, span, memory)

@@ -1,0 +1,144 @@
+"""Biases, excluded words, least lengths and penalties: what a request adds to the logits of single tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, shown
+from paradec.samplers.features.feature import Feature
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Fields of a request that depend on the final tokens, and what turns them off."""
+CONTROLS = ("logit_bias", "bad_words", "min_new_tokens", "ignore_eos", *PENALTIES)
+
+
+@dataclass
+class TokenControls(Feature):
+    """Controls of a request, in vLLM's order and with its formulas.
+
+    A `bad_words` token is excluded where it would complete the word; `logit_bias` is added; end tokens are excluded
+    before `min_new_tokens`. Then for a token that is final c times in prompt and answer, and a times in the answer:
+    logit > 0 is divided by `repetition_penalty`, another multiplied by it, if c > 0; and `frequency_penalty` * a is
+    subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section 4.1; OpenAI's formulas).
+    Of masked models, tokens that are final when the step begins count, and holes' neighbours are the prompt.
+    """
+
+    request: Any
+    bias: tuple[Tensor, Tensor]
+    """Ids [N] int64 and what is added to their logits [N]."""
+    words: list[list[int]]
+    """Token ids of texts that an answer must not have."""
+    ends: tuple[int, ...]
+
+    host_only = "biases and penalties of tokens are applied on the host"
+
+    @classmethod
+    def from_request(cls, sampler: Any, model: Any, request: Any, in_order: bool) -> Self | None:
+        """The controls of a request, None without any. Raises ValueError for ids out of their range, words without a
+        tokenizer, and controls that the sampler or the rest of the request cannot take.
+
+        in_order: whether tokens become final from left to right."""
+        active = [name for name in CONTROLS if name in request.changes()]
+        if not active:
+            return None
+        for field, why in (("rollout", "replays the model's own probabilities"), ("constraint", "ends an answer")):
+            refused = [name for name in active if field == "rollout" or name in ("min_new_tokens", "ignore_eos")]
+            if getattr(request, field) and refused:
+                raise ValueError(f"{refused[0]}={shown(getattr(request, refused[0]))}: {field} {why}; leave one out")
+        counting = next((name for name in PENALTIES if name in active), None)
+        if counting is not None and getattr(getattr(sampler, "needs", None), "revises", False):
+            raise ValueError(f"{counting} counts final tokens, and sampler {sampler.name!r} takes tokens back")
+        if sampler.family == "draft_verify" and not in_order:
+            raise ValueError(f"{active[0]} needs an answer written from left to right; this order is another one")
+        size = model.facts.vocab_size
+        bias = dict(request.logit_bias or ())
+        for token in bias:
+            check_int("logit_bias", token, low=0, high=size - 1)
+        words = _read_words(request.bad_words or (), model)
+        long_words = [word for word in words if len(word) > 1]
+        if long_words and not in_order:
+            raise ValueError(
+                f"bad_words: sampler {sampler.name!r} decides positions in any order and takes words of one token; one "
+                f"has {len(long_words[0])}"
+            )
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=model.device)
+        values = torch.tensor(list(bias.values()), device=model.device)
+        return cls(request.without_objects(), (ids, values), words, model.facts.eos_token_ids)
+
+    def adjust(self, logits: Tensor, prompt: Sequence[int], answer: Sequence[int], offsets: Tensor) -> None:
+        """Adjust logits [W, V] in place after the final tokens `prompt` and `answer`.
+
+        offsets: [W] int64: places in the answer that the logits are for; below 0 in the prompt, where no end is
+        excluded."""
+        for word in self.words:
+            if len(word) == 1 or list(answer[1 - len(word) :]) == word[:-1]:
+                logits[:, word[-1]] = -torch.inf
+        ids, values = self.bias
+        logits[:, ids] += values.to(logits.dtype)
+        least = torch.iinfo(torch.int64).max if self.request.ignore_eos else self.request.min_new_tokens
+        for end in self.ends:
+            logits[:, end].masked_fill_((offsets >= 0) & (offsets < least), -torch.inf)
+        request, counts = self.request, Counter(answer)
+        if any(getattr(request, name) != off for name, off in PENALTIES.items()) and (prompt or answer):
+            ids = torch.tensor(sorted({*prompt, *answer}), device=logits.device)
+            of_answer = torch.tensor([counts[token] for token in ids.tolist()], device=logits.device)
+            values, factor = logits[:, ids], request.repetition_penalty
+            values = torch.where(values > 0, values / factor, values * factor)
+            values -= request.frequency_penalty * of_answer + request.presence_penalty * (of_answer > 0)
+            logits[:, ids] = values
+
+    def adjust_rows(self, state: Any, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """Adjust logits [R, W, V] of positions [R, W] of a masked model's rows, or of canvases of noise: a copy."""
+        adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        for index, row in enumerate(rows.tolist()):
+            length = int(state.length[row])
+            final, given = ~state.undecided[row, :length], state.given[row, :length]
+            prompt, answer = (state.canvas[row, :length][part & final].tolist() for part in (given, ~given))
+            self.adjust(adjusted[index], prompt, answer, positions[index] - int(state.answer_start[row]))
+        return adjusted
+
+    def adjust_nodes(self, state: Any, logits: Tensor, rows: np.ndarray, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Adjust logits [R, N, V] after the nodes of rows' trees, as `CausalConstraint.mask_nodes`: a copy."""
+        adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        parent_lists, token_lists = parents.tolist(), tokens.tolist()
+        for index, row in enumerate(rows.tolist()):
+            start, committed = int(state.answer_start[row]), int(state.committed[row])
+            final = state.canvas[row, :committed].tolist()
+            paths: list[list[int]] = [[]]
+            for parent, token in zip(parent_lists[index if len(parent_lists) > 1 else 0][1:], token_lists[index][1:]):
+                paths.append([*paths[parent], token] if token >= 0 else paths[parent])
+            for node, path in enumerate(paths[: logits.shape[1]]):
+                answer = final[start:] + path
+                offset = torch.tensor([len(answer)], device=logits.device)
+                self.adjust(adjusted[index, node : node + 1], final[:start], answer, offset)
+        return adjusted
+
+    def adjust_slots(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
+        """Adjust logits [R, W, V] of slots, each after the drafts [R, W] before it: a copy."""
+        parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
+        return self.adjust_nodes(
+            state, logits, rows, parents, torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
+        )
+
+
+def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
+    """Token ids of `bad_words`; a text also with a space before it, as it stands within an answer."""
+    sequences: list[list[int]] = []
+    for word in words:
+        if not isinstance(word, str):
+            sequences.append([int(token) for token in word])
+            continue
+        if model.tokenizer is None:
+            raise ValueError(f"bad_words={shown(word)} needs a tokenizer, and {model.facts.name} has none; give ids")
+        spellings = [model.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
+        sequences += [ids for ids in spellings if ids and ids not in sequences]
+    for token in (token for sequence in sequences for token in sequence):
+        check_int("bad_words", token, low=0, high=model.facts.vocab_size - 1)
+    return sequences
