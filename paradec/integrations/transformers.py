@@ -38,6 +38,7 @@ READ_FROM_CONFIG = frozenset(
         "MinPLogitsWarper",
         "RepetitionPenaltyLogitsProcessor",
         "NoBadWordsLogitsProcessor",
+        "MinLengthLogitsProcessor",
         "MinNewTokensLengthLogitsProcessor",
         "SuppressTokensLogitsProcessor",
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -125,11 +126,10 @@ def hf_generate(
 
     transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual
     arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
-    default), `top_p` and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens`, `suppress_tokens`,
-    `guidance_scale` (the prompt masked), `num_return_sequences`,
-    `eos_token_id`, `pad_token_id`, `return_dict_in_generate`. Logits processors and stopping criteria beyond these are
-    written for one next token, and are refused, as are fields that ask for another method (`UNSUPPORTED`) and an
-    `assistant_model`.
+    default), `top_p` and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens` or `min_length`,
+    `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`, `eos_token_id`, `pad_token_id`,
+    `return_dict_in_generate`. Logits processors and stopping criteria beyond these are written for one next token, and
+    are refused, as are fields that ask for another method (`UNSUPPORTED`) and an `assistant_model`.
 
     transformers hands neither `streamer` nor `tokenizer` to a decoding method that the caller brings; bind them:
     `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
@@ -173,7 +173,7 @@ def hf_generate(
         "min_p": config.min_p if sampled else None,
         "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
         "bad_words": config.bad_words_ids,
-        "min_new_tokens": config.min_new_tokens or 0,
+        "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - input_ids.shape[1]),
         "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
         "suppress_tokens": config.suppress_tokens,
     }
