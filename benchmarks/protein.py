@@ -44,7 +44,7 @@ import paradec
 from paradec.core.query import WindowQuery
 from paradec.core.registry import to_data
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.metrics import bootstrap
 
@@ -206,7 +206,7 @@ def main() -> None:
     name = "protein_few.json" if arguments.few else "protein.json"
     out = arguments.out or RESULTS / name
     torch.set_num_threads(1)
-    structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
+    structures = {name: read_structure(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
     first = paradec.load_protein_mpnn(arguments.weights, structures[CHOOSING[0]])
     models = {name: first.on(structure) for name, structure in structures.items()}
     if arguments.few:

@@ -34,7 +34,7 @@ from provenance import RESULTS, write_result
 
 import paradec
 from paradec.models.proteins.mpnn import ProteinMPNNModel
-from paradec.models.proteins.structure import Structure, read_pdb
+from paradec.models.proteins.structure import Structure, read_structure
 
 ORDERS, OTHERS, TURNS = 8, 4, 5
 """Seeds of `jacobi` in random orders, and of the others; turns of what is timed."""
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "protein_exact.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
+    structures = {name: read_structure(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
     structures["assembled"] = assembled(structures)
     structures = dict(sorted(structures.items(), key=lambda entry: len(entry[1])))
     first = paradec.load_protein_mpnn(arguments.weights, structures["1ubi"])

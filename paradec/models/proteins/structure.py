@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import os
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +42,7 @@ class Structure:
     Args:
         coordinates: [L, 4, 3] float: of N, CA, C and O, in angstrom; NaN where an atom is missing.
         sequence: L letters of `LETTERS` ("-" reads as "X").
-        chains, numbers: L labels and residue numbers of the file; numbers may be repeated (insertion codes).
+        chains, numbers, insertions: L labels, residue numbers and insertion codes ("" for most) of the file.
         atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
         elements: A symbols of `ELEMENTS`, theirs.
         membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
@@ -57,6 +60,7 @@ class Structure:
     atoms: Tensor | None = None
     elements: Sequence[str] = ()
     membrane: Sequence[int] | int | None = None
+    insertions: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.coordinates, Tensor) or not self.coordinates.is_floating_point():
@@ -73,7 +77,9 @@ class Structure:
         object.__setattr__(
             self, "numbers", tuple(self.numbers) if self.numbers is not None else tuple(range(1, shape[0] + 1))
         )
-        for name in ("sequence", "chains", "numbers"):
+        insertions = ("",) * shape[0] if self.insertions is None else tuple(self.insertions)
+        object.__setattr__(self, "insertions", insertions)
+        for name in ("sequence", "chains", "numbers", "insertions"):
             if len(getattr(self, name)) != shape[0]:
                 raise ValueError(
                     f"{name} of {self.name} has {len(getattr(self, name))} entries; its coordinates have {shape[0]} "
@@ -160,54 +166,69 @@ class Structure:
         return texts
 
 
-def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
-    """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3).
+class _Atom(NamedTuple):
+    """One atom of a file. Only residues of proteins need an integer as `number`."""
+
+    is_residue: bool
+    chain: str
+    number: str
+    insertion: str
+    residue: str
+    name: str
+    element: str
+    xyz: list[float]
+    occupancy: float
+
+
+def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
+    """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3), or in mmCIF format by its name
+    (`.cif`, `.mmcif`; with the package gemmi). Names that end in `.gz` are unpacked.
 
     Of several models, and of alternative locations of an atom, the first is taken. Atoms of occupancy 0 count as
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); others of
     the four atoms may be missing. Unknown names read as X. Everything else but water and hydrogen is context: ligands,
-    metals, nucleic acids. An atom without an element has that of its name; unknown elements are left out.
+    metals, nucleic acids. An atom without an element has that of its name; unknown elements are left out. mmCIF files
+    have two names for chains and residues: the author's are read, as in PDB files.
 
     Args:
         chains: labels of the chains to read, in the file's order; None reads all.
 
     Raises:
-        ValueError: a line that is cut off, no such chain, or nothing to read. OSError: no such file.
+        ValueError: a line that is cut off, no structure, no such chain, or nothing to read. OSError: no such file.
+        ImportError: an mmCIF file without gemmi.
     """
     selected = None if chains is None else {*chains}
     path = Path(source)
-    # by residue or other molecule, the position and the element of each atom
-    groups: dict[tuple[str, str, str], dict[str, tuple[list[float], str]]] = {}
-    letters: dict[tuple[str, str, str], str] = {}
-    protein = set[tuple[str, str, str]]()
-    for line_number, line in number_lines(path.read_bytes().decode("utf-8-sig", "replace")):
-        record, chain, residue = line[:6].strip(), line[21:22], line[17:20].strip()
-        if record == "ENDMDL":
-            break
-        if record not in ("ATOM", "HETATM") or selected is not None and chain not in selected or residue in WATER:
-            continue
-        name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()
-        element = line[76:78].strip().upper() or (name if name in ELEMENTS else name[:1])  # without one, by its name
-        atom = f"{line[12:16].strip()} of calcium" if element == "CA" else line[12:16].strip()
-        is_residue = record == "ATOM" or residue in MODIFIED
-        key = (chain, line[22:27], "" if is_residue else residue)
+    name = path.name.removesuffix(".gz")
+    data = path.read_bytes()
+    if path.name.endswith(".gz"):
         try:
-            xyz = [float(line[first : first + 8]) for first in (30, 38, 46)]
-            if is_residue:
-                int(line[22:26])
-            is_occupied = float(line[54:60].strip() or 1) > 0
-        except ValueError:
-            raise ValueError(f"line {line_number} of {path.name} is no ATOM record of the PDB format") from None
-        letters.setdefault(key, NAMES.get(residue, "X"))
-        if is_residue and atom == "CA":
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path.name} is no gzip file, or is cut off: {error}") from None
+    read = _read_mmcif if name.endswith((".cif", ".mmcif")) else _read_pdb
+    # by residue or other molecule, the position and the element of each atom
+    groups: dict[tuple[str, str, str, str], dict[str, tuple[list[float], str]]] = {}
+    letters: dict[tuple[str, str, str, str], str] = {}
+    protein = set[tuple[str, str, str, str]]()
+    for atom in read(path.name, data.decode("utf-8-sig", "replace")):
+        if selected is not None and atom.chain not in selected or atom.residue in WATER:
+            continue
+        symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
+        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # without one, by its name
+        atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()
+        is_residue = atom.is_residue or atom.residue in MODIFIED
+        key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)
+        letters.setdefault(key, NAMES.get(atom.residue, "X"))
+        if is_residue and atom_name == "CA":
             protein.add(key)  # and no ligand, even where the CA counts as missing
-        if is_occupied:
-            groups.setdefault(key, {}).setdefault(atom, (xyz, element))
+        if atom.occupancy > 0:
+            groups.setdefault(key, {}).setdefault(atom_name, (atom.xyz, element))
     residue_keys = [key for key, atoms in groups.items() if key in protein and "CA" in atoms]
     if selected is not None and (missing_chains := sorted(selected - {key[0] for key in residue_keys})):
         raise ValueError(f"chains={shown(missing_chains)} are not in {path.name}")
     if not residue_keys:
-        raise ValueError(f"{path.name} has no residues with a CA atom")
+        raise ValueError(f"{path.name} is no structure: it has no residues with a CA atom")
     missing_xyz = [float("nan")] * 3
     allowed_elements = {*ELEMENTS} - {"H"}
     ligand_atoms = [atom for key, atoms in groups.items() if key not in protein for atom in atoms.values()]
@@ -217,11 +238,58 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
         torch.tensor(coordinates, dtype=torch.float64),
         "".join(letters[key] for key in residue_keys),
         [chain for chain, *_ in residue_keys],
-        [int(number[:4]) for _, number, _ in residue_keys],
-        path.stem,
+        [int(number) for _, number, *_ in residue_keys],
+        Path(name).stem,
         torch.tensor([xyz for xyz, _ in ligand_atoms], dtype=torch.float64).reshape(-1, 3),
         [element for _, element in ligand_atoms],
+        insertions=[insertion for _, _, insertion, _ in residue_keys],
     )
+
+
+def _read_pdb(name: str, text: str) -> Iterator[_Atom]:
+    """Read the atoms of a file's first model."""
+    for line_number, line in number_lines(text):
+        record = line[:6].strip()
+        if record == "ENDMDL":
+            break
+        residue = line[17:20].strip()
+        if record not in ("ATOM", "HETATM") or residue in WATER:
+            continue
+        is_residue = record == "ATOM" or residue in MODIFIED
+        try:
+            xyz = [float(line[first : first + 8]) for first in (30, 38, 46)]
+            if is_residue:
+                int(line[22:26])
+            occupancy = float(line[54:60].strip() or 1)
+        except ValueError:
+            raise ValueError(f"line {line_number} of {name} is no ATOM record of the PDB format") from None
+        place = line[21:22], line[22:26].strip(), line[26:27].strip()
+        yield _Atom(record == "ATOM", *place, residue, line[12:16], line[76:78].strip().upper(), xyz, occupancy)
+
+
+def _read_mmcif(name: str, text: str) -> Iterator[_Atom]:
+    """Read the atoms of a file's first model."""
+    try:
+        from gemmi import cif
+    except ImportError:
+        raise ImportError("mmCIF files are read by gemmi: pip install gemmi (extra 'proteins')") from None
+    columns = ("group_PDB", "auth_asym_id", "auth_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y")
+    optional = ("type_symbol", "occupancy", "pdbx_PDB_ins_code", "pdbx_PDB_model_num")
+    try:
+        table = cif.read_string(text)[0].find("_atom_site.", [*columns, "Cartn_z", *(f"?{tag}" for tag in optional)])
+        rows = [[cif.as_string(row[index]) if row.has(index) else "" for index in range(12)] for row in table]
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{name} is no mmCIF file: {error}") from None
+    for index, (group, chain, number, residue, atom, x, y, z, element, occupancy, insertion, model) in enumerate(rows):
+        if model != rows[0][11]:
+            break
+        try:
+            xyz, share = [float(value) for value in (x, y, z)], float(occupancy or 1)
+            int(number)
+        except ValueError:
+            raise ValueError(f"atom {index + 1} of {name} has no number, or no coordinates") from None
+        padded_name = atom if len(element) == 2 else f" {atom}"  # as PDB files write it
+        yield _Atom(group == "ATOM", chain, number, insertion, residue, padded_name, element.upper(), xyz, share)
 
 
 def _type_name(value: object) -> str:

@@ -17,7 +17,7 @@ import paradec
 from paradec.core import rng
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.rules import DesignRules
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.distributions import token_distribution
 from paradec.samplers.start import row_keys
@@ -151,6 +151,21 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
     assert exactness.p_value(found.numpy(), expected.flip(0).numpy()) < 1e-6
 
 
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (1.0, 0.0), (0.7, 1.5), (2.0, -1.0)])
+def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, weights: tuple[float, float]) -> None:
+    rules = DesignRules(ties=[(0, 3)], tie_weights=[weights])
+    five = model.on(piece(12, 17, "five"), rules)
+    prompt = five.prompt(fixed=[1, 2, 4])
+    given = torch.zeros(1, 5, dtype=torch.int64)
+    given[0, [1, 2, 4]] = torch.tensor([prompt[1 + column] for column in (1, 2, 3)])
+    rank = torch.tensor([[9, 0, 1, 9, 2]])
+    logits = five.module(five.encodings[0], given, rank)[0, [0, 3], :20].double()
+    expected = (torch.tensor(weights).double().unsqueeze(1) * logits).sum(0)
+    out = paradec.generate(five, prompt, sampler="jacobi", temperature=0, logprobs=20)
+    assert int(out.sequences[0, 1]) == int(expected.argmax())
+    assert float(out.logprobs.chosen[0, 1]) == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-4)
+
+
 def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
     some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
     prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
@@ -163,7 +178,7 @@ def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
 
 
 def test_ligands_in_any_order_and_with_masked_samplers() -> None:
-    structure = read_pdb(BOUND / "bound-two.pdb")
+    structure = read_structure(BOUND / "bound-two.pdb")
     rules = DesignRules(ties=structure.copies(), omit="C")
     model = load_protein_mpnn(BOUND / "small_ligand.pt", structure, rules=rules, dtype=torch.float64)
     assert len(model.columns[0]) == 24 - len(structure.copies()) and model.facts.name == "small_ligand"
@@ -213,6 +228,9 @@ def test_copies() -> None:
         ({"omit_at": {11: "A"}}, ValueError, "omit_at=11 must be an integer from 0 to 10"),
         ({"ties": [(0, 11)]}, ValueError, "ties=11 must be an integer from 0 to 10"),
         ({"ties": [(0, 1), (1, 2)]}, ValueError, "name residue 1 more than once"),
+        ({"ties": [(0, 1)], "tie_weights": [(0.5,)]}, ValueError, "tie_weights=.* a number for each residue"),
+        ({"ties": [(0, 1)], "tie_weights": [None, (1, 2)]}, ValueError, "tie_weights=.* each tie"),
+        ({"ties": [(0, 1)], "tie_weights": [(0.5, "x")]}, (ValueError, TypeError), "tie_weights='x'"),
         ({"ties": [(0.5, 1)]}, (ValueError, TypeError), "ties=0.5 must be"),
     ],
 )

@@ -1,5 +1,6 @@
 """ProteinMPNN in paradec's entry points."""
 
+import gzip
 import math
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import MASKED, fits, refuses, supported
-from places import GOLDEN
+from places import GOLDEN, ROOT
 from small_models import UBIQUITIN, piece
 from torch import Tensor
 
@@ -15,7 +16,7 @@ import paradec
 from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
-from paradec.models.proteins.structure import LETTERS, read_pdb
+from paradec.models.proteins.structure import LETTERS, read_structure
 
 WEIGHTS = GOLDEN / "proteins" / "small.pt"
 
@@ -179,7 +180,7 @@ def test_prompts(model: ProteinMPNNModel) -> None:
 
 
 def test_chains_and_incomplete_residues() -> None:
-    broken = read_pdb(UBIQUITIN).coordinates[:12].clone()
+    broken = read_structure(UBIQUITIN).coordinates[:12].clone()
     broken[4, 0] = torch.nan
     two = piece(0, 12, "two", coordinates=broken, chains="AAAAAABBBBBB", sequence="MQIFVKTLTXKT")
     model = load_protein_mpnn(WEIGHTS, two)
@@ -277,16 +278,55 @@ def test_pdb_files(tmp_path: Path) -> None:
     text += lines("LEU", "B", 10, occupancy="0.00") + lines("LEU", "B", 11) + "ENDMDL\n" + lines("PRO", "B", 12)
     other = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00")
     file.write_text("HEADER\n" + text.replace("ENDMDL", other.replace(" ALA", "BALA") + "\nENDMDL"), encoding="utf-8")
-    found = read_pdb(file)
+    found = read_structure(file)
     assert (found.sequence, found.chains, found.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
     assert found.index == [-1, 5, 6, 7, 8, 12] and found.name == "made"
+    assert found.insertions == ("", "", "A", "", "", "")
     assert found.complete.tolist() == [True, True, True, False, True, True]
     assert found.coordinates[0, 1].tolist() == [1, 2, 3] and found.coordinates[3, 3].isnan().all()
-    assert read_pdb(file, "B").sequence == "XL"
-    refuses(lambda: read_pdb(file, "AC"), r"chains=\['C'\] are not in made.pdb")
+    assert read_structure(file, "B").sequence == "XL"
+    refuses(lambda: read_structure(file, "AC"), r"chains=\['C'\] are not in made.pdb")
     file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
-    refuses(lambda: read_pdb(file), "line 2 of made.pdb is no ATOM record")
+    refuses(lambda: read_structure(file), "line 2 of made.pdb is no ATOM record")
     file.write_text("HEADER\n", encoding="utf-8")
-    refuses(lambda: read_pdb(file), "made.pdb has no residues with a CA atom")
+    refuses(lambda: read_structure(file), "made.pdb is no structure: it has no residues with a CA atom")
     with pytest.raises(OSError):
-        read_pdb(tmp_path / "none.pdb")
+        read_structure(tmp_path / "none.pdb")
+
+
+@pytest.mark.parametrize("name", ["1ubi", "4cup", "5qk8"])
+def test_mmcif_and_gz_files_hold_what_pdb_files_hold(name: str, tmp_path: Path) -> None:
+    gemmi = pytest.importorskip("gemmi")
+    source = ROOT / "benchmarks" / "data" / "backbones" / f"{name}.pdb"
+    expected = read_structure(source)
+    text = gemmi.read_pdb(str(source)).make_mmcif_document().as_string()
+    (tmp_path / f"{name}.cif").write_text(text, encoding="utf-8")
+    (tmp_path / f"{name}.cif.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / f"{name}.pdb.gz").write_bytes(gzip.compress(source.read_bytes()))
+    for file in sorted(tmp_path.iterdir()):
+        found = read_structure(file)
+        assert torch.equal(found.coordinates.nan_to_num(), expected.coordinates.nan_to_num()), file
+        assert torch.equal(found.atoms, expected.atoms) and found.elements == expected.elements
+        for field in ("sequence", "chains", "numbers", "insertions", "name"):
+            assert getattr(found, field) == getattr(expected, field), (file, field)
+
+
+def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
+    gemmi = pytest.importorskip("gemmi")
+    source = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
+    text = gemmi.read_pdb(str(source)).make_mmcif_document().as_string()
+    whole, file = read_structure(source), tmp_path / "1ubi.cif"
+    for end in [0, *range(1, len(text), len(text) // 60)]:
+        file.write_text(text[:end], encoding="utf-8")
+        try:
+            found = read_structure(file)
+        except ValueError as error:
+            assert "1ubi.cif" in str(error)
+        else:  # cut between two atoms
+            assert whole.sequence.startswith(found.sequence)
+    packed = tmp_path / "1ubi.pdb.gz"
+    for end in (0, 3, 40):
+        packed.write_bytes(gzip.compress(source.read_bytes())[:end])
+        refuses(lambda: read_structure(packed), "1ubi.pdb.gz")
+    packed.write_bytes(b"no gzip")
+    refuses(lambda: read_structure(packed), "1ubi.pdb.gz is no gzip file")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.network import ProteinMPNN
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 
 FOLDER = golden("proteins")
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
@@ -22,7 +22,7 @@ CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.json")) for case i
 def structure_of(case: dict[str, Any]) -> Structure:
     if "structure" not in case:
         own = FOLDER / f"{case['name']}.pdb"
-        return read_pdb(own if own.exists() else BACKBONES / own.name)
+        return read_structure(own if own.exists() else BACKBONES / own.name)
     parts = dict(case["structure"])
     coordinates = torch.tensor(
         [
@@ -136,7 +136,7 @@ def test_the_published_weights_give_the_public_codes_probabilities(name: str) ->
     file = folder / "data" / "model_params" / "proteinmpnn_v_48_020.pt"
     theirs = public.ProteinMPNN().eval()
     theirs.load_state_dict(torch.load(file, weights_only=True)["model_state_dict"])
-    structure = read_pdb(BACKBONES / f"{name}.pdb")
+    structure = read_structure(BACKBONES / f"{name}.pdb")
     ours, letters = load_protein_mpnn(file, structure), letters_of(structure.sequence)
     given = {
         "X": structure.coordinates.float()[None], "S": letters, "mask": torch.ones_like(letters),

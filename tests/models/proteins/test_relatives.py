@@ -15,7 +15,7 @@ from torch import Tensor
 import paradec
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
-from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read_structure
 
 FOLDER = golden("ligands")
 OWN = GOLDEN / "ligands"
@@ -25,7 +25,7 @@ CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case 
 
 def structure_of(case: dict[str, Any]) -> Structure:
     backbone = BACKBONES / case["file"]
-    found = read_pdb(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
+    found = read_structure(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
     return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
 
 
@@ -181,10 +181,10 @@ def test_elements_of_files(tmp_path: Path) -> None:
     ]
     file = tmp_path / "made.pdb"
     file.write_text("\n".join(text) + "\n", encoding="utf-8")
-    found = read_pdb(file)
+    found = read_structure(file)
     assert found.sequence == "A" and found.elements == ("CA", "C", "FE", "P", "CA")
     assert found.atoms is not None and found.atoms[:, 0].tolist() == [5, 6, 7, 12, 13]
-    assert read_pdb(file, "A").elements == found.elements
+    assert read_structure(file, "A").elements == found.elements
 
 
 def test_a_ligand_model_decodes_from_a_file() -> None:
