@@ -17,6 +17,7 @@ from paradec.batching.slots import RowState, Ticket
 from paradec.core.prompts import encode
 from paradec.core.rows import has_rows
 from paradec.models.images.base import ImageRequest, PictureModel
+from paradec.models.images.grid import Grid
 from paradec.request import Preset, Request
 
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
@@ -37,6 +38,7 @@ class ImageTicket(Ticket):
     """A prompt in an `ImageBatch`, with its `ImageRequest`."""
 
     image_request: Any = None
+    grid: Any = None
     accepted: list[int] = field(default_factory=list, repr=False)
     """Tokens that became final at each step, minus retracted ones."""
 
@@ -45,7 +47,7 @@ class ImageBatch(Batch):
     """Decode pictures that come and go, up to `batch_size` of them at once; see `paradec.batching.Batch`.
 
     model: an autoregressive or a masked image model.
-    height, width, negative_prompt, output_type: as in `paradec.generate_images`; the same size for all.
+    height, width, negative_prompt, output_type: as in `paradec.generate_images`; a prompt may name another size.
     arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
         `paradec.generate_images`.
     Raises TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
@@ -63,7 +65,7 @@ class ImageBatch(Batch):
     ):
         check_refillable(model)
         check_output_type(model, output_type)
-        self.grid = model.grid(height, width)
+        self.grid, self._size = model.grid(height, width), (height, width)
         self.output_type, self.negative_prompt = output_type, negative_prompt
         super().__init__(model, prefix_memory=0, **arguments)
 
@@ -74,6 +76,8 @@ class ImageBatch(Batch):
         on_done: Callable[[Ticket], None] | None = None,
         id: Any = None,
         alone: bool = False,
+        height: int | None = None,
+        width: int | None = None,
         negative_prompt: Any = None,
         preset: Preset | None = None,
         **changes: Any,
@@ -81,22 +85,24 @@ class ImageBatch(Batch):
         """Let a prompt wait for a row.
 
         prompt: one class label or text, or what else `generate_images` takes of this model.
-        negative_prompt: of this prompt, in the place of the batch's.
+        height, width, negative_prompt: of this prompt, in the place of the batch's; pictures of one size share calls.
         on_done, id, alone, preset, changes: as in `Batch.add`.
         Raises ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed."""
         request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
-        image_request = self._lay_out(self.model, prompt, negative_prompt)
+        height, width = (own if side is None else side for side, own in zip((height, width), self._size, strict=True))
+        grid = self.model.grid(height, width)
+        image_request = self._lay_out(self.model, prompt, negative_prompt, grid)
         drafter = getattr(sampler, "drafter", None)
         if isinstance(drafter, PictureModel):  # it reads the same conditions
-            self._lay_out(drafter, prompt, negative_prompt)
+            self._lay_out(drafter, prompt, negative_prompt, grid)
         prompts = encode(self.model, image_request.prompts)
-        ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request)
+        ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request, grid=grid)
         return self._queue(ticket, alone)
 
-    def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
+    def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any, grid: Grid) -> ImageRequest:
         """Make the row of one prompt. Raises ValueError for a model that holds its prompts and cannot exchange them."""
-        image_request = model.request(prompt, self.grid, 1, negative_prompt)
+        image_request = model.request(prompt, grid, 1, negative_prompt)
         if image_request.model is not model and not (model is self.model and has_rows(image_request.model)):
             reason = "holds what its prompts say for rows that begin together; use paradec.generate_images"
             raise ValueError(f"{model.facts.name} {reason}")
@@ -124,7 +130,7 @@ class ImageBatch(Batch):
     def _begin(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets
         image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
-        state = self.model.begin(ticket.sampler, image_request, self.grid, ticket.request)
+        state = self.model.begin(ticket.sampler, image_request, ticket.grid, ticket.request)
         state.trace = None  # it would be of this row alone
         ticket.accepted = []
         return state
@@ -141,9 +147,8 @@ class ImageBatch(Batch):
     def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         outputs = []
         for slot, ticket in zip(slots, tickets, strict=True):
-            output, _ = build_output(
-                self.model, copy_rows(state, [slot]), self.grid, time.perf_counter() - ticket.began
-            )
+            seconds = time.perf_counter() - ticket.began
+            output, _ = build_output(self.model, copy_rows(state, [slot]), ticket.grid, seconds)
             output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
             output.in_order, output.error = self.model.family != "masked", error
             outputs.append(output)
@@ -172,4 +177,4 @@ class ImageBatch(Batch):
         if self.output_type == "latent":
             output.images = output.codes
         else:
-            output.images = make_images(self.model, output.tokens, self.grid, self.output_type)
+            output.images = make_images(self.model, output.tokens, output.grid, self.output_type)

@@ -68,7 +68,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
             size. A larger number keeps the batch full when answers differ much in length.
         max_memory, calls_per_step, prefix_memory: as in `paradec.batching.Batch`; the last for text models only.
         height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
-            or a class label, and its mapping may hold its own "negative_prompt".
+            or a class label, and its mapping may hold its own "height", "width" and "negative_prompt".
         preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`, but those of
             `paradec.batching.REFUSED`.
 

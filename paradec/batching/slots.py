@@ -327,7 +327,8 @@ def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ..
     request, sampler = ticket.request, ticket.sampler
     differing = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
     fields = {name: value for name, value in request.changes().items() if name not in (*differing, "sampler")}
-    return sampler, fields, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
+    size = getattr(ticket, "grid", None)  # of pictures
+    return sampler, fields, size, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
 
 
 def bytes_of_row(model: Any, state: RowState, width: int) -> int:

@@ -118,6 +118,20 @@ def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> No
         assert (out.steps >= 0).all() and out.steps.shape == out.codes.shape
 
 
+def test_many_pictures_of_several_sizes_are_those_of_each_size_alone(small_previews: None) -> None:
+    sizes = [(64, 32), (128, 96), (64, 32), (32, 64), (128, 96), (64, 64)]
+    request: dict[str, Any] = {"temperature": 0, "sampler": "scd", "output_type": "latent"}
+    prompt = [100, 101, 102, 64]
+    prompts = [{"prompt": prompt, "height": height, "width": width} for height, width in sizes]
+    many = list(paradec.generate_many(model(), prompts, batch_size=3, height=64, width=64, **request))
+    for (height, width), found in zip(sizes, many, strict=True):
+        alone = paradec.generate_images(model(), prompt, height=height, width=width, **request)
+        assert found.error is None and found.tokens.tolist() == alone.tokens.tolist()
+        assert found.codes.shape == alone.codes.shape and found.grid == alone.grid
+    wrong = list(paradec.generate_many(model(), [{"prompt": prompt, "height": 33}], height=64, width=64, **request))
+    assert "height=33" in str(wrong[0].error)
+
+
 def test_rows_that_come_and_go(small_previews: None) -> None:
     prompts, request = [[100, 101, 102, 64], [103, 64]], {"height": 64, "width": 32, "output_type": "latent"}
     request |= {"temperature": 0, "sampler": "scd"}
