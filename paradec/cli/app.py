@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import paradec
 from paradec.cli import options, show, work
@@ -36,8 +36,42 @@ from paradec.core.interrupts import EXIT_CODE, is_debugging
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 
 
+class GroupedOptions(TyperCommand):
+    """A command whose help lists its options by what they are for, the model first."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        # the words of a prompt without quotes are read, to say that quotes are missing
+        return [
+            piece.removesuffix("...") if piece.startswith("[") else piece for piece in super().collect_usage_pieces(ctx)
+        ]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[Any]] = {"Arguments": [], **{title: [] for title in options.SECTIONS}, "Options": []}
+        order = " ".join(options.SECTIONS.values()).split()
+        places = {name: place for place, name in enumerate(order)}
+        for param in sorted(self.get_params(ctx), key=lambda param: places.get(param.name, len(places))):
+            titles = (title for title, names in options.SECTIONS.items() if param.name in names.split())
+            title = "Arguments" if param.param_type_name == "argument" else next(titles, "Options")
+            if (record := param.get_help_record(ctx)) is not None:
+                sections[title].append(tuple(map(options.in_shell_words, record)))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 class _OneLineErrors(TyperGroup):
     """A command group that reports every wrong argument, its own or the library's, in one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        others = [
+            name for name in self.list_commands(ctx) if name not in {c[1] for group in COMMANDS.values() for c in group}
+        ]
+        sections = {title: [name for _, name, *_ in entries] for title, entries in COMMANDS.items()}
+        for title, names in {**sections, "Others": others}.items():
+            with formatter.section(title):
+                commands = ((name, self.get_command(ctx, name)) for name in names)
+                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
 
     def main(self, args: Any = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         if not standalone_mode:
@@ -88,6 +122,34 @@ def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
     return 2
 
 
+COMMANDS: dict[str, list[tuple[Any, str, str | None, str]]] = {
+    "Make text, pictures and proteins": [
+        (generate, "generate", None, '"Sort: pear fig apple" --sampler credit'),
+        (infill, "infill", None, '"Sort: pear <mask> apple"'),
+        (chat, "chat", "Talk to a model, turn by turn.", "--model GSAI-ML/LLaDA-8B-Instruct --quantization int8"),
+        (image, "image", "Make pictures and report the cost.", "--model digits-ar --class 3 --out three.png"),
+        (design, "design", "Design protein sequences for backbones.", "proteinmpnn_v_48_020.pt 1ubi.pdb -n 4"),
+        (serve, "serve", "Serve a model at OpenAI's endpoints.", "--model GSAI-ML/LLaDA-8B-Instruct --port 8000"),
+    ],
+    "Compare and tune": [
+        (
+            compare,
+            "compare",
+            "Compare samplers by right answers and forwards.",
+            "--limit 4 --samplers threshold,credit",
+        ),
+        (tune, "tune", "Find settings for a model and its prompts.", "--trials 20 --out tuned.json"),
+        (evaluate, "eval", "Score a model with lm-evaluation-harness.", "--tasks gsm8k --limit 20"),
+        (trace, "trace", "Draw recorded runs as pages, animations or plots.", "run.json --out run.html"),
+    ],
+    "Look up and export": [
+        (samplers, "samplers", "List the samplers, or describe one.", "threshold"),
+        (caches, "caches", "List the caches and what each works with.", "dual"),
+        (tasks, "tasks", "Show what the packaged text model can do.", ""),
+        (export_folder, "export-folder", "Write code that transformers or diffusers load.", "generate folder"),
+    ],
+}
+"""By section of `paradec --help`: the function, its name, what the section says of it, and arguments of an example."""
 app = typer.Typer(
     name="paradec",
     cls=_OneLineErrors,
@@ -119,19 +181,9 @@ def _main(
 
 
 # In the order of `paradec --help`. The commands import what is heavy when they run.
-app.command()(generate)
-app.command()(infill)
-app.command(short_help="Talk to a model, turn by turn.")(chat)
-app.command(short_help="Make pictures and report the cost.")(image)
-app.command(short_help="Design protein sequences for backbones.")(design)
-app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
-app.command(short_help="Compare samplers by right answers and forwards.")(compare)
-app.command(short_help="Find settings for a model and its prompts.")(tune)
-app.command("eval", short_help="Score a model with lm-evaluation-harness.")(evaluate)
-app.command(short_help="Draw recorded runs as pages, animations or plots.")(trace)
-app.command("export-folder", short_help="Write code that transformers or diffusers load.")(export_folder)
-app.command(short_help="List the samplers, or describe one.")(samplers)
-app.command(short_help="List the caches and what each works with.")(caches)
-app.command(short_help="Show what the packaged text model can do.")(tasks)
-app.add_typer(bench, name="bench", short_help="`bench parallel` measures what parallel decoding costs.")
-app.add_typer(learn2pd, name="learn2pd", short_help="`learn2pd train` trains a filter for learn2pd.")
+for _title, _commands in COMMANDS.items():
+    for _function, _name, _short_help, _example in _commands:
+        _options: dict[str, Any] = {"cls": GroupedOptions, "short_help": _short_help, "rich_help_panel": _title}
+        app.command(_name, epilog=f"Example: paradec {_name} {_example}".rstrip(), **_options)(_function)
+app.add_typer(bench, name="bench", short_help="Measure what parallel decoding costs.")
+app.add_typer(learn2pd, name="learn2pd", short_help="Train a filter for the sampler learn2pd.")

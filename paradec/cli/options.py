@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,6 +74,37 @@ for _name, _field in FIELDS.items():
         _bounds = BOUNDS if _name == "block_length" else {}
         _declared = typer.Option(*_names, metavar=_option.get("metavar"), help=_option["help"], **_bounds)
         SHARED[_name] = (_option["option"], _declared, _option.get("option_default", _field.default))
+SECTIONS = {
+    "Model": "model dtype quantization device",
+    "Sampler": "sampler set_ preset drafter cache suffix attention attention_set steps samplers draft",
+    "Blocks": "block_length blocks block_add block_full",
+    "Answer": "max_new_tokens min_new_tokens ignore_eos eos_early_stop holes_eos_inf stop num_return_sequences raw "
+    "system history hole prompt",
+    "Drawing": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty guidance_scale "
+    "seed",
+    "Form": "choice regex json_schema after",
+    "Input and output": "in_ lines out batch resume trace live as_json format_ plot tasks limit logprobs",
+}
+"""What options are for, by their names in Python: sections of a command's help."""
+SHELL_WORDS = {
+    " <file>": "",
+    " <path>": "",
+    " <list[Path]>": "",
+    "<list[str]>": "TEXT",
+    "<str>": "TEXT",
+    "<int range>": "N",
+    "<int>": "N",
+    "<float>": "NUMBER",
+}
+
+
+def in_shell_words(text: str) -> str:
+    """An option's names with the kind of its value in words of the shell."""
+    for python, shell in SHELL_WORDS.items():
+        text = text.replace(python, shell)
+    return re.sub(rf"(\d+)<=x<=(?:{LARGEST_INT}|{LARGEST_INT64})", r"x>=\1", text)
+
+
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
