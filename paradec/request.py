@@ -222,7 +222,9 @@ class Request:
     callback: Callable[[State, Commit], bool | None] | None = argument(None, check_callable, is_live=True)
     trace: bool = argument(False, check_bool)
     compile: bool = argument(False, check_bool)
-    logprobs: int | None = argument(None, _count)
+    logprobs: int | None = argument(
+        None, _count, int | None, "Print the log-probability of each token, and of so many likely ones."
+    )
     rollout: bool = argument(False, check_bool)
     progress: bool = argument(False, check_bool)
 

@@ -20,6 +20,7 @@ import paradec
 from paradec.cli import options, show, work
 from paradec.cli.chat import chat
 from paradec.cli.compare import bench, compare
+from paradec.cli.decide import decide
 from paradec.cli.design import design
 from paradec.cli.eval import evaluate
 from paradec.cli.export_folder import export_folder
@@ -127,6 +128,7 @@ COMMANDS: dict[str, list[tuple[Any, str, str | None, str]]] = {
         (generate, "generate", None, '"Sort: pear fig apple" --sampler credit'),
         (infill, "infill", None, '"Sort: pear <mask> apple"'),
         (chat, "chat", "Talk to a model, turn by turn.", "--model GSAI-ML/LLaDA-8B-Instruct --quantization int8"),
+        (decide, "decide", None, '"Sort: pear fig apple" --span "=apple|fig|pear"'),
         (image, "image", "Make pictures and report the cost.", "--model digits-ar --class 3 --out three.png"),
         (design, "design", "Design protein sequences for backbones.", "proteinmpnn_v_48_020.pt 1ubi.pdb -n 4"),
         (serve, "serve", "Serve a model at OpenAI's endpoints.", "--model GSAI-ML/LLaDA-8B-Instruct --port 8000"),

@@ -33,7 +33,7 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
     "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens ignore_eos guidance_scale "
-    "choice regex json_schema seed num_return_sequences eos_early_stop dtype quantization "
+    "logprobs choice regex json_schema seed num_return_sequences eos_early_stop dtype quantization "
     "device trace live drafter as_json"
 )
 def generate(
@@ -129,7 +129,7 @@ def print_answers(
     rows that had ended (of the only batch all rows), and the exit code."""
     from paradec.cli.watch import PACE, LiveView
 
-    answers, bar, code = show.Answers(prompts.single), show.Bar(), 0
+    answers, bar, code = show.Answers(prompts.single, work.model.tokenizer), show.Bar(), 0
     view = LiveView(work.model.tokenizer, pace=PACE) if live and show.on_terminal(sys.stdout) else None
 
     def run(batch: Prompts) -> Output:
@@ -153,6 +153,9 @@ def print_answers(
                     answers.add(output, complete_rows)
                     for row in () if quiet else complete_rows:
                         typer.echo(texts[row] if prompts.single else f"[{first + row + 1}] {texts[row]}")
+                        for entry in answers.rows["logprobs"][first + row] if answers.rows["logprobs"] else ():
+                            likely = ", ".join(f"{token!r} {value:.3f}" for token, value in entry["likely"])
+                            typer.echo(f"{entry['logprob']:10.3f}  {entry['token']!r:<16}  {likely}".rstrip())
                 if trace is not None and output.recorded_trace is not None:
                     output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
@@ -166,7 +169,7 @@ HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, fro
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k min_p "
-    "guidance_scale seed num_return_sequences dtype quantization device trace live as_json"
+    "guidance_scale logprobs seed num_return_sequences dtype quantization device trace live as_json"
 )
 def infill(
     context: typer.Context,

@@ -70,11 +70,11 @@ TOTALS = ("nfe", "row_forwards", "forwarded_tokens", "seconds")
 
 class Answers:
     """The answers of one command so far (`rows`: lists of values per answer), and their cost (`totals` of the batches).
-    single: whether one answer was asked for; then there are no lists in the report."""
+    single: whether one answer was asked for; then there are no lists in the report. tokenizer: for `logprobs`."""
 
-    def __init__(self, is_single: bool):
-        self.single = is_single
-        self.rows: dict[str, list[Any]] = {name: [] for name in ("text", "fills", "new_tokens", *PER_ROW)}
+    def __init__(self, is_single: bool, tokenizer: Any = None):
+        self.single, self.tokenizer = is_single, tokenizer
+        self.rows: dict[str, list[Any]] = {name: [] for name in ("text", "fills", "new_tokens", "logprobs", *PER_ROW)}
         self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self.drafter_forwards = 0
         self.attention: AttentionCost | None = None
@@ -91,6 +91,9 @@ class Answers:
         for name in ("text", "fills"):
             value: Any = getattr(output, name)
             fields[name] = [value] if self.single and value is not None else value
+        fields["logprobs"] = (
+            None if output.logprobs is None else [self._logprobs(output, row) for row in range(len(new))]
+        )
         for name, values in fields.items():
             self.rows[name] += [] if values is None else [values[row] for row in rows]
         for name in TOTALS:
@@ -98,6 +101,22 @@ class Answers:
         self.drafter_forwards += max(output.draft_nfe or (0,))
         if output.attention is not None:
             self.attention = _add_attention(self.attention, output.attention, rows)
+
+    def _logprobs(self, output: Output, row: int) -> list[dict[str, Any]]:
+        """Token, log-probability and likeliest tokens of each position that a row filled."""
+        logprobs, entries = output.logprobs, []
+        assert logprobs is not None
+        for column in output.filled[row].nonzero().flatten().tolist():
+            chosen = float(logprobs.chosen[row, column])
+            if chosen == chosen:  # not NaN: written
+                best = zip(logprobs.best_tokens[row, column].tolist(), logprobs.best[row, column].tolist(), strict=True)
+                likely = [[self._token_text(token), round(value, 4)] for token, value in best]
+                token = self._token_text(int(output.sequences[row, column]))
+                entries.append({"token": token, "logprob": round(chosen, 4), "likely": likely})
+        return entries
+
+    def _token_text(self, token: int) -> str:
+        return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @property
     def tokens_per_forward(self) -> float:

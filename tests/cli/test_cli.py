@@ -391,3 +391,39 @@ def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     default = json.loads(run("generate", *given, "--sampler", "threshold").stdout)  # said, though it is the default
     assert default["sampler"]["rule"]["sampler"] == "threshold"
     assert "t_max and t_min are settings of the sampler" in refused("generate", *given, "--temperature", "0.5")
+
+
+def test_log_probabilities_are_printed_and_in_json() -> None:
+    found = json.loads(run("generate", PROMPT, "--logprobs", "2", "--json").stdout)
+    model = paradec.load()
+    out = paradec.generate(model, PROMPT, logprobs=2)
+    entries = found["logprobs"]
+    assert [entry["token"] for entry in entries] == [model.tokenizer.decode([token]) for token in found["new_tokens"]]
+    expected = out.logprobs.chosen[0, -len(out.new_tokens[0]) :][: len(entries)].tolist()
+    assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+    assert all(len(entry["likely"]) == 2 and entry["likely"][0][0] == entry["token"] for entry in entries)
+    lines = run("generate", PROMPT, "--logprobs", "0").stdout.splitlines()
+    assert lines[0] == found["text"] and len(lines) == 1 + len(entries) and "'apple'" in lines[1]
+
+
+def test_decide_answers_questions_as_the_function_does() -> None:
+    fruit = ("apple", "fig", "pear")
+    expected = paradec.decide(paradec.load(), PROMPT, {"span": paradec.Span(texts=fruit)})["span"]
+    found = json.loads(run("decide", PROMPT, "--span", "=apple|fig|pear", "--json").stdout)["answers"]["span"]
+    assert found["value"] == expected.value and dict(found["probabilities"]) == dict(expected.probabilities)
+    lines = run("decide", PROMPT, "--span", "=apple|fig|pear").stdout.splitlines()
+    assert lines[1].split("\t")[:2] == ["span", expected.value]
+    for arguments, words in (([], "--yes-no"), (["--pick", "x"], "--pick"), (["--span", "=a|a"], "different")):
+        failed = run("decide", PROMPT, *arguments)
+        assert failed.exit_code == 2 and words in failed.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "infill", "chat", "image", "design", "serve", "compare", "tune", "eval"]
+)
+def test_help_has_the_model_first_and_an_example(command: str) -> None:
+    text = run(command, "--help").stdout
+    assert not re.search(r"<(str|int|float|bool|list|file|path)", text) and f"Example: paradec {command}" in text
+    if command != "design":
+        options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+        assert options[0] == "--model"
