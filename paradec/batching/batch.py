@@ -40,7 +40,7 @@ from paradec.batching.slots import (
     group_key,
     why_unsupported,
 )
-from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
+from paradec.core.checks import check_bytes, check_int, check_model, shown
 from paradec.core.interrupts import hold_interrupt
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import NotFinite
@@ -74,7 +74,8 @@ class Batch:
     Args:
         model: from `paradec.load` or `paradec.wrap`; of the kinds `KINDS`.
         batch_size: rows at most.
-        max_memory: bytes of keys, values and the methods' memory together; None: no limit besides `batch_size`.
+        max_memory: bytes, or a text like "2GB", of keys, values and the methods' memory together; None: no limit but
+            `batch_size`.
         calls_per_step: calls, 1 to 3, that a step of masked rows of unequal lengths may be split into: 3 pads little; 1
             pads all rows to the longest, for devices on which a launch costs more than positions.
         prefix_memory: bytes of keys and values that ended rows leave for prompts with the same beginning, on causal
@@ -94,18 +95,17 @@ class Batch:
         model: Any,
         *,
         batch_size: int = 8,
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         calls_per_step: int = 3,
-        prefix_memory: int | None = None,
+        prefix_memory: int | str | None = None,
         preset: Preset | None = None,
         **arguments: Unpack[Arguments],
     ):
         self._check_model(model)
         check_int("batch_size", batch_size, low=1)
         check_int("calls_per_step", calls_per_step, low=1, high=3)
-        check_int("max_memory", max_memory, low=1, high=LARGEST_INT64, none=True)
-        check_int("prefix_memory", prefix_memory, low=0, high=LARGEST_INT64, none=True)
-        self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
+        self.model, self.batch_size, self.max_memory = model, batch_size, check_bytes("max_memory", max_memory)
+        kept_bytes = check_bytes("prefix_memory", prefix_memory, low=0)
         self.calls_per_step = calls_per_step
         self.request, self.sampler = self._prepare(model, arguments, preset)
         self._check(self.request, self.sampler)
@@ -115,8 +115,8 @@ class Batch:
         self._seeded = replace(self.request, seed=seed)
         self.prefixes: Prefixes | None = None  # keys and values that rows leave for each other
         if model.facts.topology in ("causal", "block_causal"):
-            self.prefixes = None if prefix_memory == 0 else Prefixes(model, prefix_memory)
-        elif prefix_memory:
+            self.prefixes = None if kept_bytes == 0 else Prefixes(model, kept_bytes)
+        elif kept_bytes:
             raise ValueError(
                 f"prefix_memory={prefix_memory} has nothing to keep: every key of {model.facts.name} depends on the "
                 "whole row; share_prefix=True of generate approximates it"

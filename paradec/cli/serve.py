@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show
-from paradec.core.checks import LARGEST_INT64, check_number
+from paradec.core.checks import check_number
 from paradec.core.text_files import read_text
 
-MEMORY = typer.Option(min=1, max=LARGEST_INT64, help="Bytes that keys and values may take; limits the rows.")
+MEMORY = typer.Option(metavar="BYTES", help="What keys and values may take (2GB, 512MiB); limits the rows.")
 KEPT = "Bytes of keys and values kept of answered requests, for equal beginnings; by default a quarter of the rows'."
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: NAME.json is {"preset": "NAME"} of a body.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
@@ -27,8 +27,8 @@ def serve(
     port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 takes a free one."),
     name: str | None = typer.Option(None, help="The model's name for clients; by default --model's."),
     batch: int = typer.Option(8, "--batch", min=1, help="The most rows decoded together."),
-    max_memory: Annotated[int | None, MEMORY] = None,
-    prefix_memory: int | None = typer.Option(None, min=0, max=LARGEST_INT64, help=KEPT),
+    max_memory: Annotated[str | None, MEMORY] = None,
+    prefix_memory: str | None = typer.Option(None, metavar="BYTES", help=KEPT),
     presets: Annotated[Path | None, PRESETS] = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
     max_answer: int = typer.Option(4096, min=1, help="The most tokens of an answer."),
@@ -79,7 +79,7 @@ def serve(
         engine.close()
 
 
-def check_served(model: Any, max_memory: int | None, **request: Any) -> None:
+def check_served(model: Any, max_memory: int | str | None, **request: Any) -> None:
     """Raise the ValueError or TypeError with which prompts would end that say nothing themselves, if there is one."""
     from paradec.batching.batch import Batch
 

@@ -112,6 +112,18 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
         raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
+def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
+    """Read a number of bytes from an int or a text: "2GB" (10^9), "512MiB" (2^20). None stays."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{name}={shown(value)} must be bytes, as a number or as text: "2GB", "512MiB"')
+        value = int(float(match[1]) * units[match[2].upper()])
+    check_int(name, value, low=low, high=LARGEST_INT64, none=True)
+    return None if value is None else int(value)
+
+
 def check_at_most(name: str, value: float, bound_name: str, bound: float) -> None:
     """Raise ValueError unless the setting `name` is at most the setting `bound_name`."""
     if value > bound:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paradec.core.checks import LARGEST_INT64, check_choice, check_int, shown
+from paradec.core.checks import check_bytes, check_choice, check_int, shown
 from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import FeatureForecast
@@ -59,8 +58,9 @@ class Forecast(FeatureForecast):
     summary = "some solver steps skip the transformer; what it would have computed is forecast"
 
     def __post_init__(self) -> None:
-        for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from), ("max_memory", read_bytes)):
+        for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from)):
             object.__setattr__(self, name, read(getattr(self, name)))
+        object.__setattr__(self, "max_memory", check_bytes("max_memory", self.max_memory))
         check_int("order", self.order, low=0, none=True)
         rule, where = self.rule, self.where
         if rule.where is not None and where not in (None, rule.where):
@@ -105,15 +105,3 @@ def rule_from(value: Any) -> Rule | None:
         check_choice(f"setting of when={name!r}", key, [field.name for field in fields(RULES[name])])
     rule: Rule = RULES[name](**settings)
     return rule
-
-
-def read_bytes(value: Any) -> int | None:
-    """Read a number of bytes from an int or a text: "2GB" (10^9), "512MiB" (2^20)."""
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f'max_memory={value!r} must be bytes, as a number or as text: "2GB", "512MiB"')
-        value = int(float(match[1]) * units[match[2].upper()])
-    check_int("max_memory", value, low=1, high=LARGEST_INT64, none=True)
-    return value
