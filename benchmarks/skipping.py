@@ -102,7 +102,7 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str,
         for target in ("output", "stack", "module"):
             own = TaylorSeer(where=target)
             tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=own, runs=runs)
-            for kind, schedule in (("even", tuned.even), ("searched", tuned.found)):
+            for kind, schedule in (("even", tuned.even), ("searched", tuned.best)):
                 ways[f"{kind}, {target}, taylor 1"] = Forecast(when=schedule)
         for way, sampler_of in rules(name).items():
             low, high, best = 1e-3, 30.0, None

@@ -164,9 +164,9 @@ def _are_copies_equal(tokens: Tensor, copies: int) -> bool:
 
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
     """Build the output of a state; rows become right-aligned."""
-    facts, width, counts = state.facts, int(state.asked.max()), state.counts
+    facts, width, counts = state.facts, int(state.requested_end.max()), state.counts
     ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
-    column, length, end = torch.arange(width), _to_column(state.asked), _to_column(state.end)
+    column, length, end = torch.arange(width), _to_column(state.requested_end), _to_column(state.end)
     undecided = state.undecided.cpu()[:, :width]
     filled = ~given & (column < length)
     # an end token counts after the prompt, and when nothing before it is undecided
@@ -187,16 +187,16 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         if prompts.single:
             text, fills = text[0], fills and fills[0]
     if state.trace is not None:
-        state.trace.ends = np.minimum(state.end, state.asked).tolist()
+        state.trace.ends = np.minimum(state.end, state.requested_end).tolist()
         record_token_texts(state.trace, model.tokenizer)
-    sequences = align_right(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
+    sequences = align_right(ids, state.requested_end, facts.fill_token_id).to(state.canvas.device)
     drafting, rollout = getattr(state, "drafting", None), getattr(state, "rollout", None)
     return Output(
         text=text,
         sequences=sequences,
         new_tokens=sequences[:, width - state.max_new_tokens :],
-        attention_mask=align_right((column < length).long(), state.asked, 0).to(sequences.device),
-        filled=align_right(filled, state.asked, False).to(sequences.device),
+        attention_mask=align_right((column < length).long(), state.requested_end, 0).to(sequences.device),
+        filled=align_right(filled, state.requested_end, False).to(sequences.device),
         row_nfe=counts[0].tolist(),
         row_forwards=int(counts[1].sum()),
         forwarded_tokens=int(counts[2].sum()),
@@ -208,7 +208,7 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if getattr(state, name, None) is not None},
-        logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.asked, counted),
+        logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.requested_end, counted),
         rollout=None if rollout is None else rollout.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )

@@ -45,11 +45,11 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
 
     streamer: as `check_streamer` takes it. state: before its first step. callback: the caller's own, or None."""
     fill = state.facts.fill_token_id
-    width = int(state.asked.max())
-    offset = width - state.asked
+    width = int(state.requested_end.max())
+    offset = width - state.requested_end
 
     def aligned() -> Tensor:
-        return align_right(state.canvas.cpu()[:, :width], state.asked, fill)
+        return align_right(state.canvas.cpu()[:, :width], state.requested_end, fill)
 
     # without a mask nothing would say what is undecided
     drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
@@ -59,7 +59,7 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
         nonlocal sent
         ids = aligned()
         # [L] bool: columns in which a row has nothing final yet
-        undecided = align_right(state.undecided.cpu()[:, :width], state.asked, False).any(0)
+        undecided = align_right(state.undecided.cpu()[:, :width], state.requested_end, False).any(0)
         stop = int((offset + state.end).max())  # beyond it all rows are padding
         final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
         if state.revises and state.running.any():  # what is in an open block may be taken back

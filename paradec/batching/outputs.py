@@ -56,7 +56,7 @@ def build_outputs(
 
 def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticket: Ticket) -> Output:
     """Copy one row of an output. counts: of all rows, as `State.counts`."""
-    width, row = int(rows.asked[index]), slice(index, index + 1)
+    width, row = int(rows.requested_end[index]), slice(index, index + 1)
     changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
     changes |= {name: value[index] for name in ("text", "fills") if (value := getattr(output, name)) is not None}

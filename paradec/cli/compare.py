@@ -128,7 +128,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
         if out is not None and len(comparison.results) > saved:
             comparison.to_json(out)
             saved = len(comparison.results)
-        bar.work(configuration.name, share, comparison.asked, comparison.to_ask)
+        bar.work(configuration.name, share, comparison.num_answered, comparison.num_total)
 
     found, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))
     if out is not None and found.results:

@@ -201,10 +201,10 @@ class Bar:
             decided, positions = state.progress
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
-    def work(self, label: str, share: float, asked: int = 0, to_ask: int = 0) -> None:
+    def work(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
         """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many."""
         if self._is_due():
-            self._show(f"{label}: {asked} of {to_ask} prompts" if to_ask else label, share)
+            self._show(f"{label}: {num_answered} of {num_total} prompts" if num_total else label, share)
 
     def _is_due(self) -> bool:
         time_now = time.monotonic()

@@ -17,11 +17,11 @@ from paradec.core.trace import Trace
 from paradec.request import Request
 
 
-def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
-    """Count the positions to append to every row: `asked`, or the default. hole: id of positions to fill, `name` in
-    messages. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
+def new_tokens(model: Any, rows: list[list[int]], max_new_tokens: int | None, hole: int, name: str) -> int:
+    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill,
+    `name` in messages. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
     holes = any(hole in row for row in rows)
-    new = asked if asked is not None else 0 if holes else model.default_max_new_tokens
+    new = max_new_tokens if max_new_tokens is not None else 0 if holes else model.default_max_new_tokens
     check_int("max_new_tokens", new, low=0 if holes else 1)
     for index, row in enumerate(rows):
         if not new and hole not in row:

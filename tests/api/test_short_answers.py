@@ -258,7 +258,7 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         at = turn % 2  # of the short rows
         alone = sampler.start(model, rows[at : at + 1], seed=at + 1, **request)
         decode(sampler, model, alone)
-        stop = int(state.asked[at])
+        stop = int(state.requested_end[at])
         assert alone.canvas[0, :stop].tolist() == state.canvas[at, :stop].tolist(), cache
         assert (alone.nfe[0], alone.end[0]) == (state.nfe[at], state.end[at]), cache
         assert alone.forwarded_tokens[0] == state.forwarded_tokens[at], cache

@@ -217,7 +217,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     "forecasts": [
         (lambda: paradec.Forecast(when={"when": "verification", "base": 1}), "'base'", "base_threshold"),
         (lambda: paradec.Forecast(how="taylor(window=6)"), "'window'", "dtype, order"),
-        (lambda: paradec.Forecast(how={"how": "foca", "guard": 3}), "'guard'", "dtype, order"),
+        (lambda: paradec.Forecast(how={"how": "foca", "last_warmup_step": 3}), "'last_warmup_step'", "dtype, order"),
     ],
     "device": [
         (request("masked", compile=1), "compile=1", "True or False"),

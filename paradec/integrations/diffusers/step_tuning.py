@@ -23,9 +23,9 @@ from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
 from paradec.samplers.forecast.methods import sampler_from
 from paradec.samplers.forecast.refresh import Every
 from paradec.samplers.forecast.step_schedule import StepSchedule
-from paradec.tools.tuning.run import weights_of
+from paradec.tools.tuning.run import fingerprint_checkpoint
 from paradec.tools.tuning.step_search import Steps, even_starts, search
-from paradec.tools.tuning.study import differs
+from paradec.tools.tuning.study import describe_difference
 
 SCHEMA = "paradec-tune-steps/1"
 # Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more
@@ -40,27 +40,27 @@ class StepTuning:
     """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
 
     even: StepSchedule  # the best even steps on the choosing seeds
-    found: StepSchedule  # the best of the search, on these seeds
+    best: StepSchedule  # of the search, on these seeds
     seeds: tuple[int, ...]
     report: tuple[int, ...]
-    errors: dict[str, dict[str, list[float]]]  # by "even" and "found", then "choose" and "report"; one per seed
-    looked_at: int  # number of evaluated sets
+    errors: dict[str, dict[str, list[float]]]  # by "even" and "best", then "choose" and "report"; one per seed
+    num_sets: int  # number of evaluated sets
     sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """Mean of found minus even on the reporting seeds, and the ends of its paired 95 % interval."""
-        return paired(self.errors["found"]["report"], self.errors["even"]["report"])
+        """Mean of best minus even on the reporting seeds, and the ends of its paired 95 % interval."""
+        return paired(self.errors["best"]["report"], self.errors["even"]["report"])
 
     @property
     def chosen(self) -> str:
-        """ "found" if the interval is below 0, else "even"."""
-        return "found" if self.difference[2] < 0 else "even"
+        """ "best" if the interval is below 0, else "even"."""
+        return "best" if self.difference[2] < 0 else "even"
 
     @property
     def schedule(self) -> StepSchedule:
         """The chosen steps."""
-        return self.found if self.chosen == "found" else self.even
+        return self.best if self.chosen == "best" else self.even
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the chosen steps, for `Forecast(when=path)`."""
@@ -70,23 +70,23 @@ class StepTuning:
         mean, low, high = self.difference
         return {
             "even": self.even.to_dict(),
-            "found": self.found.to_dict(),
+            "best": self.best.to_dict(),
             "seeds": list(self.seeds),
             "report": list(self.report),
             "errors": self.errors,
-            "looked_at": self.looked_at,
+            "num_sets": self.num_sets,
             "difference": {"mean": mean, "low": low, "high": high},
             "chosen": self.chosen,
         }
 
     def __str__(self) -> str:
-        lines = [f"{len(self.even.steps)} of {self.even.total} steps, {self.looked_at} sets looked at"]
-        for name, schedule in (("even", self.even), ("found", self.found)):
+        lines = [f"{len(self.even.steps)} of {self.even.total} steps, {self.num_sets} sets evaluated"]
+        for name, schedule in (("even", self.even), ("best", self.best)):
             choose, report = (statistics.fmean(self.errors[name][half]) for half in ("choose", "report"))
             steps = ", ".join(map(str, schedule.steps))
             lines.append(f"{name:5}  choosing {choose:.4f}  reporting {report:.4f}  steps {steps}")
         mean, low, high = self.difference
-        lines.append(f"found - even on other seeds: {mean:+.4f} ({low:+.4f} to {high:+.4f}); chosen: {self.chosen}")
+        lines.append(f"best - even on other seeds: {mean:+.4f} ({low:+.4f} to {high:+.4f}); chosen: {self.chosen}")
         return "\n".join(lines)
 
 
@@ -109,8 +109,8 @@ def tune_steps(
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
     Sets of steps are compared with full runs by the final latents (the last `scheduler.step`) of several
-    seeds. The search anneals from the best even set, then climbs. The set found is chosen if, on other seeds, the
-    paired interval of found minus even is below 0.
+    seeds. The search anneals from the best even set, then climbs. The best set is chosen if, on other seeds, the
+    paired interval of best minus even is below 0.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
@@ -136,13 +136,13 @@ def tune_steps(
     runner = _Runner(pipe, run, sampler, choosing, None if study is None else Path(study), progress)
     runner.max_errors = (runs + 3) * len(choosing)
     runner.make_full_runs((*choosing, *reporting), budget)
-    even, found = search(runner.loss, even_starts(runner.total, budget), runner.total, runs, seed)
+    even, best = search(runner.loss, even_starts(runner.total, budget), runner.total, runs, seed)
     errors = {
         name: {"choose": runner.errors(steps, choosing), "report": runner.errors(steps, reporting)}
-        for name, steps in (("even", even), ("found", found))
+        for name, steps in (("even", even), ("best", best))
     }
     num_sets = sum(any(seed in row for seed in choosing) for row in runner.measured.values())
-    result = StepTuning(runner.schedule(even), runner.schedule(found), choosing, reporting, errors, num_sets, sampler)
+    result = StepTuning(runner.schedule(even), runner.schedule(best), choosing, reporting, errors, num_sets, sampler)
     return replace(result, sampler=replace(sampler, when=result.schedule))
 
 
@@ -221,12 +221,12 @@ class _Runner:
             "total": self.total,
             "scheduler": type(self.pipe.scheduler).__name__,
             "guidance": self.guidance,
-            "weights": weights_of(SimpleNamespace(module=next(iter(find_transformers(self.pipe).values())))),
+            "weights": fingerprint_checkpoint(SimpleNamespace(module=[*find_transformers(self.pipe).values()][0])),
             "sampler": self.sampler.to_dict(),
             "noise": [round(self.full_runs[seed][1], 3) for seed in self.choosing],
         }
         if saved is not None:
-            if (difference := differs(saved["setup"], self.setup)) is not None:
+            if (difference := describe_difference(saved["setup"], self.setup)) is not None:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
             self.measured = {tuple(steps): dict(row) for steps, row in saved["errors"]}
 

@@ -114,7 +114,7 @@ class CausalState(State):
     row_step: np.ndarray = field(init=False, metadata=ROWS)
     drafted: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: drafts in each row's window."""
-    asked: np.ndarray = field(init=False, metadata=ROWS)
+    requested_end: np.ndarray = field(init=False, metadata=ROWS)
     end: np.ndarray = field(init=False, metadata=ROWS)
     answer_start: np.ndarray = field(init=False, metadata=ROWS)
     stopped: np.ndarray = field(init=False, metadata=ROWS)
@@ -144,7 +144,7 @@ class CausalState(State):
         self.committed = self.prompt_length.copy()
         self.row_step = np.zeros(self.batch, np.int64)
         self.drafted = np.full(self.batch, ALL_SLOTS)
-        self.asked, self.end = self.length, self.length.copy()
+        self.requested_end, self.end = self.length, self.length.copy()
         self.answer_start = self.prompt_length
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)

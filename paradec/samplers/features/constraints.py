@@ -314,7 +314,7 @@ class CanvasConstraint(SpanConstraint):
         best_tokens, host_positions = logits.argmax(-1), positions.cpu().numpy()
         self._parts = []
         for index, row in enumerate(rows.tolist()):
-            begin, stop = int(host_positions[index, 0]), int(state.asked[row])
+            begin, stop = int(host_positions[index, 0]), int(state.requested_end[row])
             if len(state.ends) and stop < begin + state.width:  # end tokens after the requested positions
                 beyond = logits[index, stop - begin :]
                 beyond.fill_(-torch.inf)

@@ -73,13 +73,14 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
     """The spans of each row of a request with a constraint: one from its first hole to the end of the answer; or one
     for each hole that has its own constraint.
 
-    state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, `hole`
-        where something is to be filled. width: positions of a step, at most.
+    state: with `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
+        `hole` where something is to be filled. width: positions of a step, at most.
     Raises ValueError: no text fits a row, the number of holes is another, or a step's tables are too large."""
     value: Any = state.request.constraint
     suppressed, spans, rows = suppressed_ids(state), dict[Any, Span](), list[tuple[Span, ...]]()
     for row, tokens in enumerate(canvas):
-        begin, answer, stop = (int(array[row]) for array in (state.prompt_length, state.answer_start, state.asked))
+        ends = (state.prompt_length, state.answer_start, state.requested_end)
+        begin, answer, stop = (int(array[row]) for array in ends)
         edges, entries = [(begin, stop)], [value]
         if not isinstance(value, Constraint):
             masked = np.concatenate(([False], tokens[:stop] == hole, [False]))

@@ -97,7 +97,8 @@ class FeatureForecast(Sampler):
         """How to forecast."""
         settings = self.to_forecast()
         basis: Any = settings.how or BASES[self.rule.how]()
-        return replace(basis, guard=self.rule.guard, order=basis.order if settings.order is None else settings.order)
+        order = basis.order if settings.order is None else settings.order
+        return replace(basis, last_warmup_step=self.rule.last_warmup_step, order=order)
 
     def evaluates(self, progress: RunProgress) -> bool:
         """Whether the model is evaluated at the run's next step, or forecast."""

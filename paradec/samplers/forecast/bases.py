@@ -39,11 +39,11 @@ class Basis(Checked):
 
     order: O: orders beyond the last feature.
     dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
-    guard: set by the sampler: the last step at which no differences are taken (`Rule.guard`)."""
+    last_warmup_step: set by the sampler: the last step at which no differences are taken (`Rule.last_warmup_step`)."""
 
     order: int = integer(1, low=0)
     dtype: torch.dtype | None = None
-    guard: int = -1
+    last_warmup_step: int = -1
 
     name: ClassVar[str] = ""
 
@@ -56,7 +56,7 @@ class Basis(Checked):
 
     @classmethod
     def settings(cls) -> list[str]:
-        return [field.name for field in fields(cls) if field.name != "guard"]
+        return [field.name for field in fields(cls) if field.name != "last_warmup_step"]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for `basis_from`."""
@@ -120,7 +120,7 @@ class Taylor(Basis):
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
         differences = [feature]
-        if history is not None and step > self.guard:
+        if history is not None and step > self.last_warmup_step:
             for previous in history.tensors[: self.order]:
                 differences.append((differences[-1] - previous).div_(step - history.nodes[0]))
         return differences, (step,)

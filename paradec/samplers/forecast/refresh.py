@@ -96,7 +96,7 @@ class Rule(Checked):
         return None
 
     @property
-    def guard(self) -> int:
+    def last_warmup_step(self) -> int:
         """Last step at which no differences are taken (TaylorSeer's public code)."""
         return int(getattr(self, "first_enhance", 1)) - 2
 
@@ -201,8 +201,8 @@ class Every(StepRule):
     name = "every"
 
     @property
-    def guard(self) -> int:
-        return super().guard if self.style == "reference" else -1
+    def last_warmup_step(self) -> int:
+        return super().last_warmup_step if self.style == "reference" else -1
 
     def is_full(self, progress: RunProgress) -> bool:
         if progress.index < self.first_enhance or (self.full_after is not None and progress.index >= self.full_after):

@@ -138,7 +138,7 @@ def close_blocks(
         last_end = state.length.copy()
         last_end[rows[stopped]] = ends[stopped]
         state.end = np.minimum(state.end, last_end)
-        state.stopped[rows[stopped]] = ends[stopped] <= state.asked[rows[stopped]]
+        state.stopped[rows[stopped]] = ends[stopped] <= state.requested_end[rows[stopped]]
         _fill_tails(state, last_end)
         state.finish(rows[stopped])
     open_blocks(state, rows[full])

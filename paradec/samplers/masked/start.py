@@ -108,7 +108,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         prompt_length=starts,
         answer_start=answers,
         length=ends,
-        asked=lengths + num_new,
+        requested_end=lengths + num_new,
         max_new_tokens=num_new,
         keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,

@@ -85,7 +85,7 @@ class MaskedState(State):
     """[B] int64: the position after the last prompt token; beyond `prompt_length` where the prompt has holes."""
     length: np.ndarray = field(metadata=ROWS)
     """[B] int64: positions of each row; fewer once the method has cut it off."""
-    asked: np.ndarray = field(metadata=ROWS)
+    requested_end: np.ndarray = field(metadata=ROWS)
     """[B] int64: end of the requested positions; before `length` where a block-causal model's last block is longer."""
     max_new_tokens: int
     keys: Tensor = field(metadata=ROWS)
@@ -119,7 +119,7 @@ class MaskedState(State):
     decided: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: positions decided so far."""
     end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: end of each row; before `asked` where a stop rule ended it."""
+    """[B] int64: end of each row; before `requested_end` where a stop rule ended it."""
     stopped: np.ndarray = field(init=False, metadata=ROWS)
     """[B] bool: rows that a stop rule ended."""
     reused: np.ndarray = field(init=False, metadata=ROWS)
@@ -158,7 +158,7 @@ class MaskedState(State):
         self._steps = np.zeros((2, self.batch), np.int64)
         self.running = np.ones(self.batch, bool)
         self.decided = np.zeros(self.batch, np.int64)
-        self.end = self.asked.copy()
+        self.end = self.requested_end.copy()
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
         self.masked = (self.canvas == self.mask_id).cpu().numpy()
@@ -305,7 +305,7 @@ class MaskedState(State):
         return np.asarray(final)
 
     def num_columns(self, rows: np.ndarray) -> int:
-        return int(np.maximum(self.length[rows], self.asked[rows]).max())
+        return int(np.maximum(self.length[rows], self.requested_end[rows]).max())
 
     def stores(self) -> tuple[Any, ...]:
         return self.store, self.attention_state

@@ -116,7 +116,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         prompt_length=np.array([row[0] for row in starts], np.int64),
         answer_start=answers,
         length=lengths_with_canvases,
-        asked=requested_length,
+        requested_end=requested_length,
         max_new_tokens=num_new,
         keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
         generator=generator,

@@ -51,7 +51,7 @@ class DenoisingState(State):
     """[B] int64: the position after the last prompt token."""
     length: np.ndarray
     """[B] int64: the end of each row's last canvas."""
-    asked: np.ndarray
+    requested_end: np.ndarray
     """[B] int64: end of the requested positions."""
     max_new_tokens: int
     keys: Tensor
@@ -91,8 +91,8 @@ class DenoisingState(State):
         self.converged = np.zeros(batch, bool)
         """[B] bool: rows whose canvas has settled, and waits for all others (lock step)."""
         self.decided = np.zeros(batch, np.int64)
-        self.end = self.asked.copy()
-        """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
+        self.end = self.requested_end.copy()
+        """[B] int64: the position after each row's last token; before `requested_end` where a stop rule ended it."""
         self.stopped = np.zeros(batch, bool)
         self.reused = np.zeros(batch, np.int64)
         """[B] int64: leading positions whose keys and values came from a prefix."""
@@ -153,7 +153,7 @@ class DenoisingState(State):
 
     def draft_end(self) -> np.ndarray:
         """[B] int64: the end of what may be shown of a row: its open canvas once a step has read it, or the row."""
-        shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.asked), self.block_start)
+        shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
         return np.where(self.running, shown, self.end)
 
     def to_fill(self, row: int) -> list[int]:
@@ -264,7 +264,7 @@ class DenoisingState(State):
         stopped = ends < NEVER
         rows, ends = rows[stopped], ends[stopped]
         self.end[rows] = np.minimum(self.end[rows], ends)
-        self.stopped[rows] = ends <= self.asked[rows]
+        self.stopped[rows] = ends <= self.requested_end[rows]
         self.running[rows] = False
         if not self.lock_step or self.facts.pad_token_id is not None:
             self._fill_after_end(rows)

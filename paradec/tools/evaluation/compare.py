@@ -112,9 +112,9 @@ class Comparison:
     """Whether every configuration was measured."""
     prompts: list[dict[str, str]] = field(default_factory=list)
     """"task" and "prompt" of each question."""
-    asked: int = 0
+    num_answered: int = 0
     """Prompts that were answered so far, counted once for every configuration."""
-    to_ask: int = 0
+    num_total: int = 0
     """How many there will be."""
 
     @property
@@ -294,7 +294,7 @@ def compare(
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
     finished = {} if resume is None else _finished(resume, setup)
-    comparison.to_ask = len(todo) * len(questions)
+    comparison.num_total = len(todo) * len(questions)
     work = [_expected_forwards(configuration, new) for configuration in todo]
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
@@ -303,17 +303,17 @@ def compare(
 
     try:
         for configuration, expected in zip(todo, work, strict=True):
-            num_before = comparison.asked
+            num_before = comparison.num_answered
             if configuration.name not in finished:
                 result = Result(configuration, source=_source(configuration))
                 for num_measured in _measure(result, model, questions, batch, request):
-                    comparison.asked = num_before + num_measured
+                    comparison.num_answered = num_before + num_measured
                     if progress is not None:
                         share = (done_work + expected * num_measured / len(questions)) / sum(work)
                         progress(comparison, configuration, share)
                 finished[configuration.name] = result
             done_work += expected
-            comparison.asked = num_before + len(questions)
+            comparison.num_answered = num_before + len(questions)
             comparison.results = [finished[name] for name in order if name in finished]
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("the comparison was interrupted; what was measured is in .output")

@@ -60,7 +60,7 @@ def evaluate(
     import lm_eval
 
     manager = tasks_of(recipe)  # an unknown task is said before minutes of loading
-    arguments = recipe.asked()
+    arguments = recipe.to_arguments()
     start = time.time()
     loading: dict[str, Any] = (
         {"device": device, "dtype": recipe.dtype, "revision": recipe.revision} if model is None else {}
@@ -184,7 +184,7 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
 
 def _memory(recipe: Recipe, prompt_tokens: int) -> dict[str, Any]:
     """Bytes of a batch of answers, or {"unknown": why} where config.json is not on this disk."""
-    request: Mapping[str, Any] = recipe.asked()
+    request: Mapping[str, Any] = recipe.to_arguments()
     folder = str(Path(paradec.__file__).parent / "assets" / PACKAGED) if recipe.model is None else recipe.model
     if not os.path.isdir(folder):
         commit = commit_of(recipe)

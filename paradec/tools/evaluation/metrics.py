@@ -18,22 +18,22 @@ DECAY = 3.0
 """How fast the weight of an accuracy falls with its distance to the best one."""
 
 
-def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a share (E. B. Wilson, JASA 22, 1927), which stays inside [0, 1].
 
-    right: successes, in [0, asked]. asked: independent trials, at least 1. confidence: coverage, in (0, 1).
+    right: successes, in [0, trials]. trials: independent trials, at least 1. confidence: coverage, in (0, 1).
     Returns (low, high), shares in [0, 1]. Raises ValueError: an argument out of its range."""
-    check_int("asked", asked, low=1)
-    check_int("right", right, low=0, high=asked)
+    check_int("trials", trials, low=1)
+    check_int("right", right, low=0, high=trials)
     check_number("confidence", confidence, low=0, high=1, open_low=True)
     if confidence == 1:
         raise ValueError("confidence=1 must be below 1")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = right / asked
-    centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)
-    half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
+    share = right / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     # at 0 and 1 the bound is the share itself; rounding must not leave it a bit beside
-    return (0.0 if right == 0 else centre - half), (1.0 if right == asked else centre + half)
+    return (0.0 if right == 0 else centre - half), (1.0 if right == trials else centre + half)
 
 
 def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> float:

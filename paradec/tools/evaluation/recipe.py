@@ -128,9 +128,9 @@ class Recipe:
             if not isinstance(self.published, Mapping) or set(self.published) != {*PUBLISHED}:
                 raise ValueError(f"published={shown(self.published)} must have just {', '.join(PUBLISHED)}")
             check_number("published value", self.published["value"])
-        self.asked()
+        self.to_arguments()
 
-    def asked(self) -> dict[str, Any]:
+    def to_arguments(self) -> dict[str, Any]:
         """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset. Raises
         TypeError for a name that is neither a field nor a setting of its sampler, ValueError for a wrong value."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
@@ -140,7 +140,7 @@ class Recipe:
 
     def method(self) -> Any:
         """The sampler of the request or its preset."""
-        arguments = self.asked()
+        arguments = self.to_arguments()
         _, request = request_from_arguments(arguments, arguments.pop("preset", None), self.seed)
         return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
 

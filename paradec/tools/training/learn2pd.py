@@ -216,8 +216,8 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
     """Decode a batch again, and yield the records of each step."""
     sampler, size = _Replay(), setup["block_length"]
     canvas = torch.full_like(state.canvas, -1)
-    for row, start in enumerate(state.asked - state.max_new_tokens):
-        canvas[row, start : state.asked[row]] = targets[row]
+    for row, start in enumerate(state.requested_end - state.max_new_tokens):
+        canvas[row, start : state.requested_end[row]] = targets[row]
     last_values = torch.full_like(canvas, -1)
     with torch.inference_mode(), state.release_stores_on_exit():
         while not state.done:

@@ -160,7 +160,7 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
     check_number("tolerance", tolerance, low=0, high=100)
 
 
-def weights_of(model: Any) -> str:
+def fingerprint_checkpoint(model: Any) -> str:
     """Fingerprint of a checkpoint: names, shapes, types and first values of all weights; "unknown" without a module."""
     module = getattr(model, "module", None)
     if module is None:
@@ -230,7 +230,7 @@ class _Work:
             "schema": SCHEMA,
             "draws": DRAWS,
             "model": self.model.facts.name,
-            "weights": weights_of(self.model),
+            "weights": fingerprint_checkpoint(self.model),
             "prompts": prompts,
             "score": self.scorer.kind,
             **fields,
@@ -251,15 +251,15 @@ class _Search:
     def __init__(self, work: _Work, space: Space, study: Study, setup: dict[str, Any], tolerance: float):
         self.work, self.space, self.study, self.setup, self.tolerance = work, space, study, setup, tolerance
         self.rungs = rungs(len(work.choosing), work.eta)
-        self.asked, self.end = 0, float("inf")
-        self.groups = [entry.group for entry in work.choosing.asked]
+        self.num_trials, self.end = 0, float("inf")
+        self.groups = [entry.group for entry in work.choosing.questions]
         self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
         self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
         """Search until all starts and so many proposals are there, or the time is up, then measure the front on the
         other half."""
-        self.asked = trials
+        self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
         try:
@@ -293,7 +293,7 @@ class _Search:
             frozen.state.name not in ("WAITING", "RUNNING") and not {"refused", "start"} & set(frozen.user_attrs)
             for frozen in trials
         )
-        return len(self.starts) - len(started) + max(0, self.asked - proposed)
+        return len(self.starts) - len(started) + max(0, self.num_trials - proposed)
 
     def _trial(self) -> bool:
         """Run one trial; returns whether anything was measured."""
@@ -363,7 +363,7 @@ class _Search:
     def _tell_progress(self, label: str, share: float | None = None) -> None:
         if self.work.progress is not None:
             # a tenth for the report
-            done_share = 1 - self._left() / max(1, len(self.starts) + self.asked)
+            done_share = 1 - self._left() / max(1, len(self.starts) + self.num_trials)
             self.work.progress(label, 0.9 * done_share if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class _Search:
             chosen=chosen_index,
             default=points.get(BASELINE),
             hand=hand,
-            groups=[entry.group for entry in self.work.reporting.asked],
+            groups=[entry.group for entry in self.work.reporting.questions],
             trials=counts,
             failures=list(failures),
             left_out=self.space.left_out,

@@ -134,14 +134,14 @@ class Half:
     """The prompts that choose, or those that are reported, encoded once."""
 
     def __init__(self, name: str, model: Any, questions: Sequence[Question], chat: bool | None, mask: str | None):
-        self.name, self.model, self.asked = name, model, list(questions)
+        self.name, self.model, self.questions = name, model, list(questions)
         # numbered among all: what a row draws does not depend on the batch that it is decoded in
         self.prompts: Prompts = encode(
             model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
         ).number_duplicates()
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.questions)
 
     def decode(self, request: Request, first: int, stop: int) -> tuple[Any, list[list[int]], list[str | None]]:
         """Decode the prompts from `first` to `stop` (exclusive): the output, and of each row the ids that were filled
@@ -183,7 +183,7 @@ class Half:
             end = min(start + batch, stop)
             output, filled, texts = self.decode(request, start, end)
             for offset, (tokens, text) in enumerate(zip(filled, texts, strict=True)):
-                entry = self.asked[start + offset]
+                entry = self.questions[start + offset]
                 if is_reference:
                     references[start + offset] = tokens
                 measured.score.append(scorer.score(entry, tokens, text, references.get(start + offset)))

@@ -80,7 +80,7 @@ class Study:
         stored = self.study.user_attrs.get("setup")
         if stored is None:
             self.study.set_user_attr("setup", dict(setup))
-        elif (difference := differs(stored, dict(setup))) is not None:
+        elif (difference := describe_difference(stored, dict(setup))) is not None:
             raise ValueError(f"the study in {str(file)!r} was made with another {difference}; give another file")
 
     def __enter__(self) -> Study:
@@ -161,12 +161,12 @@ def up_to(frozen: Any, rung: int) -> Measured | None:
     return total
 
 
-def differs(before: Any, after: Any, path: str = "") -> str | None:
+def describe_difference(before: Any, after: Any, path: str = "") -> str | None:
     """Describe the first difference between two setups; None if they are equal."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for name in {**before, **after}:
             inner_path = f"{path} of {name!r}" if path else str(name)
-            if (difference := differs(before.get(name), after.get(name), inner_path)) is not None:
+            if (difference := describe_difference(before.get(name), after.get(name), inner_path)) is not None:
                 return difference
         return None
     before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))

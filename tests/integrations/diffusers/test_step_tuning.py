@@ -44,13 +44,13 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
     )
     assert attributes(digits.transformer) == before and not {"step", "set_timesteps"} & set(vars(digits.scheduler))
     assert set(seen) == {0, 1, 5, 9} and tuned.seeds == (0, 1) and told == sorted(told)
-    for name, schedule in (("even", tuned.even), ("found", tuned.found)):
+    for name, schedule in (("even", tuned.even), ("best", tuned.best)):
         assert len(schedule.steps) == 2 and schedule.total == 5 and schedule.scheduler == "DDIMScheduler"
         for half, seeds in (("choose", tuned.seeds), ("report", tuned.report)):
             for seed, error in zip(seeds, tuned.errors[name][half], strict=True):
                 assert error == pytest.approx(by_hand(digits, seed, schedule.steps), rel=1e-6)
     choose = {name: statistics.fmean(tuned.errors[name]["choose"]) for name in tuned.errors}
-    assert choose["found"] <= choose["even"] and tuned.looked_at <= 4 + 3
+    assert choose["best"] <= choose["even"] and tuned.num_sets <= 4 + 3
     # resumed: full runs alone are made again
     seen.clear()
     again = tune_steps(digits, run, **call, study=tmp_path / "study.json")
@@ -67,7 +67,7 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
         tune_steps(digits, run, **call, study=part, progress=stop)
     assert attributes(digits.transformer) == before and "step" not in vars(digits.scheduler)
     assert 0 < len(json.loads(part.read_text())["errors"]) < 6
-    assert tune_steps(digits, run, **call, study=part).found == tuned.found
+    assert tune_steps(digits, run, **call, study=part).best == tuned.best
     for changed, message in (({"sampler": TaylorSeer(order=2)}, "sampler"), ({"seeds": 3}, "noise")):
         refuses(partial(tune_steps, digits, run, **call | changed, study=part), f"another {message}")
 
@@ -99,7 +99,7 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
 
 def test_the_whole_budget_is_the_full_run(digits: Any) -> None:
     tuned = tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=4, seeds=1, report=2, runs=9)
-    assert tuned.found == tuned.even and tuned.errors["even"] == {"choose": [0.0], "report": [0.0, 0.0]}
+    assert tuned.best == tuned.even and tuned.errors["even"] == {"choose": [0.0], "report": [0.0, 0.0]}
     assert tuned.chosen == "even" and tuned.difference == (0, 0, 0) and "chosen: even" in str(tuned)
 
 
@@ -137,10 +137,10 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
 
 def test_the_even_steps_are_kept_unless_the_others_are_better_beyond_the_interval() -> None:
     even, other = StepSchedule((0, 2), 4), StepSchedule((0, 1), 4)
-    for new, chosen in (([0.1, 0.12, 0.09], "found"), ([0.1, 0.9, 0.1], "even"), ([0.5, 0.52, 0.5], "even")):
-        errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "found": {"choose": [0.5], "report": new}}
+    for new, chosen in (([0.1, 0.12, 0.09], "best"), ([0.1, 0.9, 0.1], "even"), ([0.5, 0.52, 0.5], "even")):
+        errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "best": {"choose": [0.5], "report": new}}
         tuned = StepTuning(even, other, (0,), (1, 2, 3), errors, 5, TaylorSeer())
-        assert tuned.chosen == chosen and tuned.schedule == (other if chosen == "found" else even)
+        assert tuned.chosen == chosen and tuned.schedule == (other if chosen == "best" else even)
     mean, low, high = paired([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
     assert mean == pytest.approx(7 / 3) and high - mean == mean - low == pytest.approx(
         4.303 * 1.527525 / 3**0.5, rel=1e-4

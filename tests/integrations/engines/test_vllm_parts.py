@@ -275,4 +275,4 @@ def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
     assert whole[:5] == [1, 2, 5, MASK, 6] and whole[5:11] == [MASK] * 6
     for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
         state = served.opened([1, 2], said, written).state(0)
-        assert state.canvas[0].tolist() == [1, 2, *written, *whole[2 + len(written) :]] and state.asked == [11]
+        assert state.canvas[0].tolist() == [1, 2, *written, *whole[2 + len(written) :]] and state.requested_end == [11]

@@ -94,7 +94,7 @@ def forecasts_of(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[His
 def test_states_and_forecasts(path: Path) -> None:
     case = read_json(path)
     dtype = getattr(torch, case["dtype"])
-    basis = Taylor(case["max_order"], guard=case["first_enhance"] - 2)
+    basis = Taylor(case["max_order"], last_warmup_step=case["first_enhance"] - 2)
     for history, record, forecast in forecasts_of(basis, case, dtype):
         if forecast is not None:
             assert torch.equal(forecast[0], torch.tensor(record["prediction"], dtype=dtype))
@@ -112,7 +112,7 @@ def basis_of(case: dict) -> tuple[Basis, float]:
     if kind == "diffusers_state":
         return Taylor(order), 0
     if kind == "cachedit_taylor":
-        return Taylor(order, guard=1), 0  # takes differences after step 1 only
+        return Taylor(order, last_warmup_step=1), 0  # takes differences after step 1 only
     if kind == "hermite":
         return Hermite(order, sigma=case["sigma"]), 1e-12
     if kind == "foca":
@@ -412,7 +412,7 @@ def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
 
 def test_presets_and_short_forms_have_their_rules() -> None:
     sampler = paradec.samplers.create("taylorseer", preset="dit", order=2)
-    assert (sampler.rule, sampler.forecaster) == (Every(4, 2), Taylor(2, guard=0))
+    assert (sampler.rule, sampler.forecaster) == (Every(4, 2), Taylor(2, last_warmup_step=0))
     with pytest.raises(ValueError, match=r"when=5.*Every\(5\)"):
         Forecast(5)
     for settings, text in (

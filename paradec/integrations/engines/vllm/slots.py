@@ -120,7 +120,7 @@ class Slot:
         if result.error is not None:
             self.failed = True
             return [self.served.facts.mask_id]
-        if result.done and min(int(self.state.end[0]), int(self.state.asked[0])) <= self.stop:
+        if result.done and min(int(self.state.end[0]), int(self.state.requested_end[0])) <= self.stop:
             return self._emitted()  # vLLM ends the request: nothing reads what would be stored
         if result.closed:
             self.storing = True
@@ -132,7 +132,7 @@ class Slot:
         """The canvas as it is; the next block is open then."""
         state = self.state
         tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
-        if state.done and int(state.end[0]) < int(state.asked[0]):
+        if state.done and int(state.end[0]) < int(state.requested_end[0]):
             ends = state.facts.eos_token_ids
             if not tokens or tokens[-1] not in ends:
                 tokens.append(ends[0])  # the sampler cut the row off, and vLLM must hear of it

@@ -54,7 +54,7 @@ class DeviceEngine:
         """[B, L + 1] int64."""
         self._row_fields = zeros(6, self.batch)
         # [B] each: blocks, positions, what was asked for, end, where an end token counts from, planned steps
-        self.block_count, self.length, self.asked, self.end, self.first, steps = self._row_fields
+        self.block_count, self.length, self.requested_end, self.end, self.first, steps = self._row_fields
         self.steps_per_block = None if self.request.steps is None else steps
         self.counts = zeros(4, self.batch)
         """[4, B]: as `State.counts`."""
@@ -110,7 +110,7 @@ class DeviceEngine:
         """Copy a request's rows, before their first step, into `slots` [N]. table: its `block_table`."""
         (blocks, count), index = table, torch.as_tensor(slots, device=self.device)
         steps = np.zeros(len(slots), np.int64) if state.steps_per_block is None else state.steps_per_block
-        row_fields = np.stack((count, state.length, state.asked, state.end, state.answer_start, steps))
+        row_fields = np.stack((count, state.length, state.requested_end, state.end, state.answer_start, steps))
         self._clear(index)
         self.canvas[:, : state.canvas.shape[1]].index_copy_(0, index, state.canvas)
         self.keys.index_copy_(0, index, state.keys)
@@ -329,7 +329,7 @@ class DeviceEngine:
         ended = is_end.gather(1, column).squeeze(1) & active
         limit = window.positions.gather(1, column).squeeze(1) + 1
         self.end.index_copy_(0, rows, torch.where(ended, limit.minimum(self.end[rows]), self.end[rows]))
-        self.stopped.index_copy_(0, rows, self.stopped[rows] | ended & (limit <= self.asked[rows]))
+        self.stopped.index_copy_(0, rows, self.stopped[rows] | ended & (limit <= self.requested_end[rows]))
         limit = torch.where(ended, limit, self.columns + 1)
         tail = torch.arange(self.columns + 1, device=self.device) >= limit.unsqueeze(1)
         self.canvas.index_copy_(0, rows, self.canvas[rows].masked_fill(tail, self.facts.fill_token_id))
