@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import __version__
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from paradec.caches.kept_prefix import evaluate
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery, build_rows_query
@@ -37,18 +38,18 @@ Ids = tuple[int, ...]
 @dataclass(frozen=True)
 class Question:
     """A question in the fields of transformers' decision pipeline. Base of `YesNo`, `Pick`, `Score` and `Span`, which
-    raise ValueError or TypeError for a wrong argument."""
+    raise ValueError or TypeError for a wrong argument.
+
+    type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options ask the question.
+    labels: answers that the model may write, one for each option.
+    descriptions: meanings of the options; None adds nothing to the option's name.
+    values: options as a `Decision` names them."""
 
     type: str
-    """"noul", "choice", "score" or "span"."""
     instructions: Any
-    """A text or JSON data; None if the state or the options ask the question."""
     labels: list[str]
-    """Answers that the model may write, one for each option."""
     descriptions: list[Any]
-    """Meanings of the options; None adds nothing to the option's name."""
     values: tuple[Any, ...]
-    """Options as a `Decision` names them."""
 
     def __post_init__(self) -> None:
         check_json("instructions", self.instructions)
@@ -74,7 +75,7 @@ class YesNo(Question):
             raise ValueError("a YesNo needs instructions, or what true or false means")
         check_json("true", true)
         check_json("false", false)
-        super().__init__("noul", instructions, _check_labels(labels, 2), [true, false], (True, False))
+        super().__init__("noul", instructions, _check_texts("labels", labels, 2), [true, false], (True, False))
 
 
 class Pick(Question):
@@ -85,7 +86,8 @@ class Pick(Question):
         values = _check_texts("options", options)
         descriptions = [*options.values()] if isinstance(options, Mapping) else [None] * len(values)
         check_json("options", descriptions)
-        super().__init__("choice", instructions, _check_labels(labels, len(values)), descriptions, values)
+        labels = _check_texts("labels", labels, len(values))
+        super().__init__("choice", instructions, labels, descriptions, tuple(values))
 
 
 class Score(Question):
@@ -97,7 +99,8 @@ class Score(Question):
         if count == 0 or any(level is None for level in descriptions):
             raise ValueError(f"levels={shown(levels)} must be the levels' meanings, lowest first, none of them None")
         check_json("levels", descriptions)
-        super().__init__("score", instructions, _check_labels(labels, count), descriptions, tuple(range(count)))
+        labels = _check_texts("labels", labels, count)
+        super().__init__("score", instructions, labels, descriptions, tuple(range(count)))
 
 
 class Span(Question):
@@ -105,7 +108,7 @@ class Span(Question):
 
     def __init__(self, instructions: Any = None, texts: Sequence[str] = ()):
         values = _check_texts("texts", texts)
-        super().__init__("span", instructions, [*values], [None] * len(values), values)
+        super().__init__("span", instructions, values, [None] * len(values), tuple(values))
 
 
 def check_json(name: str, value: Any) -> None:
@@ -118,23 +121,18 @@ def check_json(name: str, value: Any) -> None:
     check_text(name, text)
 
 
-def _check_texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return a value as texts. Raise ValueError unless these are different, not empty and at least one."""
-    texts = () if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else tuple(value)
+def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
+    """Return a value as texts; of `count` labels, letters for None. Raise ValueError unless these are different, not
+    empty and at least one, or `count`."""
+    if value is None and count is not None:
+        value = [*string.ascii_uppercase[:count]]
+    texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
     if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
         raise ValueError(f"{name}={shown(value)} must be different texts, none of them empty, and at least one")
+    if count is not None and len(texts) != count:
+        raise ValueError(f"{name}={shown(value)} must be one for each of {count} options; None gives 26 letters")
     check_json(name, texts)
     return texts
-
-
-def _check_labels(labels: Any, count: int) -> list[str]:
-    """Return `count` labels, letters for None. Raise ValueError for another number of labels."""
-    if labels is None and count > len(string.ascii_uppercase):
-        raise ValueError(f"{count} options are more than the 26 letters; give labels, or fewer options")
-    texts = string.ascii_uppercase[:count] if labels is None else _check_texts("labels", labels)
-    if len(texts) != count:
-        raise ValueError(f"labels={shown(labels)} must be {count}: one for each option")
-    return [*texts]
 
 
 @dataclass(frozen=True)
@@ -463,15 +461,17 @@ def read(
     ids_at: dict[Place, list[Ids]] = {}
     for place, ids in dict.fromkeys(steps):
         ids_at.setdefault(place, []).append(ids)
-    places, is_canvas, log_probs = sorted(ids_at, key=_length), model.facts.topology == "canvas", dict[Step, float]()
+    is_canvas, log_probs = model.facts.topology == "canvas", dict[Step, float]()
+    by_length: dict[int, list[Place]] = {}
+    for place in sorted(ids_at, key=lambda place: len(place.row)):
+        by_length.setdefault(0 if is_canvas or model.pads else len(place.row), []).append(place)
     size = max(1, batch_size // seeds) if is_canvas else batch_size
-    groups = [places] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(places, _length)]
-    num_tokens = sum(map(_length, places)) * (seeds if is_canvas else 1)
+    num_tokens = sum(len(place.row) for place in ids_at) * (seeds if is_canvas else 1)
     with torch.inference_mode():
         before_call(num_tokens)
-        store, shared = _shared_prefix(model, places)
+        store, shared = _shared_prefix(model, [*ids_at])
         forwards = 0 if store is None else 1
-        for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
+        for batch in (group[i : i + size] for group in by_length.values() for i in range(0, len(group), size)):
             before_call(num_tokens)
             if is_canvas:
                 logits = _first_step(model, batch, seeds)
@@ -491,14 +491,9 @@ def read(
     return log_probs, forwards
 
 
-def _length(place: Place) -> int:
-    """Number of tokens of a place's row."""
-    return len(place.row)
-
-
 def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
-    """Evaluate the common prefix of all rows before the first position to be read. Returns its store and length; None
-    and 0 where it is too short for a call of its own, or where keys depend on later tokens."""
+    """Evaluate the rows' common prefix before the first position to be read. Returns its store (None: not worth a call,
+    or keys depend on later tokens) and length."""
     facts = model.facts
     rows, first = [place.row for place in places], min(place.position for place in places)
     length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
@@ -506,10 +501,8 @@ def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
     is_causal = facts.topology in ("causal", "block_causal") and not facts.prompt_aligned
     if len(rows) == 1 or length < 16 or not is_causal or not model.supports_store:
         return None, 0
-    store, index = model.make_store(1, length), np.zeros(1, np.int64)
-    query = build_rows_query(model, [rows[0][:length]], [[length - 1]], [length])
-    query.store = StoreCall(torch.as_tensor(index, device=model.device), query.positions, index, length)
-    model(query, store)
+    store = model.make_store(1, length)
+    evaluate(model, store, [*rows[0][:length]], 0, False)
     return store, length
 
 
