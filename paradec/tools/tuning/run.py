@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paradec import caches as cache_plans
@@ -17,7 +17,6 @@ from paradec.core.protocol import Interrupted
 from paradec.core.version import DRAWS
 from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
-from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import is_promoted, rungs
 from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
@@ -119,11 +118,22 @@ def tune(
     if mask is not None:
         arguments = {"max_new_tokens": 0, "holes_eos_inf": True, **arguments}
     Request(**arguments)
+    facts = model.facts
+    if facts.mask_token_id is None or facts.topology == "causal":
+        raise ValueError(f"tune needs a model with a mask token; {facts.name} is autoregressive")
+    if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
+        raise ValueError(f"blocks={shown(blocks)} must be a sequence of block lengths, None for the model's own")
+    names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
+    if caches is None:
+        caches = ["none", *(n for n in cache_plans.names() if n != "none" and objective != "forwards")]
+    cache_names = [caches] if isinstance(caches, str) else list(dict.fromkeys(caches))
+    if not cache_names:
+        raise ValueError("caches is empty; give at least one")
     questions = prompts_of(prompts, answers)
     scorer = Scorer.of(questions, score, checker)
     first, second = halves(questions, seed)
     chat = arguments.get("chat")
-    work = _Work(
+    search = _Search(
         model=model,
         base=arguments,
         choosing=Half("choosing", model, first, chat, mask),
@@ -133,21 +143,35 @@ def tune(
         seed=seed,
         costs=OBJECTIVES[objective],
         loss=loss / 100,
+        tolerance=tolerance / 100,
         eta=eta,
         progress=progress,
     )
-    names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
-    if caches is None:
-        caches = ["none", *(n for n in cache_plans.names() if n != "none" and objective != "forwards")]
-    cache_names = [caches] if isinstance(caches, str) else list(dict.fromkeys(caches))
-    if not cache_names:
-        raise ValueError("caches is empty; give at least one")
-    space = work.build_space(names, cache_names, blocks)
-    judge = None if checker is None else getattr(checker, "__qualname__", type(checker).__name__)
-    setup = work.setup(space, questions, checker=judge, objective=objective, mask=mask, loss=loss)
-    directions = ["maximize", *("minimize" for _ in work.costs)]
-    with Study(study, setup, directions, seed) as opened:
-        return _Search(work, space, opened, setup, tolerance / 100).run(trials, minutes)
+    for half in (search.choosing, search.reporting):  # whatever is wrong with the request itself is an error
+        method = Request(**arguments, sampler=spaces.REFERENCE, seed=seed)
+        with registered.create(spaces.REFERENCE).start(model, half.prompts, method).release_stores_on_exit():
+            pass
+    lengths = spaces.default_block_lengths(model, search.positions) if blocks is None else tuple(blocks)
+    prompt = search.choosing.prompts.slice_rows(0, 1)
+    search.space = spaces.build_space(model, prompt, arguments, names, cache_names, lengths)
+    search.setup = {
+        "schema": SCHEMA,
+        "draws": DRAWS,
+        "model": facts.name,
+        "weights": fingerprint_checkpoint(model),
+        "prompts": {"choose": len(first), "report": len(second), "text": fingerprint(questions)},
+        "score": scorer.kind,
+        "checker": None if checker is None else getattr(checker, "__qualname__", type(checker).__name__),
+        "objective": objective,
+        "mask": mask,
+        "loss": loss,
+        "request": Request(**arguments).to_dict(),
+        "space": search.space.to_data(),
+        "eta": eta,
+        "seed": seed,
+    }
+    with Study(study, search.setup, ["maximize", *("minimize" for _ in search.costs)], seed) as search.study:
+        return search.run(trials, minutes)
 
 
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
@@ -175,8 +199,8 @@ def fingerprint_checkpoint(model: Any) -> str:
 
 
 @dataclass
-class _Work:
-    """Prompts, scores and costs, equal for all trials."""
+class _Search:
+    """One process's work on a study."""
 
     model: Any
     base: dict[str, Any]
@@ -187,8 +211,12 @@ class _Work:
     seed: int
     costs: tuple[str, ...]
     loss: float
+    tolerance: float
     eta: int
     progress: Progress | None
+    setup: dict[str, Any] = field(init=False)
+    space: Space = field(init=False)
+    study: Study = field(init=False)
 
     def __post_init__(self) -> None:
         facts, rows = self.model.facts, [*self.choosing.prompts.rows, *self.reporting.prompts.rows]
@@ -203,58 +231,14 @@ class _Work:
             (row.index(facts.mask_token_id) if holes else len(row), len(row) + new)
             for row, holes in zip(rows, holed, strict=True)
         ]
-
-    def build_space(
-        self, names: list[str] | None, cache_names: list[str], blocks: Sequence[int | None] | None
-    ) -> Space:
-        """The space of these prompts. Raises: as `paradec.tools.tuning.space.build_space`, and what the request
-        lacks."""
-        facts = self.model.facts
-        if facts.mask_token_id is None or facts.topology == "causal":
-            raise ValueError(f"tune needs a model with a mask token; {facts.name} is autoregressive")
-        if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
-            raise ValueError(f"blocks={shown(blocks)} must be a sequence of block lengths, None for the model's own")
-        lengths = spaces.default_block_lengths(self.model, self.positions) if blocks is None else tuple(blocks)
-        for half in (self.choosing, self.reporting):  # whatever is wrong with the request itself is an error
-            method = Request(**self.base, sampler=spaces.REFERENCE, seed=self.seed)
-            with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).release_stores_on_exit():
-                pass
-        return spaces.build_space(
-            self.model, self.choosing.prompts.slice_rows(0, 1), self.base, names, cache_names, lengths
-        )
-
-    def setup(self, space: Space, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
-        """Build the facts that all processes of a study share."""
-        prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(questions)}
-        return {
-            "schema": SCHEMA,
-            "draws": DRAWS,
-            "model": self.model.facts.name,
-            "weights": fingerprint_checkpoint(self.model),
-            "prompts": prompts,
-            "score": self.scorer.kind,
-            **fields,
-            "request": Request(**self.base).to_dict(),
-            "space": space.to_data(),
-            "eta": self.eta,
-            "seed": self.seed,
-        }
+        self.rungs = rungs(len(self.choosing), self.eta)
+        self.groups = [entry.group for entry in self.choosing.questions]
+        self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
+        self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
     def request_of(self, candidate: Candidate) -> Request:
         """The request of a point, without a seed."""
         return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
-
-
-class _Search:
-    """One process's work on a study."""
-
-    def __init__(self, work: _Work, space: Space, study: Study, setup: dict[str, Any], tolerance: float):
-        self.work, self.space, self.study, self.setup, self.tolerance = work, space, study, setup, tolerance
-        self.rungs = rungs(len(work.choosing), work.eta)
-        self.num_trials, self.end = 0, float("inf")
-        self.groups = [entry.group for entry in work.choosing.questions]
-        self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
-        self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
         """Search until all starts and so many proposals are there, or the time is up, then measure the front on the
@@ -263,9 +247,9 @@ class _Search:
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
         try:
-            if "seconds" in self.work.costs:  # what a process does once is no trial's
-                warm = Request(**self.work.base, seed=self.work.seed)
-                self.work.choosing.decode(warm, 0, min(2, self.rungs[0]))
+            if "seconds" in self.costs:  # what a process does once is no trial's
+                warm = Request(**self.base, seed=self.seed)
+                self.choosing.decode(warm, 0, min(2, self.rungs[0]))
             refused = 0
             while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
                 refused += not self._trial()
@@ -301,10 +285,10 @@ class _Search:
         try:
             candidate = self.space.suggest(trial)
             try:
-                request = self.work.request_of(candidate)
+                request = self.request_of(candidate)
             except ValueError as error:
                 return self._refuse(trial, str(error))
-            if spaces.is_reference(request, self.work.positions):
+            if spaces.is_reference(request, self.positions):
                 return self._refuse(trial, "it is one token per step, the reference")
             trial.set_user_attr("candidate", candidate.to_data())
             self._climb(trial, candidate, request, other_trials)
@@ -330,10 +314,10 @@ class _Search:
                     trial.set_user_attr("owner", "")  # left to whoever goes on with the study
                     return
                 start = self.rungs[rung - 1] if rung else 0
-                if self.work.scorer.kind == "agreement":  # with what one token per step gives
-                    self._refer(self.work.choosing, stop)
+                if self.scorer.kind == "agreement":  # with what one token per step gives
+                    self._refer(self.choosing, stop)
                 try:
-                    part = self._measure(self.work.choosing, request, start, stop)
+                    part = self._measure(self.choosing, request, start, stop)
                 except Failed as error:
                     trial.set_user_attr("failed", f"{candidate.name}: {error}")
                     self.study.tell(trial, "FAIL")
@@ -341,47 +325,47 @@ class _Search:
             trial.set_user_attr(f"rung {rung}", dataclasses.asdict(part))
             measured.add(part)
             self._tell_progress(candidate.name)
-            objectives = measured.point(self.work.costs)
+            objectives = measured.point(self.costs)
             if stop == self.rungs[-1]:
                 self.study.tell(trial, "COMPLETE", list(objectives))
                 return
             compared = [entry for frozen in other_trials if (entry := up_to(frozen, rung)) is not None]
-            if by_hand and measured.mean("forwards") <= SLOW * self.work.positions:
-                continues = not surely_below(measured, compared, self.groups[:stop], self.work.loss)
+            if by_hand and measured.mean("forwards") <= SLOW * self.positions:
+                continues = not surely_below(measured, compared, self.groups[:stop], self.loss)
             else:
                 continues = is_promoted(
-                    objectives, [entry.point(self.work.costs) for entry in compared], self.work.eta, self.work.loss
+                    objectives, [entry.point(self.costs) for entry in compared], self.eta, self.loss
                 )
             if not continues:
                 self.study.tell(trial, "PRUNED")
                 return
 
     def _measure(self, half: Half, request: Request, start: int, stop: int) -> Measured:
-        request, references = dataclasses.replace(request, seed=self.work.seed), self.references[half.name]
-        return half.measure(request, start, stop, self.work.batch, self.work.scorer, references)
+        request, references = dataclasses.replace(request, seed=self.seed), self.references[half.name]
+        return half.measure(request, start, stop, self.batch, self.scorer, references)
 
     def _tell_progress(self, label: str, share: float | None = None) -> None:
-        if self.work.progress is not None:
+        if self.progress is not None:
             # a tenth for the report
             done_share = 1 - self._left() / max(1, len(self.starts) + self.num_trials)
-            self.work.progress(label, 0.9 * done_share if share is None else share)
+            self.progress(label, 0.9 * done_share if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
 
     def _refer(self, half: Half, stop: int) -> None:
         """Measure the reference on the first prompts; batches are stored in the study."""
-        request = Request(**{**self.work.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.work.seed})
+        request = Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.seed})
         stored = None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]
         while len(measured) < min(stop, len(half)):
             start = len(measured)
-            end = min(start + self.work.batch, len(half))
+            end = min(start + self.batch, len(half))
             key = f"{half.name} one per step {start}-{end}"
             stored = self.study.study.user_attrs if stored is None else stored
             if key not in stored:
                 ids: dict[int, list[int]] = {}
                 try:
-                    part = half.measure(request, start, end, self.work.batch, self.work.scorer, ids, is_reference=True)
+                    part = half.measure(request, start, end, self.batch, self.scorer, ids, is_reference=True)
                 except Failed as error:
                     raise ValueError(f"one token per step does not work on these prompts: {error}") from error
                 self.study.study.set_user_attr(
@@ -409,20 +393,20 @@ class _Search:
             measured = None if candidate is None else up_to(frozen, len(self.rungs) - 1)
             if candidate is not None and measured is not None:
                 by_hand = "start" in frozen.user_attrs
-                new = Point(candidate, self.work.request_of(candidate), measured, by_hand=by_hand)
+                new = Point(candidate, self.request_of(candidate), measured, by_hand=by_hand)
                 points.setdefault(candidate.name, new).by_hand |= by_hand
-        costs, candidates = self.work.costs, list(points.values())
+        costs, candidates = self.costs, list(points.values())
         chosen, hand = choose(candidates, costs, self.tolerance, self.groups) or (None, None)
-        front, chosen_index = thinned(pareto(candidates, costs, self.work.loss), chosen, costs)
+        front, chosen_index = thinned(pareto(candidates, costs, self.loss), chosen, costs)
         return Tuning(
             setup=self.setup,
-            costs=self.work.costs,
+            costs=self.costs,
             tolerance=100 * self.tolerance,
             points=front,
             chosen=chosen_index,
             default=points.get(BASELINE),
             hand=hand,
-            groups=[entry.group for entry in self.work.reporting.questions],
+            groups=[entry.group for entry in self.reporting.questions],
             trials=counts,
             failures=list(failures),
             left_out=self.space.left_out,
@@ -431,13 +415,13 @@ class _Search:
     def _report(self, result: Tuning) -> None:
         """Measure the front, its neighbours and one token per step on the other half. Settings take turns, batch by
         batch, so that their times are comparable."""
-        half, to_report = self.work.reporting, list(result.points)
+        half, to_report = self.reporting, list(result.points)
         for extra in (result.default, result.hand):
             if extra is not None and all(point is not extra for point in to_report):
                 to_report.append(extra)
         stored, parts = self.study.study.user_attrs, [Measured() for _ in to_report]
-        for start in range(0, len(half), self.work.batch):
-            end = min(start + self.work.batch, len(half))
+        for start in range(0, len(half), self.batch):
+            end = min(start + self.batch, len(half))
             self._refer(half, end)
             for point, measured in zip(to_report, parts, strict=True):
                 key = f"reporting {point.name} {start}-{end}"
