@@ -304,11 +304,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def interruptible(output_so_far: Callable[[], Any]) -> Iterator[None]:
+def interruptible(
+    output_so_far: Callable[[], Any], message: str = "decoding was interrupted; what was decoded is in .output"
+) -> Iterator[None]:
+    """Raise Interrupted, with the output so far, in the place of KeyboardInterrupt."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
+        stopped = Interrupted(message)
         stopped.output = output_so_far()
         raise stopped from interrupt
 

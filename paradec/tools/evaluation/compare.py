@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import itertools
 import os
-import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
-from paradec.core.protocol import Commit, Interrupted, State
+from paradec.core.protocol import Commit, State, interruptible
 from paradec.core.registry import to_data
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.core.version import DRAWS, __version__
@@ -291,7 +290,10 @@ def compare(
         arguments = request | {"seed": None, "constraint": questions[0].constraint or request["constraint"]}
         todo = [entry for entry in todo if _is_supported(entry, model, questions[0].prompt, arguments)]
     setup = _setup(model, questions, request)
-    comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
+    machine: dict[str, Any] = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+    machine |= {"threads": torch.get_num_threads(), "batch": batch}
+    machine |= {"paradec": __version__, "torch": torch.__version__}
+    comparison = Comparison(setup, machine, {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
     finished = {} if resume is None else _finished(resume, setup)
     comparison.num_total = len(todo) * len(questions)
@@ -301,7 +303,8 @@ def compare(
     comparison.results = [finished[name] for name in order if name in finished]
     done_work = 0.0
 
-    try:
+    message = "the comparison was interrupted; what was measured is in .output"
+    with interruptible(lambda: comparison, message):
         for configuration, expected in zip(todo, work, strict=True):
             num_before = comparison.num_answered
             if configuration.name not in finished:
@@ -315,10 +318,6 @@ def compare(
             done_work += expected
             comparison.num_answered = num_before + len(questions)
             comparison.results = [finished[name] for name in order if name in finished]
-    except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("the comparison was interrupted; what was measured is in .output")
-        stopped.output = comparison
-        raise stopped from interrupt
     comparison.complete = True
     return comparison
 
@@ -419,30 +418,6 @@ def _digest(cls: type) -> str | None:
         return hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()[:16]
     except (OSError, TypeError):  # typed into a notebook
         return None
-
-
-def _machine(model: Model, batch: int) -> dict[str, Any]:
-    return {
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "batch": batch,
-        "paradec": __version__,
-        "commit": _commit(),
-        "torch": torch.__version__,
-    }
-
-
-def _commit() -> str | None:
-    """Git commit of a checkout; None for an installed package."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    try:
-        process = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return process.stdout.strip() or None
 
 
 UNWRITTEN = 2**62  # in the place of a position, where a step wrote nothing in a row

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from random import Random
@@ -220,21 +220,6 @@ def get_task(name: str) -> Task:
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; the tasks are: {', '.join(TASKS)}")
     return TASKS[name]
-
-
-def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
-    """Draw the prompts to ship: held out, no two alike, ``4 * per_size`` of each task, as many of each list length. A
-    task's prompts depend on ``seed`` and its name only."""
-    for task in TASKS.values():
-        rng = Random(f"{task.name}-{seed}")
-        count = per_size * len(LIST_LENGTHS) // len(task.sizes)
-        for size in task.sizes:
-            prompts: set[str] = set()
-            while len(prompts) < count:
-                example = task.make(rng, held_out=True, size=size)
-                if example.prompt not in prompts:
-                    prompts.add(example.prompt)
-                    yield replace(example, answer=None) if task.many_answers else example
 
 
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:

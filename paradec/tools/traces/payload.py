@@ -73,7 +73,10 @@ def run_data(trace: Trace, name: str) -> dict[str, Any]:
         "name": name,
         "family": trace.family,
         "sampler": str(trace.settings.get("sampler", "")),
-        "settings": {key: _setting(value) for key, value in trace.settings.items()},
+        "settings": {
+            key: text if len(text) <= LONGEST_SETTING else text[: LONGEST_SETTING - 3] + "..."
+            for key, text in ((key, str(value)) for key, value in trace.settings.items())
+        },
         "cache": trace.cache,
         "score": trace.score,
         "unit": trace.unit,
@@ -86,11 +89,6 @@ def run_data(trace: Trace, name: str) -> dict[str, Any]:
         "steps": steps,
         "left": left_out,
     }
-
-
-def _setting(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST_SETTING else text[: LONGEST_SETTING - 3] + "..."
 
 
 def _row(trace: Trace, row: int, images: list[str | None]) -> dict[str, Any]:

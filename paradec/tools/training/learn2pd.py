@@ -27,7 +27,7 @@ from paradec import caches as cache_registry
 from paradec.api.generate import generate
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.prompts import Prompts, encode
-from paradec.core.protocol import Commit, Interrupted, State
+from paradec.core.protocol import Commit, State, interruptible
 from paradec.core.text_files import read_lines, replace_file
 from paradec.models.base import Model
 from paradec.samplers.masked.loop import MaskedSampler, Needs, View
@@ -187,7 +187,8 @@ def collect(
     request["eos_early_stop"] = False
     parts: list[Records] = []
     num_done = records.done
-    try:
+    message = "collecting was interrupted; the records so far are in .output"
+    with interruptible(lambda: records.joined(parts, num_done), message):
         for first in range(num_done, len(rows), batch):
             chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
 
@@ -205,10 +206,6 @@ def collect(
             num_done = first + len(chosen.rows)
             if checkpoint is not None and (num_done // batch) % 4 == 0:
                 checkpoint(records.joined(parts, num_done))
-    except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("collecting was interrupted; the records so far are in .output")
-        stopped.output = records.joined(parts, num_done)
-        raise stopped from interrupt
     return records.joined(parts, num_done)
 
 

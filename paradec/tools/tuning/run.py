@@ -13,7 +13,7 @@ from typing import Any
 from paradec import caches as cache_plans
 from paradec import samplers as registered
 from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
-from paradec.core.protocol import Interrupted
+from paradec.core.protocol import interruptible
 from paradec.core.version import DRAWS
 from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
@@ -246,7 +246,7 @@ class _Search:
         self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
-        try:
+        with interruptible(self._front, "tuning was interrupted; what was found so far is in .output"):
             if "seconds" in self.costs:  # what a process does once is no trial's
                 warm = Request(**self.base, seed=self.seed)
                 self.choosing.decode(warm, 0, min(2, self.rungs[0]))
@@ -258,10 +258,6 @@ class _Search:
                 self._report(result)
                 result.complete = not self._left()
             return result
-        except KeyboardInterrupt as interrupt:
-            stopped = Interrupted("tuning was interrupted; what was found so far is in .output")
-            stopped.output = self._front()
-            raise stopped from interrupt
 
     # ---- trials -------------------------------------------------------------------------------------------------
 

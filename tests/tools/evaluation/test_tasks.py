@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradec.tools.evaluation import TASKS, Example, load_prompts
-from paradec.tools.evaluation.tasks import is_held_out, make_prompts
+from paradec.tools.evaluation.tasks import is_held_out
 
 names = st.sampled_from(sorted(TASKS))
 seeds = st.integers(0, 2**32)
@@ -119,7 +119,6 @@ def test_shipped_prompts_are_held_out_and_balanced() -> None:
         task = TASKS[example.task]
         assert (example.answer is None) is task.many_answers
         assert task.many_answers or task.check(example, example.answer)
-    assert examples == list(make_prompts()), "the file is what the generator makes"
 
 
 def test_load_prompts_selects() -> None:
