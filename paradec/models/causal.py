@@ -73,8 +73,8 @@ def load_causal(
         _check_gguf(source, gguf_file, revision)
         files["gguf_file"] = gguf_file
         dtype = torch.float32 if dtype == "auto" else dtype
-    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
-    with checkpoint_errors(f"the config of {source!r} cannot be read", *kinds):
+    unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with checkpoint_errors(f"the config of {source!r} cannot be read", *unreadable):
         hf_config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
     config = hf_config.to_dict() if gguf_file is not None else config
     cls = _select_class(source, config)
@@ -88,7 +88,11 @@ def load_causal(
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
     mtp_prefixes = find_mtp_weights(headers, config).prefixes
-    module = _read_causal_module(source, cls, hf_config, files, dtype=dtype, read_elsewhere=mtp_prefixes, **options)
+    quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
+    options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
+    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
+    with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
+        module = read_module(cls, source, **options).eval()
     if gguf_file is not None:
         # of a quantised file that became plain numbers, transformers would not save them otherwise
         if all(parameter.is_floating_point() for parameter in module.parameters()):
@@ -143,14 +147,6 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
             "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
         )
     return getattr(transformers, expected)
-
-
-def _read_causal_module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **options: Any) -> Any:
-    quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
-    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
-    with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
-        module = read_module(cls, source, config=hf_config, computed=COMPUTED, **files, **options).eval()
-    return module
 
 
 def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:

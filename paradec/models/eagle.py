@@ -125,7 +125,10 @@ def load_eagle(
     source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
 ) -> EagleDrafter:
     """Load an EAGLE drafter, as `load_drafter` does."""
-    layer_config = _read_config(source, config, base)
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
+    check_base_sizes(source, base, **{name: read_positive(config, name) for name in ("hidden_size", "vocab_size")})
+    layer_config = build_layer_config(source, config)
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
@@ -143,14 +146,6 @@ def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Te
             heads = tensor.unflatten(0, (-1, head_dim))
             reordered[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
     return reordered
-
-
-def _read_config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
-    layers = config.get("num_hidden_layers", 1)
-    if layers != 1:
-        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
-    check_base_sizes(source, base, **{name: read_positive(config, name) for name in ("hidden_size", "vocab_size")})
-    return build_layer_config(source, config)
 
 
 def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:

@@ -167,7 +167,8 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
     model_type = config.get("model_type")
     if model_type == "llada" and llada_moe.is_llada_moe(config):
         return llada_moe.FAMILY
-    if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
+    architectures = config.get("architectures")
+    if model_type == "llama" and isinstance(architectures, list) and "StableDiffcoderForCausalLM" in architectures:
         return stable_diffcoder.FAMILY
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 

@@ -124,7 +124,11 @@ def _save_published(
     if quantization is not None:
         config["quantization_config"] = quantization
     else:
-        _check_saved(model, str(path), sizes, config)
+        headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
+        try:
+            check_weights(str(path), headers, published.family.config(config), published.family)
+        except ValueError as error:
+            raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
     split = _split_shards(sizes, max_shard_size)
     with _draft_folder(path) as draft:
         for file, tensor_names in split.filename_to_tensors.items():
@@ -144,15 +148,6 @@ def _save_published(
         if drafts is not None and model.own_drafts.adapter is not None:
             model.own_drafts.adapter.save(draft / drafts)
         _write_json(draft / "config.json", config)
-
-
-def _check_saved(model: Any, path: str, sizes: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    headers = {name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
-    family = model.published.family
-    try:
-        check_weights(path, headers, family.config(config), family)
-    except ValueError as error:
-        raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ FORMAT = Format(
     DistilledLlamaGenConfig,
     DistilledLlamaGen,
     marks=("n_d_embed.weight", "tok_embeddings.bias", "final_layer_conti.linear.weight"),
-    sizes=lambda state, found: {"codebook_dim": state["tok_embeddings.weight"].shape[1]},
+    sizes=lambda state, config: {"codebook_dim": state["tok_embeddings.weight"].shape[1]},
     grid=16,
     nested=("ema", *NESTED),
 )

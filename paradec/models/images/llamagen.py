@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +236,23 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Format:
+    name: str
+    config: type[LlamaGenConfig]
+    network: type[nn.Module]
+    marks: tuple[str, ...] = ()
+    """Weights that no LlamaGen has and this kind must have."""
+    sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
+    """Fields of the configuration that differ from a LlamaGen's of the same weights."""
+    grid: int | None = None
+    """The grid, if the published files' names do not tell it."""
+    nested: tuple[str, ...] = NESTED
+
+
+LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
+
+
 # ---- adapter --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +266,7 @@ class LlamaGenModel(ImageModel):
     Raises ValueError: a codebook of another size than the network's vocabulary."""
 
     default_name: ClassVar[str] = "LlamaGen"
+    format: ClassVar[Format] = LLAMAGEN
     caption_top_k: ClassVar[int | None] = 1000
     """The published `top_k` for captions."""
     module: LlamaGen
@@ -282,6 +300,29 @@ class LlamaGenModel(ImageModel):
         guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, self.caption_top_k)
         published = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
         self.defaults = merge_defaults(published, defaults)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        vq: str | os.PathLike[str] | VQModel | None = None,
+        text_encoder: str | tuple[Any, Any] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        grid: int | None = None,
+        n_head: int | None = None,
+    ) -> Self:
+        """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
+
+        source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
+            (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
+            decodes, `vq.safetensors`.
+        vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
+        text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
+        grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
+        n_head: heads; known from the width for the published sizes."""
+        return cls(*read_network(cls.format, source, vq, text_encoder, dtype, device, grid, n_head))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
@@ -385,45 +426,6 @@ SIZES = {"256": 16, "384": 24, "512": 32}
 """Codes along a side, by the pixels that the published files are named after (16 pixels a code)."""
 
 
-def load_llamagen(
-    source: str | os.PathLike[str],
-    *,
-    vq: str | os.PathLike[str] | VQModel | None = None,
-    text_encoder: str | tuple[Any, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    grid: int | None = None,
-    n_head: int | None = None,
-) -> LlamaGenModel:
-    """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
-
-    source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
-        (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
-        decodes, `vq.safetensors`.
-    vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
-    text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
-    grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
-    n_head: heads; known from the width for the published sizes."""
-    return LlamaGenModel(*read_network(LLAMAGEN, source, vq, text_encoder, dtype, device, grid, n_head))
-
-
-@dataclass(frozen=True)
-class Format:
-    name: str
-    config: type[LlamaGenConfig]
-    network: type[nn.Module]
-    marks: tuple[str, ...] = ()
-    """Weights that no LlamaGen has and this kind must have."""
-    sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
-    """Fields of the configuration that differ from a LlamaGen's of the same weights."""
-    grid: int | None = None
-    """The grid, if the published files' names do not tell it."""
-    nested: tuple[str, ...] = NESTED
-
-
-LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
-
-
 def read_network(
     format: Format,
     source: str | os.PathLike[str],
@@ -511,3 +513,6 @@ def _config(
         overrides = {} if format.sizes is None else format.sizes(state, base)
         config = format.config(**{name: getattr(base, name) for name in base.__dataclass_fields__} | overrides)
     return config
+
+
+load_llamagen = LlamaGenModel.load

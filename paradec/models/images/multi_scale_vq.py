@@ -171,21 +171,17 @@ def check_scales(scales: Sequence[int]) -> None:
         raise ValueError(f"scales={shown(tuple(scales))} must ascend")
 
 
-def load_multi_scale_vq(
-    source: str | os.PathLike[str], config: MultiScaleVQConfig | None = None, norm_groups: int | None = None
-) -> MultiScaleVQ:
+def load_multi_scale_vq(source: str | os.PathLike[str], norm_groups: int | None = None) -> MultiScaleVQ:
     """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names. Raises CheckpointError for a
     wrong file.
 
-    config: sizes; None takes those of the weights.
     norm_groups: of the group norms; None is the safetensors metadata's, or 32."""
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
-    if config is None:
-        stored_config = metadata.get("config", {})
-        groups = norm_groups or stored_config.get("norm_groups") or stored_config.get("group_norm_groups") or 32
-        with checkpoint_errors(f"{os.fspath(source)!r} holds no multi-scale VQ", LookupError, ValueError):
-            config = read_sizes(state, groups)
+    stored_config = metadata.get("config", {})
+    groups = norm_groups or stored_config.get("norm_groups") or stored_config.get("group_norm_groups") or 32
+    with checkpoint_errors(f"{os.fspath(source)!r} holds no multi-scale VQ", LookupError, ValueError):
+        config = read_sizes(state, groups)
     module = MultiScaleVQ(config)
     unused = () if config.encoder else ("encoder.", "quant_conv.")
     check_fit(module.state_dict(), state, os.fspath(source), unused=unused)

@@ -3,7 +3,6 @@ diagonal. LlamaGen's head predicts a cell's right neighbour, the other (`medusa_
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -11,17 +10,7 @@ from torch import Tensor, nn
 
 from paradec.core.query import Query
 from paradec.models.images.base import widen
-from paradec.models.images.llamagen import (
-    Block,
-    Format,
-    LlamaGen,
-    LlamaGenConfig,
-    LlamaGenModel,
-    RMSNorm,
-    angles,
-    read_network,
-)
-from paradec.models.images.vq import VQModel
+from paradec.models.images.llamagen import Block, Format, LlamaGen, LlamaGenConfig, LlamaGenModel, RMSNorm, angles
 
 
 class NARConfig(LlamaGenConfig):
@@ -56,15 +45,28 @@ class NAR(LlamaGen):
         return widen(torch.stack((self.output(right), self.medusa_output(below)), -2))
 
 
+NAR_FORMAT = Format(
+    "NAR",
+    NARConfig,
+    NAR,
+    marks=("medusa_norm.weight", "medusa_output.weight"),
+    sizes=lambda state, config: {"n_layer": config.n_layer - 1},
+)
+
+
 class NARModel(LlamaGenModel):
     """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call answers with [R, W,
     2, V]: the logits of the right and the lower neighbour. A cell sees the condition and all cells up to its own
-    diagonal."""
+    diagonal.
+
+    The public code loads files without a second head, and draws from a random one; here they are refused (the authors'
+    link to the 256-pixel text model is LlamaGen's own file)."""
 
     makes = "neighbour image"
     family = "groups"
     default_sampler = "nar"
     default_name = "NAR"
+    format = NAR_FORMAT
     caption_top_k = None
     module: NAR
 
@@ -102,30 +104,4 @@ class NARModel(LlamaGenModel):
         return torch.where(cells < 0, cells, cells // side + cells % side)
 
 
-NAR_FORMAT = Format(
-    "NAR",
-    NARConfig,
-    NAR,
-    marks=("medusa_norm.weight", "medusa_output.weight"),
-    sizes=lambda state, found: {"n_layer": found.n_layer - 1},
-)
-
-
-def load_nar(
-    source: str | os.PathLike[str],
-    *,
-    vq: str | os.PathLike[str] | VQModel | None = None,
-    text_encoder: str | tuple[Any, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    grid: int | None = None,
-    n_head: int | None = None,
-) -> NARModel:
-    """Read a NAR: LlamaGen's file formats with one more layer and the second head's weights (`medusa_*`). Arguments as
-    in `paradec.models.images.llamagen.load_llamagen`. Raises CheckpointError for a wrong file or unknown sizes,
-    ValueError for another codebook.
-
-    The public code loads files without a second head, and draws from a random one; here they are refused (the authors'
-    link to the 256-pixel text model is LlamaGen's own file).
-    """
-    return NARModel(*read_network(NAR_FORMAT, source, vq, text_encoder, dtype, device, grid, n_head))
+load_nar = NARModel.load

@@ -22,12 +22,6 @@ PUBLISHED = re.compile(r"Stable-DiffCoder-8B-(?:Base|Instruct)")
 BLOCK_NAME = "block_length"
 
 
-def is_stable_diffcoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json of `model_type` "llama" is that of a Stable-DiffCoder."""
-    architectures = config.get("architectures")
-    return isinstance(architectures, list) and "StableDiffcoderForCausalLM" in architectures
-
-
 def llama_config(config: Mapping[str, Any]) -> Any:
     """The `LlamaConfig` of a `config.json`. Raises CheckpointError for missing, inconsistent or unsupported fields."""
     from transformers import LlamaConfig
