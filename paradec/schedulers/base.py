@@ -161,9 +161,14 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             raise ValueError(
                 f"sample is {actual}; {type(self).__name__} takes int64 token ids {shape} and works in {self.pipelines}"
             )
-        if not isinstance(model_output, Tensor) or model_output.ndim != ndim + 1:
-            actual = str(tuple(model_output.shape)) if isinstance(model_output, Tensor) else type(model_output).__name__
-            raise ValueError(f"model_output is {actual}; {type(self).__name__} takes the logits of sample {shape}")
+        logits_shape = model_output.shape if isinstance(model_output, Tensor) else ()
+        positions = logits_shape[:-1] if ndim == 2 else (*logits_shape[:1], *logits_shape[2:])
+        if len(logits_shape) != ndim + 1 or positions != sample.shape:
+            actual = tuple(logits_shape) if logits_shape else type(model_output).__name__
+            raise ValueError(
+                f"model_output is {actual}; {type(self).__name__} takes the logits of sample {shape}, here "
+                f"{tuple(sample.shape)}"
+            )
 
     def _warn_ignored(self, defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         """Warn once per key of call arguments that the config decides."""

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.core.registry import to_data
@@ -21,6 +22,7 @@ from paradec.request import Preset, Request
 from paradec.samplers.distributions import divided
 from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.masked.loop import MaskedSampler
+from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.masked.rules.combination import Combination
 from paradec.samplers.renoising.state import anneal_temperature
 from paradec.schedulers.base import Host, SamplerScheduler
@@ -55,8 +57,9 @@ class BlockScheduler(SamplerScheduler):
     as many steps as they need). Thresholds given to the pipeline's call have no effect but a warning.
 
     The state is the open block's. It restarts at `timestep` 0, the first of each block, and when a callback has changed
-    the block. Rows that the pipeline froze after their end token stay. At a temperature, each block draws a seed from
-    `generator`; the draws differ from `paradec.generate`'s, which knows the prompt.
+    the block; masks that a callback puts into a full block stay. Rows that the pipeline froze after their end token
+    stay. At a temperature, each block draws a seed from `generator`; the draws differ from `paradec.generate`'s, which
+    knows the prompt.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"block_length": 32, "num_inference_steps": 32}
@@ -167,7 +170,7 @@ class BlockScheduler(SamplerScheduler):
         generator: torch.Generator | None,
     ) -> None:
         """Start the sampler on the rows of a block with masks."""
-        is_decided, rows_before = self._state, self._rows
+        state_before, rows_before = self._state, self._rows
         self._rows = (sample == mask_token_id).any(1).nonzero().squeeze(1)
         self._state = None
         if not len(self._rows):
@@ -185,10 +188,11 @@ class BlockScheduler(SamplerScheduler):
             generator=generator,
             eos_early_stop=False,
         )
-        if is_decided is not None and rows_before.equal(self._rows):
+        if state_before is not None:
+            new_index, old_index = (self._rows.unsqueeze(1) == rows_before).nonzero(as_tuple=True)
             for name, spec in self._state.memory.specs.items():
                 if spec.reset == "sequence":
-                    self._state.memory[name] = is_decided.memory[name]
+                    self._state.memory[name][new_index] = state_before.memory[name][old_index]
 
     def facts_name(self) -> str:
         """The model's name for the sampler."""
@@ -420,9 +424,13 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
 
 
 def call_arguments(preset: Preset) -> dict[str, Any]:
-    """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`."""
+    """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`, and ValueError for several seeds."""
     request = Request.from_arguments({}, preset)
-    return {CALL[name]: value for name, value in request.changes().items() if name in CALL} | _block_steps(request)
+    arguments: dict[str, Any] = {CALL[name]: value for name, value in request.changes().items() if name in CALL}
+    if request.seed is not None:
+        check_int("seed of the preset", request.seed, low=0, high=LARGEST_INT64)
+        arguments["generator"] = torch.Generator().manual_seed(request.seed)
+    return arguments | _block_steps(request)
 
 
 def _block_steps(request: Request) -> dict[str, int]:
@@ -431,4 +439,6 @@ def _block_steps(request: Request) -> dict[str, int]:
         return {}
     if request.block_length is None or request.max_new_tokens is None:
         raise ValueError(f"steps={request.steps} of the preset needs block_length and max_new_tokens too")
-    return {"num_inference_steps": max(1, request.steps // -(-request.max_new_tokens // request.block_length))}
+    num_blocks = -(-request.max_new_tokens // request.block_length)
+    check_steps(request.steps, np.array([num_blocks]), "blocks")
+    return {"num_inference_steps": request.steps // num_blocks}

@@ -59,6 +59,18 @@ def test_steps_are_a_block_s(model: Model) -> None:
     assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
 
 
+def test_a_seed_is_a_generator(model: Model) -> None:
+    preset = paradec.Request(sampler="threshold", block_length=BLOCK, max_new_tokens=8, temperature=0.8, seed=3)
+    pipe = LLaDA2Pipeline(BlockCausal(model), schedulers.from_preset(preset))
+    pipe.set_progress_bar_config(disable=True)
+    ids = torch.randint(0, MASK - 1, (2, 8), generator=torch.Generator().manual_seed(2))
+    first, again = (run_text(pipe, ids, **schedulers.call_arguments(preset)) for _ in range(2))
+    called = {**schedulers.call_arguments(preset), "generator": torch.Generator().manual_seed(3)}
+    assert torch.equal(first, again) and torch.equal(first, run_text(pipe, ids, **called))
+    with pytest.raises(ValueError, match="seed of the preset=.1, 2."):
+        schedulers.call_arguments(paradec.Request(seed=(1, 2)))
+
+
 @pytest.mark.parametrize(
     ("preset", "word"),
     [
@@ -67,6 +79,7 @@ def test_steps_are_a_block_s(model: Model) -> None:
         ({"sampler": "wino"}, "'wino' of the preset has no scheduler"),
         ({"sampler": "freedave"}, "'freedave'"),
         ({"steps": 4, "sampler": "low_confidence"}, "steps=4 of the preset"),
+        ({"steps": 10, "block_length": 4, "max_new_tokens": 12}, "steps=10 must be a multiple .* blocks .3"),
         ({"smapler": "x"}, "did you mean 'sampler'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Schedulers that are swapped into diffusers' pipelines: the tokens of `paradec.generate`, and configs that survive."""
 
 import copy
+import dataclasses
 import json
 import math
 import subprocess
@@ -225,6 +226,37 @@ def test_block_causal_modules_attend_as_their_model_does() -> None:
         expected = BlockCausalModule(model)(**given).logits
         found = BlockCausalModule(paradec.wrap(module, **facts))(**given).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    model.facts = dataclasses.replace(model.facts, whole_blocks=True)
+    refuses(lambda: BlockCausalModule(model)(**given), "11 positions cuts a block of 4")
+    BlockCausalModule(model)(**{name: value[:, :8] for name, value in given.items()})
+
+
+def test_logits_are_those_of_the_block() -> None:
+    scheduler, sample = schedulers.ThresholdScheduler(), torch.full((2, 4), MASK)
+    for logits in (torch.zeros(2, 3, VOCAB), torch.zeros(1, 4, VOCAB), torch.zeros(2, VOCAB)):
+        with pytest.raises(ValueError, match=r"takes the logits of sample .batch, block., here .2, 4"):
+            scheduler.step(logits, 0, sample, mask_token_id=MASK)
+
+
+def test_memory_of_a_row_survives_rows_that_end() -> None:
+    """Saber's mean confidence is of all blocks, whichever other rows have masks."""
+    draws = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(3, 4, VOCAB, generator=draws) for _ in range(2))
+    blocks = [torch.full((3, 4), MASK) for _ in range(2)]
+    blocks[1][1] = 5  # row 1 is full in the second block
+
+    def run(rows: list[int]) -> Any:
+        scheduler = schedulers.SaberScheduler()
+        scheduler.set_timesteps(4)
+        for logits, block in zip((first, second), blocks, strict=True):
+            sample, index = block[rows].clone(), 0
+            while (sample == MASK).any():
+                sample = scheduler.step(logits[rows], index, sample, mask_token_id=MASK).prev_sample
+                index += 1
+        return scheduler._state.memory["total"]
+
+    together, alone = run([0, 1, 2]), [run([row]) for row in (0, 2)]
+    assert torch.equal(together, torch.cat(alone)) and (together > 0).all()
 
 
 def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline, llada: Model) -> None:

@@ -200,6 +200,7 @@ class BlockCausalModule(nn.Module):
                 "block_causal models that predict in place ('same'), with blocks from position 0"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
+        self.whole_blocks = facts.whole_blocks
 
     @property
     def device(self) -> torch.device:
@@ -217,7 +218,13 @@ class BlockCausalModule(nn.Module):
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached ones."""
+        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached ones.
+        Raises ValueError for parts of blocks, of models that choose experts for whole ones."""
+        if self.whole_blocks and position_ids.shape[1] % self.block_length:
+            raise ValueError(
+                f"a call of {position_ids.shape[1]} positions cuts a block of {self.block_length}, for which the model "
+                f"chooses experts as a whole; give the pipeline block_length={self.block_length}, or a multiple"
+            )
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
         visible = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         visible = visible & attention_mask[:, None, :].bool()
