@@ -62,7 +62,8 @@ class D2Cache(SubsetCache):
         return ReadLog(state)
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        state.cache_state.record_confidence(state, confidence, available)
+        index, known = (state.window.rows[:, None], state.window.host_positions), state.cache_state.confidence
+        known[index] = np.where(available, confidence, known[index])
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         super().on_commit(state, tokens)
@@ -150,8 +151,3 @@ class ReadLog(ChangeLog):
         super().__init__(state)
         self.confidence = np.full(self.canvas.shape, UNREAD_CONFIDENCE)
         self.stored = np.zeros(self.canvas.shape, bool)
-
-    def record_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Record the `confidence` [R, W] of the window's candidates where `available` [R, W]."""
-        index = state.window.rows[:, None], state.window.host_positions
-        self.confidence[index] = np.where(available, confidence, self.confidence[index])

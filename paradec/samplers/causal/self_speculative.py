@@ -121,10 +121,14 @@ class SelfSpeculative(CausalSampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """As for all; of block-causal models the tokens, and masks beside them."""
+        """As for all. On block-causal models, with blocks of one: the final tokens not yet stored and the drafts,
+        causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model predicts
+        shifted, the tokens answer for themselves."""
         if state.facts.topology != "block_causal":
             return super().query(state)
-        return verify_queries(state, state.num_evaluated())
+        is_first, evaluated = state.row_step[state.rows] == 0, state.num_evaluated()
+        groups = (np.flatnonzero(is_first), np.flatnonzero(~is_first))  # prompts have a call of their own
+        return [_verify_query(state, group, evaluated[group]) for group in groups if len(group)]
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         notes, mask = super().observe(state, proposal), state.facts.mask_token_id
@@ -222,20 +226,6 @@ def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> Causal
 def _shifted_blocks(state: CausalState) -> bool:
     """Whether masks are predicted one position to the left: block-causal models made from causal ones."""
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
-
-
-def verify_queries(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
-    """Verify the running rows' windows on a block-causal model with blocks of one: final tokens not yet stored and
-    drafts, causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model
-    predicts shifted, the tokens answer for themselves.
-
-    evaluated: [R] int64: slots of each row's window."""
-    is_first = state.row_step[state.rows] == 0  # prompts have a call of their own
-    return [
-        _verify_query(state, group, evaluated[group])
-        for group in (np.flatnonzero(is_first), np.flatnonzero(~is_first))
-        if len(group)
-    ]
 
 
 def _verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:

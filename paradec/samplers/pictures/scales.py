@@ -209,8 +209,8 @@ class VAR(Sampler):
             codes=torch.zeros(len(labels), length, facts.code_dim, dtype=dtype, device=device) if self.smooth else None,
         )
         state.store = model.store(state.branches * state.batch, len(facts.scales) - 1)
-        asked = {"guidance_scale": request.guidance_scale, "seed": seeds}
-        state.trace = trace_of_labels(self, request, labels, length, **asked)
+        trace_settings = {"guidance_scale": request.guidance_scale, "seed": seeds}
+        state.trace = trace_of_labels(self, request, labels, length, **trace_settings)
         return state
 
     # ---- a step -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,11 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     # noise may hold them
     suppressed = suppressed_ids(request, facts, facts.eos_token_ids if request.holes_eos_inf else ())
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
-    generator, seeds = _randomness(request, rows, holes)
+    is_reference = request.rng == "reference"
+    if is_reference and holes:
+        raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
+    # transformers draws for rows of unequal prompts as for others
+    generator, seeds = randomness(request, [row[:1] for row in rows] if is_reference else rows)
     token_rules, early = split_stop_rules(request.stop)
     if early:
         raise ValueError(f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole")
@@ -151,15 +155,6 @@ def _starts(row: list[int], end: int, width: int) -> np.ndarray:
         if not starts or position >= starts[-1] + width:
             starts.append(position)
     return np.array(starts, np.int64)
-
-
-def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:
-    """As `randomness`; transformers draws for rows of unequal prompts as for others."""
-    if request.rng != "reference":
-        return randomness(request, rows)
-    if holes:
-        raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
-    return randomness(request, [row[:1] for row in rows])
 
 
 def _reuse(

@@ -26,6 +26,7 @@ from importlib.resources import files
 from random import Random
 from typing import Any, cast
 
+from paradec.core.checks import check_choice
 from paradec.core.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES, WORDS
 from paradec.core.text_files import number_lines
 
@@ -217,8 +218,7 @@ TASKS: dict[str, Task] = {
 
 def get_task(name: str) -> Task:
     """The task of that name."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; the tasks are: {', '.join(TASKS)}")
+    check_choice("task", name, TASKS)
     return TASKS[name]
 
 
