@@ -65,15 +65,10 @@ def infill(
         if hole not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
     if constraints is not None or request.constraint is not None:
-        num_holes = max(count_holes(row, hole, request.max_new_tokens) for row in prompts.rows)
+        masked = [[token == hole for token in row] + [True] * (request.max_new_tokens or 0) for row in prompts.rows]
+        num_holes = max(sum(new and not old for new, old in zip(row, [False, *row])) for row in masked)
         request = replace(request, constraint=hole_constraints(constraints, request.constraint, num_holes))
     return decode_request(model, prompts, request, sampler)
-
-
-def count_holes(row: list[int], hole: int, max_new_tokens: int | None) -> int:
-    """Count the runs of positions that are to be filled in a row, its answer among them."""
-    masked = [token == hole for token in row] + [True] * (max_new_tokens or 0)
-    return sum(is_hole and not was_hole for is_hole, was_hole in zip(masked, [False, *masked]))
 
 
 def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:

@@ -235,7 +235,8 @@ class Sampler(Component):
         check_model(f"sampler {self.name!r}", model, self.models)
 
     def start(self, model: Any, prompt: Any, /, *args: Any, **arguments: Any) -> State:
-        """Make the state of one request: `start(model, prompt, request)`, or the request's fields by name."""
+        """Make the state of one request: `start(model, prompt, request)`, or the request's fields by name. Raises
+        TypeError for a model of another kind, ValueError for an argument out of its range; the message names it."""
         raise NotImplementedError
 
     def memory(self) -> Mapping[str, MemorySpec]:

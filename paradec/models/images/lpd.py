@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from paradec.core.checks import check_choice, check_divides, check_int, check_number, check_type
+from paradec.core.checks import check_divides, check_int, check_number, check_type
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery, RankedQuery
 from paradec.core.orders import LPD as LPDOrder
@@ -274,7 +274,6 @@ def _count(order: Any, cells: int) -> int:
 
 def load_lpd(
     source: str | os.PathLike[str],
-    preset: str | None = None,
     *,
     vq: str | os.PathLike[str] | VQModel | None = None,
     grid: int | None = None,
@@ -288,21 +287,18 @@ def load_lpd(
     source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or a
         folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the VQ's file; "defaults" of
         requests) and `model.safetensors`.
-    preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
     vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
     grid: codes along one side, to which the file's positions are resized.
     n_head: heads; known from the width for the published models.
     dtype: of the network's parameters; float32 by default."""
-    if preset is not None:
-        check_choice("preset", preset, PRESETS)
     check_int("grid", grid, low=1, none=True)
     check_int("n_head", n_head, low=1, none=True)
     name, path, fields, vq = find_files(source, "vq", vq)
     weights = read_weights(path)[0]
-    config = _config(path, weights, preset, fields, n_head)
+    config = _config(path, weights, fields, n_head)
     with torch.device("meta"):  # its weights are the file's
         module = LPD(config)
-    check_fit(module.state_dict(), weights, str(path), preset or "an LPD")
+    check_fit(module.state_dict(), weights, str(path), "an LPD")
     if grid is not None and grid != config.grid:
         weights = weights | {"pos_embed": resize_positions(weights["pos_embed"], grid)}
         with torch.device("meta"):
@@ -320,9 +316,7 @@ def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
     return torch.cat((pos_embed[:, :1], cells.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)), 1)
 
 
-def _config(
-    path: Path, weights: Mapping[str, Tensor], preset: str | None, fields: Mapping[str, Any], n_head: int | None
-) -> LPDConfig:
+def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any], n_head: int | None) -> LPDConfig:
     with checkpoint_errors(f"{str(path)!r} does not hold an LPD", LookupError, ValueError):
         codes, dim = weights["token_emb.weight"].shape
         positions = weights["pos_embed"].shape[1] - 1
@@ -334,11 +328,10 @@ def _config(
             "num_classes": weights["class_emb.weight"].shape[0],
             "inner": weights["blocks.0.mlp.fc1.weight"].shape[0],
         }
-    sizes |= {} if preset is None else PRESETS[preset]
     published = next((entry["n_head"] for entry in PRESETS.values() if entry["dim"] == sizes["dim"]), None)
     overrides = {key: value for key, value in fields.items() if key not in NOT_SIZES}
     heads = overrides.pop("n_head", None) if n_head is None else n_head
-    heads = sizes.get("n_head", published) if heads is None else heads
+    heads = published if heads is None else heads
     if heads is None:
         raise CheckpointError(f"n_head: no published LPD is {dim} wide; give n_head=...")
     with checkpoint_errors(f"{str(path)!r} does not hold an LPD", TypeError, ValueError):

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from paradec.core.checks import check_choice, check_divides, check_int, check_type
+from paradec.core.checks import check_divides, check_int, check_type
 from paradec.models.base import Adapter
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
@@ -284,42 +284,30 @@ class MARModel(PictureModel, Adapter):
 
 def load_mar(
     source: str | os.PathLike[str],
-    preset: str | None = None,
     *,
     vae: str | os.PathLike[str] | KLDecoder | None = None,
     heads: int | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    **sizes: Any,
 ) -> MARModel:
     """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
-    "model_ema", where it has them). Raises CheckpointError for wrong files, ValueError for a wrong preset or size.
+    "model_ema", where it has them). Raises CheckpointError for wrong files.
 
     source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
         VAE's file, and "defaults" of requests).
-    preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
     vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
     heads: of encoder and decoder; known from the width for the published models.
-    dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
-    sizes: of `MAR`, instead of the preset's or the weights'."""
-    if preset is not None:
-        check_choice("preset", preset, PRESETS)
+    dtype: of the network's parameters; float32 by default. Tokens are float32 at least."""
     name, path, fields, vae = find_files(source, "vae", vae)
     weights = read_weights(path, nested=("model_ema", "model"), mmap=True)[0]
     published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
     with checkpoint_errors(f"{str(path)!r} does not hold the weights of a MAR", LookupError, TypeError):
-        if preset is None:
-            base_sizes = read_sizes(weights)
-            heads = fields.get("heads", published.get("heads")) if heads is None else heads
-        else:
-            base_sizes = dict(PRESETS[preset])
-        sizes = base_sizes | ({"eps": fields["eps"]} if "eps" in fields else {}) | sizes
-        if heads is not None:
-            sizes["heads"] = heads
-        if "heads" not in sizes:
+        sizes: dict[str, Any] = read_sizes(weights) | ({"eps": fields["eps"]} if "eps" in fields else {})
+        heads = fields.get("heads", published.get("heads")) if heads is None else heads
+        if heads is None:
             raise CheckpointError(f"heads: no published MAR is {sizes['width']} wide; give heads=...")
-        module = MAR(**sizes)
-    check_fit(module.state_dict(), weights, str(path), preset or "a MAR")
+        module = MAR(heads=heads, **sizes)
+    check_fit(module.state_dict(), weights, str(path), "a MAR")
     module.load_state_dict(weights)
     module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
     if vae is not None and not isinstance(vae, KLDecoder):

@@ -235,18 +235,14 @@ class MaskedImageModel(PictureModel, UViTModel):
         check_codebook(vq, module.codebook_size, self.facts.name)
         self.vq, self.defaults = vq, merge_defaults(DEFAULTS, defaults)
 
-    def prompts(self, class_labels: Any, num_images: int = 1) -> list[list[int]]:
-        """Input ids: `num_images` rows of one class token for every label. Raises as `labels_of`."""
-        labels = labels_of(class_labels, self.module.classes - 1, num_images)
-        return [[self.class_token(label)] for label in labels]
-
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
         """As in the base class; samplers that choose a group's targets in a full step also get the cache "recap"."""
         return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         self.refuse_negative_prompt(negative_prompt)
-        return ImageRequest(self, self.prompts(conditions, num_images))
+        labels = labels_of(conditions, self.module.classes - 1, num_images)
+        return ImageRequest(self, [[self.class_token(label)] for label in labels])
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request for all codes of a picture, with a trace: they are not written in order."""

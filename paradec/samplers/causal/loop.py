@@ -137,18 +137,14 @@ class CausalSampler(Sampler):
         negative_prompt: Any = None,
         **arguments: Any,
     ) -> CausalState:
-        """Make the state of one request.
+        """As `Sampler.start`.
 
-        model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any order,
-            whose prompts hold masks.
+        model: causal, an image model, or one of any order, whose prompts hold masks.
         prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
-        request: a `paradec.Request`; or its fields by name, with temperature 1 by default. Temperature 0 is greedy
-            decoding.
+        request: temperature is 1 by default; 0 is greedy decoding.
         grid: what follows the prompt, for image models.
         negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by default
-            the last id of the prompt.
-        Raises TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range;
-        the message names it."""
+            the last id of the prompt."""
         self.check_model(model)
         self.check_request(model, grid)
         request = request_for(self, request, arguments)

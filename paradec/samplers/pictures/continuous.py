@@ -85,14 +85,12 @@ class ContinuousSampler(Sampler):
         order: Tensor | None = None,
         **arguments: Any,
     ) -> Any:
-        """Make the state of one request.
+        """As `Sampler.start`.
 
-        model: a `paradec.models.images.mar.MARModel`. prompt: the class labels, one per image.
-        request: a `paradec.Request`; or its fields by name. `steps` is T, 1 to S, 64 by default (the paper's fast
-            setting; 256 is its best); `guidance_scale` of the published models is 2.9, 3.0 and 3.2. In a trace a token
-            is its numbers.
-        order: [B, S] int64, the random order to use, last position first; None draws it.
-        Raises TypeError: a model of another kind. ValueError: an argument out of its range; the message names it."""
+        prompt: the class labels, one per image.
+        request: `steps` is T, 1 to S, 64 by default (the paper's fast setting; 256 is its best); `guidance_scale` of
+            the published models is 2.9, 3.0 and 3.2. In a trace a token is its numbers.
+        order: [B, S] int64, the random order to use, last position first; None draws it."""
         self.check_model(model)
         if "temperature" in arguments:
             raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")

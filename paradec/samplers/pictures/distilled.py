@@ -120,8 +120,8 @@ class ScaleTeaching(CellTeaching):
         return self.ends[at], self.ends[at + 1]
 
 
-TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
-"""Fields of a request that are the teacher's, and what they are without one."""
+TAUGHT = {"guidance_scale": (1.0,), "temperature": (1.0,), "top_k": (None,), "top_p": (None, 1)}
+"""Fields of a request that are the teacher's, and their values without one."""
 NOISE_STREAM = 3
 """Of `paradec.core.rng`: the noise that a picture is made from, apart from the teacher's draws."""
 
@@ -276,27 +276,17 @@ class Distilled(Sampler):
         noise: Tensor | None = None,
         **arguments: Any,
     ) -> DistilledState:
-        """Make the state of one request.
+        """As `Sampler.start`.
 
-        Args:
-            model: a student, of `paradec.models.images.distilled`.
-            prompt: the class labels, one per picture.
-            request: a `paradec.Request`; or its fields by name. `steps` is 1 or 2 (the default); what shapes the
-                teacher's distribution is refused without one.
-            noise: [B, N, C] standard normal numbers to make the pictures from; None draws them.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
-        """
+        prompt: the class labels, one per picture.
+        request: `steps` is 1 or 2 (the default); fields of the teacher's distribution are refused without one.
+        noise: [B, N, C] standard normal numbers to make the pictures from; None draws them."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
         labels = labels_of(prompt, facts.classes - 1)
-        for name, default in TAUGHT.items():
-            if self.teacher is None and (value := getattr(request, name)) not in (
-                default,
-                1 if name == "top_p" else default,
-            ):
+        for name, neutral in TAUGHT.items():
+            if self.teacher is None and (value := getattr(request, name)) not in neutral:
                 raise ValueError(f"{name}={shown(value)} has no meaning without a teacher: a student is not guided")
         stages: Stages = facts.stages
         split = stages.split if self.split is None else self.split

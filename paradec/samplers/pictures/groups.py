@@ -153,17 +153,13 @@ class GroupWriter(Sampler):
         negative_prompt: Any = None,
         **arguments: Any,
     ) -> Any:
-        """Make the state of one request.
+        """As `Sampler.start`.
 
-        model: an image model that is fed groups; for `nar` a `paradec.models.images.nar.NARModel`, or the copy of it
-            that its `request` gives for captions.
+        model: for captions of `nar` the copy that the model's `request` gives.
         prompt: rows of ids as `model.request` lays them out; for `groups` all of one length.
-        request: a `paradec.Request`; or its fields by name. `steps` is the number of groups, for orders that say none;
-            temperature is 1 by default.
+        request: `steps` is the number of groups, for orders that say none; temperature is 1 by default.
         grid: the raster; the model's own by default.
-        negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance.
-        Raises TypeError: a model of another kind. ValueError: an argument out of its range, or an order whose groups
-        cannot be so many; the message names it."""
+        negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         return self._state(model, prompt, request, model.grid() if grid is None else grid, negative_prompt)

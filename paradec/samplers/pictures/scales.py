@@ -175,16 +175,7 @@ class VAR(Sampler):
     def start(
         self, model: Any, prompt: Sequence[int] | int, request: Request | None = None, /, **arguments: Any
     ) -> ScaleState:
-        """Make the state of one request.
-
-        Args:
-            model: a `paradec.models.images.var.VARModel`.
-            prompt: class labels, one per picture; the number of classes itself is no class.
-            request: a `paradec.Request`; or its fields by name.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
-        """
+        """As `Sampler.start`. prompt: class labels, one per picture; the number of classes itself is no class."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
