@@ -101,7 +101,11 @@ def load_causal(
             module.config.__dict__.pop("quantization_config", None)
     if device is not None:
         module = module.to(device)
-    tokenizer = _read_causal_tokenizer(source, files)
+    tokenizer = None
+    if gguf_file is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES):
+        # the tokenizers library raises bare Exception for a corrupt file
+        with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
     eos_ids, pad_id = generation_ids(module, tokenizer)
     ids: dict[str, Any] = {"eos_token_id": eos_ids, "pad_token_id": pad_id}
     with checkpoint_errors(repr(source)):
@@ -147,17 +151,6 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
             "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
         )
     return getattr(transformers, expected)
-
-
-def _read_causal_tokenizer(source: str, files: dict[str, Any]) -> Any:
-    if "gguf_file" not in files and not any(fetch(source, name, files["revision"]) for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    # the tokenizers library raises bare Exception for a corrupt file
-    with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
-    return tokenizer
 
 
 # ---- GGUF files -----------------------------------------------------------------------------------------------------

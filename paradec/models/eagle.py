@@ -132,20 +132,13 @@ def load_eagle(
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
-        weights = reorder_halves(weights, layer_config.head_dim)
+        for name, tensor in weights.items():  # from a layer that rotates adjacent pairs to one that rotates halves
+            if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
+                heads = tensor.unflatten(0, (-1, layer_config.head_dim))
+                weights = weights | {name: torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)}
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
     return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles need even heads
-
-
-def reorder_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Reorder rows of q and k from a layer that rotates adjacent pairs to one that rotates halves."""
-    reordered = dict(weights)
-    for name, tensor in weights.items():
-        if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
-            heads = tensor.unflatten(0, (-1, head_dim))
-            reordered[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
-    return reordered
 
 
 def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:

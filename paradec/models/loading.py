@@ -179,8 +179,13 @@ def load(
             raise CheckpointError(f"quantization='int8' does not work for {source!r}, which decodes canvases")
         text_options["quantization_config"] = quantization
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **text_options)
-        return lay_out_by_columns(model)
+        for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
+            if text_options.pop(name) is not None:
+                raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
+        if text_options.pop("tp_plan") is not None:
+            raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
+        common = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
+        return lay_out_by_columns(diffusion_gemma.load_diffusion_gemma(source, revision, **common, **text_options))
     is_masked = known_family(config) is not None or config.get("model_type") in [*UNSUPPORTED]
     load_model = load_masked if is_masked or not causal.is_causal(config) else causal.load_causal
     load_now = partial(load_model, source, config, revision, attn_implementation, device, dtype=dtype, **text_options)
@@ -278,25 +283,6 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
     if folder_config and image_loader(folder_config.get("model_type")) is None:  # a text model's weights
         fetch(source, "config.json", revision)  # says that it wants the folder
     return source, {"model_type": file_type(source)}
-
-
-def _load_canvases(
-    source: str,
-    revision: str | None,
-    attn_implementation: str,
-    device: torch.device | None,
-    *,
-    tp_plan: Any,
-    **options: Any,
-) -> Model:
-    for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
-        if options.pop(name) is not None:
-            raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
-    if tp_plan is not None:
-        raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
-    return diffusion_gemma.load_diffusion_gemma(
-        source, revision, device=device, attn_implementation=attn_implementation, **options
-    )
 
 
 def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | None] | None:

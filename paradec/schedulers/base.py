@@ -164,7 +164,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         logits_shape = model_output.shape if isinstance(model_output, Tensor) else ()
         positions = logits_shape[:-1] if ndim == 2 else (*logits_shape[:1], *logits_shape[2:])
         if len(logits_shape) != ndim + 1 or positions != sample.shape:
-            actual = tuple(logits_shape) if logits_shape else type(model_output).__name__
+            actual = str(tuple(logits_shape)) if logits_shape else type(model_output).__name__
             raise ValueError(
                 f"model_output is {actual}; {type(self).__name__} takes the logits of sample {shape}, here "
                 f"{tuple(sample.shape)}"

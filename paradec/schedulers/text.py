@@ -427,9 +427,10 @@ def call_arguments(preset: Preset) -> dict[str, Any]:
     """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`, and ValueError for several seeds."""
     request = Request.from_arguments({}, preset)
     arguments: dict[str, Any] = {CALL[name]: value for name, value in request.changes().items() if name in CALL}
-    if request.seed is not None:
-        check_int("seed of the preset", request.seed, low=0, high=LARGEST_INT64)
-        arguments["generator"] = torch.Generator().manual_seed(request.seed)
+    seed: Any = request.seed
+    if seed is not None:
+        check_int("seed of the preset", seed, low=0, high=LARGEST_INT64)
+        arguments["generator"] = torch.Generator().manual_seed(seed)
     return arguments | _block_steps(request)
 
 

@@ -17,18 +17,16 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 class JanusModel(TextToImageModel):
     """The adapter of transformers' `JanusForConditionalGeneration`. Samplers see image ids 0 to V - 1 unchanged and
     text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding for all but its beginning
-    of text and of image. Without a tokenizer prompts are ids.
-
-    boi_token_id: the token before a picture; by default as generation_config says."""
+    of text and of image. Without a tokenizer prompts are ids."""
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 
-    def __init__(self, module: Any, tokenizer: Any = None, boi_token_id: int | None = None, name: str | None = None):
+    def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
         super().__init__(module, module.config.vq_config.num_embeddings, tokenizer, name)
         generation = module.generation_config
-        if boi_token_id is None:
-            boi_token_id = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
-        token_ids: dict[str, Any] = {"boi_token_id": boi_token_id}
+        token_ids: dict[str, Any] = {
+            "boi_token_id": (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
+        }
         for field in ("bos_token_id", "pad_token_id"):
             value = getattr(generation, field, None)
             token_ids[field] = getattr(self.text_config, field, None) if value is None else value
