@@ -8,41 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, zip_longest
+from itertools import cycle
 from typing import Any
 
 from paradec.core.checks import check_choice, check_int
 from paradec.samplers.forecast.refresh import RunProgress, StepRule, choice
 
-Runs = tuple[tuple[int, ...], tuple[int, ...]]  # lengths of the runs of evaluated steps, and of skipped ones between
+Runs = tuple[int, ...]  # lengths of the runs of evaluated and of skipped steps, in turn
 
 MASKS: dict[str, Runs] = {  # at 28 steps, for 16 steps and more
-    "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
-    "medium": ((6, 2, 2, 2, 2, 1), (1, 3, 3, 3, 3)),
-    "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
-    "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
+    "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
+    "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
+    "fast": (6, 1, 1, 3, 1, 4, 1, 5, 1, 4, 1),
+    "ultra": (4, 2, 1, 5, 1, 6, 1, 7, 1),
 }
 SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; 10 to 14 are cut from 15
     15: {
-        "slow": ((4, 2, 2, 2, 1), (1, 1, 1, 1)),
-        "medium": ((4, 2, 1, 1, 1), (1, 1, 2, 2)),
-        "fast": ((3, 1, 1, 1, 1), (1, 2, 2, 3)),
-        "ultra": ((2, 1, 1, 1, 1), (1, 2, 3, 3)),
+        "slow": (4, 1, 2, 1, 2, 1, 2, 1, 1),
+        "medium": (4, 1, 2, 1, 1, 2, 1, 2, 1),
+        "fast": (3, 1, 1, 2, 1, 2, 1, 3, 1),
+        "ultra": (2, 1, 1, 2, 1, 3, 1, 3, 1),
     },
-    9: {
-        "slow": ((5, 2, 1), (1,)),
-        "medium": ((5, 1, 1), (1, 1)),
-        "fast": ((4, 1, 1), (1, 2)),
-        "ultra": ((3, 1, 1), (2, 2)),
-    },
-    8: {
-        "slow": ((5, 1, 1), (1,)),
-        "medium": ((4, 1, 1), (1, 1)),
-        "fast": ((3, 1, 1), (1, 2)),
-        "ultra": ((2, 1, 1), (2, 2)),
-    },
-    6: dict.fromkeys(MASKS, ((3, 1), (2,))),
-    4: dict.fromkeys(MASKS, ((2, 1), (1,))),
+    9: {"slow": (5, 1, 3), "medium": (5, 1, 1, 1, 1), "fast": (4, 1, 1, 2, 1), "ultra": (3, 2, 1, 2, 1)},
+    8: {"slow": (5, 1, 2), "medium": (4, 1, 1, 1, 1), "fast": (3, 1, 1, 2, 1), "ultra": (2, 2, 1, 2, 1)},
+    6: dict.fromkeys(MASKS, (3, 2, 1)),
+    4: dict.fromkeys(MASKS, (2, 1, 1)),
 }
 
 
@@ -80,35 +70,20 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
         raise ValueError(f"when={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
-    runs = (MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name]
-    full, skipped = list(runs[0]), list(runs[1])
-    if steps > sum(full) + sum(skipped):
-        _stretch(full, skipped, steps)
-    _cut(full, skipped, steps)
-    lengths = chain.from_iterable(zip_longest(full, skipped, fillvalue=0))
-    flags = [turn % 2 == 0 for turn, length in enumerate(lengths) for _ in range(length)]
+    runs = list((MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name])
+    # too short: the runs grow in turn, by half of their shares of the new length, the last one by 1
+    share = steps / sum(runs) * 0.5
+    increments = [max(int(length * share), 1) for length in runs[:-1]] + [1]
+    for i in cycle(range(len(runs))):
+        if sum(runs) >= steps:
+            break
+        runs[i] += increments[i]
+    # too long: the last skipped and evaluated runs shrink in turn, by single steps
+    for kind in cycle((1, 0)):
+        if sum(runs) == steps:
+            break
+        remaining = [i for i in range(kind, len(runs), 2) if runs[i]]
+        if remaining:
+            runs[remaining[-1]] -= 1
+    flags = [i % 2 == 0 for i, length in enumerate(runs) for _ in range(length)]
     return tuple(step for step, is_full in enumerate(flags) if is_full or step == steps - 1)
-
-
-def _stretch(full: list[int], skipped: list[int], steps: int) -> None:
-    """Lengthen the runs in turn, by half of their shares of the new length, until there are at least `steps`."""
-    half = steps / (sum(full) + sum(skipped)) * 0.5
-    increments = [(runs, i, max(int(runs[i] * half), 1)) for i in range(len(skipped)) for runs in (full, skipped)]
-    increments.append((full, len(full) - 1, 1))
-    while True:
-        for runs, i, more in increments:
-            runs[i] += more
-            if sum(full) + sum(skipped) >= steps:
-                return
-
-
-def _cut(full: list[int], skipped: list[int], steps: int) -> None:
-    """Shorten the last skipped and evaluated runs in turn, by single steps, until `steps` are left."""
-    surplus = sum(full) + sum(skipped) - steps
-    while surplus:
-        for runs in (skipped, full):
-            if surplus and runs:
-                runs[-1] -= 1
-                surplus -= 1
-                if runs[-1] == 0:
-                    runs.pop()
