@@ -16,8 +16,8 @@ from paradec.cli.files import read_lines as read_file_of_prompts
 from paradec.core import text_files
 from paradec.core.trace import Trace
 from paradec.request import Request
-from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.rules import MagRatios
+from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.tools.evaluation import read_questions
 from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.training.learn2pd import read_prompts as read_for_learn2pd

@@ -20,9 +20,9 @@ from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
-from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.bases import BASES, Basis, History
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Probe, Rule, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.start import row_keys
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from paradec.core.checks import check_bytes, check_choice, check_int, shown
 from paradec.core.component_text import parse_component
-from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
 from paradec.samplers.forecast.rules import DBCache, DiCache, EasyCache, FirstBlock, MagCache, SeaCache
 from paradec.samplers.forecast.step_masks import MASKS, StepMask
-from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.step_schedule import BlockSchedule, StepSchedule
 from paradec.samplers.forecast.targets import Modules, where_from
 
 RULES: Mapping[str, Any] = {

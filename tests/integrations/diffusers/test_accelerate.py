@@ -36,9 +36,9 @@ from paradec.integrations.diffusers.hooks.blocks import find_places
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
-from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
+from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
 LATENTS = [

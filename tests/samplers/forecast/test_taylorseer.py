@@ -27,8 +27,8 @@ from torch import Tensor
 
 import paradec
 from paradec.core.protocol import decode
+from paradec.integrations.diffusers.hooks.bac import adaptive_schedule, bubbling_union
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
 from paradec.samplers.forecast.forecast import RULES, Forecast
@@ -36,7 +36,7 @@ from paradec.samplers.forecast.methods import TaylorSeer
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
 from paradec.samplers.forecast.rules import SeaCache
 from paradec.samplers.forecast.step_masks import StepMask
-from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.step_schedule import BlockSchedule, StepSchedule
 from paradec.samplers.forecast.targets import Modules
 
 LABELS = [1, 2, 7]

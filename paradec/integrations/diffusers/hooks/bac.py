@@ -1,8 +1,12 @@
-"""BAC's calibration: a schedule for each module, from plain runs (`paradec.samplers.forecast.bac`)."""
+"""BAC's calibration: a schedule for each module, from plain runs (Ji et al., ICLR 2026, arXiv 2506.13456).
+
+As in the public code, unlike the paper's text, a segment is scored by its similarity to the features at its first step,
+and the bubbling union may apply to any module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +19,9 @@ from paradec.core.checks import check_choice, check_int
 from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, find_places
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.session import Session, check_every_step, find_transformers
-from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Every
+from paradec.samplers.forecast.step_schedule import BlockSchedule
 
 METRICS = ("cosine", "l1", "mse")
 
@@ -102,12 +106,55 @@ def _record_features(
 
 def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
     """Return [T, T] float64 scores of features [T, n] against each other, and their mean absolute distance."""
-    distance = torch.stack([(features - row).abs().mean(1) for row in features]).double().numpy()
-    steps = len(features)
+
+    def pairwise(measure: Callable[[Tensor], Tensor]) -> np.ndarray:
+        return torch.stack([measure(features - row).mean(1) for row in features]).double().numpy()
+
+    distance, steps = pairwise(torch.abs), len(features)
     error = float(distance.sum() / max(steps * (steps - 1), 1))
-    if metric == "l1":
-        return distance, error
-    if metric == "mse":
-        return torch.stack([(features - row).square().mean(1) for row in features]).double().numpy(), error
+    if metric != "cosine":
+        return distance if metric == "l1" else pairwise(torch.square), error
     unit = features.double() / features.double().norm(dim=1, keepdim=True).clamp(min=1e-12)
     return (unit @ unit.T).numpy(), error
+
+
+def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
+    """Choose the best `updates` steps to evaluate a module, beginning with step 0; ties go to the earliest.
+
+    scores: [T, T]; entry [a, t] is how well the features of step a serve at step t. maximise: whether larger is better.
+    """
+    total = len(scores)
+    check_int("updates", updates, low=1, high=total)
+    scores = np.asarray(scores, np.float64) if maximise else -np.asarray(scores, np.float64)
+    sums = np.cumsum(scores, axis=1)
+    # cost[a, c]: a serves steps a to c
+    cost = sums - np.take_along_axis(sums, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
+    cost[np.tril_indices(total, -1)] = -np.inf
+    best, starts = cost[0], []
+    for _ in range(1, updates):
+        totals = best[:-1, None] + cost[1:]  # [step before the last segment, its last step]
+        starts.append(totals.argmax(0) + 1)
+        best = totals.max(0)
+    steps, end = [], total - 1
+    for start in reversed(starts):
+        steps.append(int(start[end]))
+        end = steps[-1] - 1
+    return [0, *reversed(steps)]
+
+
+def bubbling_union(
+    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], num_modules: int = 3
+) -> dict[str, list[int]]:
+    """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
+
+    steps: schedules by module, in the order of evaluation.
+    errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
+    num_modules: n: modules that get the union (3 in the README, 5 in the simulations); below 2, none."""
+    names = list(steps)
+    united = {name: sorted(set(steps[name])) for name in names}
+    if num_modules < 2:
+        return united
+    for name in sorted(names, key=lambda name: -errors[name])[:num_modules]:
+        later = [module for module in names[names.index(name) :] if module in feed_forward]
+        united[name] = sorted(set(steps[name]).union(*(steps[module] for module in later)))
+    return united

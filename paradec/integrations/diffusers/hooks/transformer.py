@@ -30,9 +30,9 @@ from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
-from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
 logger = logging.getLogger("paradec")
