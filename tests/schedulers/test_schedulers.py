@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,9 @@ def test_memory_of_a_row_survives_rows_that_end() -> None:
     assert torch.equal(together, torch.cat(alone)) and (together > 0).all()
 
 
-def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline, llada: Model) -> None:
+def test_block_cache_is_refused_where_it_is_not_exact(
+    pipe: Any, ids: Tensor, amused: AmusedPipeline, llada: Model
+) -> None:
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
@@ -275,8 +278,10 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedP
     refuses(lambda: paradec.accelerate(pipe, cache="blok"), "unknown cache: 'blok'")
     refuses(lambda: paradec.accelerate(pipe, paradec.TaylorSeer(), cache="block"), "give one")
     refuses(lambda: BlockCausalModule(tiny(1)), "is bidirectional.*LLaDA2Pipeline takes block_causal")
-    with paradec.accelerate(pipe, cache="block"), pytest.raises(ValueError, match="has a block cache already"):
-        paradec.accelerate(pipe, cache="block")
+    with paradec.accelerate(pipe, cache="block"):
+        refuses(lambda: paradec.accelerate(pipe, cache="block"), "has a block cache already")
+        for length in (2, 6):  # not whole blocks of the model: keys would lack what they see
+            refuses(partial(run_text, pipe, ids, block_length=length), f"block_length={length} must be a multiple of 4")
 
 
 def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:

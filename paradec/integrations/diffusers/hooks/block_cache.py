@@ -67,8 +67,9 @@ class BlockCache(Attached):
             )
         self.pipe, self.model = pipe, model
         self._report = BlockCacheReport()
-        self._probe(int(config["block_length"]))
-        self.cached = pipe.model = CachedModel(model, pipe, self._report)
+        block = int(config["block_length"])
+        self._probe(block)
+        self.cached = pipe.model = CachedModel(model, pipe, self._report, block)
 
     def report(self) -> BlockCacheReport:
         return self._report
@@ -124,13 +125,16 @@ class BlockCache(Attached):
 
 
 class CachedModel(nn.Module):
-    """A pipeline's model with a block cache. Other attributes are the model's."""
+    """A pipeline's model with a block cache, for blocks of `block` positions or a multiple. Other attributes are the
+    model's."""
 
-    def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport):
+    def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport, block: int):
         super().__init__()
         self.inner = inner
-        self.pipe, self.report = pipe, report
-        self.prefix: _CachedPrefix | None = None
+        self.pipe, self.report, self.block = pipe, report, block
+        self.prefix: tuple[Any, Tensor] | None = (
+            None  # keys and values before the open block; tokens and mask [2, B, n]
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -139,49 +143,34 @@ class CachedModel(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate what is not cached, and return the open block's logits."""
-        width, block = input_ids.shape[1], read_block_length(self.pipe.scheduler)
+        """Evaluate what is not cached, and return the open block's logits. Raises ValueError for other blocks."""
+        block = read_block_length(self.pipe.scheduler)
+        if block % self.block:
+            raise ValueError(
+                f"block_length={block} must be a multiple of {self.block}, the scheduler's when cache='block' was "
+                "attached: the model was found to be block-causal for that; detach the session first for others"
+            )
+        inputs = torch.stack((input_ids, attention_mask))
         prefix, self.prefix = self.prefix, None  # an exception in the call leaves nothing behind
-        if prefix is None or not prefix.serves(input_ids, attention_mask, width - block):
-            prefix = _CachedPrefix(DynamicCache(), input_ids[:, :0], attention_mask[:, :0])
-        start = prefix.tokens.shape[1]
+        if prefix is None or not torch.equal(prefix[1], inputs[..., :-block][..., : prefix[1].shape[-1]]):
+            prefix = DynamicCache(), inputs[..., :0]
+        cache, start = prefix[0], prefix[1].shape[-1]
         output = self.inner(
             input_ids[:, start:],
             attention_mask=attention_mask,
             position_ids=position_ids[:, start:],
             use_cache=True,
-            **cache_keyword(self.inner, prefix.cache),
+            **cache_keyword(self.inner, cache),
         )
         report = self.report
-        layers = [layer for layer in prefix.cache.layers if layer.keys is not None]
+        layers = [layer for layer in cache.layers if layer.keys is not None]
         report.bytes = max(report.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
-        prefix.cache.crop(-block)
-        # copies: the pipeline writes into its block
-        prefix.tokens, prefix.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
-        self.prefix = prefix
+        cache.crop(-block)
+        self.prefix = cache, inputs[..., :-block]
         report.calls += 1
         report.whole += input_ids.numel()
         report.evaluated += input_ids[:, start:].numel()
         return SimpleNamespace(logits=output.logits[:, -block:])
-
-
-@dataclass
-class _CachedPrefix:
-    """Keys and values before the open block, and their tokens and attention mask [B, n]."""
-
-    cache: Any
-    tokens: Tensor
-    mask: Tensor
-
-    def serves(self, input_ids: Tensor, attention_mask: Tensor, stop: int) -> bool:
-        """Whether a call of these tokens, with a block from `stop` on, can use the cache."""
-        size = self.tokens.shape[1]
-        return (
-            len(self.tokens) == len(input_ids)
-            and size <= stop
-            and torch.equal(self.tokens, input_ids[:, :size])
-            and torch.equal(self.mask, attention_mask[:, :size])
-        )
 
 
 class BlockCausalModule(nn.Module):
