@@ -200,15 +200,9 @@ class _Runner:
         if saved is not None and saved.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
         for seed in seeds:
-            latents = self._record(seed, None)
-            for fact, expected, current in (
-                ("steps", self.total, latents.count),
-                ("guidance", self.guidance, latents.guidance),
-            ):
-                if self.full_runs and expected != current:
-                    raise ValueError(f"run: one run has {expected} {fact}, another {current}")
-            self.total, self.guidance = latents.count, latents.guidance
-            self.full_runs[seed] = latents.latent, float((latents.latent - latents.noise).norm())
+            run = self._make_run(seed, None)
+            self.total, self.guidance = run.total, run.guidance
+            self.full_runs[seed] = run.latent, float((run.latent - run.noise).norm())
         if budget > self.total:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
         if self.guidance is None:
@@ -251,20 +245,37 @@ class _Runner:
     def error(self, steps: Steps, seed: int) -> float:
         row = self.measured.setdefault(steps, {})
         if seed not in row:
-            latents, (full, distance) = self._record(seed, steps), self.full_runs[seed]
-            if latents.count != self.total:
-                raise ValueError(f"run: one run has {self.total} steps, another {latents.count}")
-            row[seed] = float((latents.latent - full).norm()) / max(distance, 1e-12)
+            full, distance = self.full_runs[seed]
+            row[seed] = float((self._make_run(seed, steps).latent - full).norm()) / max(distance, 1e-12)
         return row[seed]
 
-    def _record(self, seed: int, steps: Steps | None) -> _Latents:
-        """Make one run; a full one if `steps` is None."""
-        with _Latents(self.pipe) as latents:
+    def _make_run(self, seed: int, steps: Steps | None) -> SimpleNamespace:
+        """Make one run, a full one if `steps` is None. Return its `noise`, final `latent` (float64), `total` steps, and
+        `guidance`."""
+        scheduler, run = self.pipe.scheduler, SimpleNamespace(total=0)
+        original_step = scheduler.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            output = original_step(*args, **kwargs)
+            if not run.total:
+                sample = kwargs["sample"] if "sample" in kwargs else args[2]
+                run.noise, run.guidance = sample.detach().double().cpu(), read_guidance(self.pipe)
+            run.latent = (output[0] if isinstance(output, tuple) else output.prev_sample).detach().double().cpu()
+            run.total += 1
+            return output
+
+        scheduler.step = step
+        try:
             with nullcontext() if steps is None else Session(self.pipe, replace(self.sampler, when=steps)):
                 self.run(seed)
-        if not latents.count:
+        finally:
+            del scheduler.step
+        if not run.total:
             raise ValueError("run: no step of the pipeline's scheduler was made")
-        return latents
+        for fact, expected, actual in (("steps", self.total, run.total), ("guidance", self.guidance, run.guidance)):
+            if self.full_runs and expected != actual:
+                raise ValueError(f"run: one run has {expected} {fact}, another {actual}")
+        return run
 
     def _save(self, steps: Steps) -> None:
         """Write the study and report the progress."""
@@ -274,35 +285,6 @@ class _Runner:
         if self.progress is not None:
             num_done = sum(len(row) for row in self.measured.values())
             self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.max_errors))
-
-
-class _Latents:
-    """A context manager that records a scheduler's first input and last output, and the guidance."""
-
-    def __init__(self, pipe: Any):
-        self.pipe, self.scheduler = pipe, pipe.scheduler
-        self.noise: Tensor
-        self.latent: Tensor
-        self.count = 0
-        self.guidance: float | None = None
-
-    def __enter__(self) -> _Latents:
-        original_step = self.scheduler.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            sample = kwargs["sample"] if "sample" in kwargs else args[2]
-            output = original_step(*args, **kwargs)
-            if not self.count:
-                self.noise, self.guidance = sample.detach().double().cpu(), read_guidance(self.pipe)
-            self.latent = (output[0] if isinstance(output, tuple) else output.prev_sample).detach().double().cpu()
-            self.count += 1
-            return output
-
-        self.scheduler.step = step
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        del self.scheduler.step
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
