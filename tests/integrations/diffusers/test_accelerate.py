@@ -33,7 +33,7 @@ from paradec import Forecast, TaylorSeer, accelerate
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks import bac
 from paradec.integrations.diffusers.hooks.blocks import find_places
-from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.integrations.diffusers.hooks.transformer import estimate_memory
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
 from paradec.samplers.forecast.bases import Taylor
@@ -185,7 +185,7 @@ def test_transformers(name: str) -> None:
         assert not torch.equal(ends[1, "taylor"], ends[0, "taylor"])
         # what was said about the memory beforehand is what it took
         time = torch.full((len(inputs["hidden_states"]),), 500)
-        assert estimate(module, Forecast(**settings), **inputs, timestep=time) == report.bytes
+        assert estimate_memory(module, Forecast(**settings), **inputs, timestep=time) == report.bytes
     assert torch.equal(denoise(module, inputs, 5), expected) and attributes(module) == before
 
 
@@ -649,7 +649,7 @@ def test_half_precision_keeps_its_type() -> None:
             with accelerate(module, sampler) as session:
                 assert denoise(module, inputs, 6).dtype == torch.bfloat16
             took.append(session.report().bytes)
-            assert estimate(module, sampler, **inputs, timestep=time) == took[-1]
+            assert estimate_memory(module, sampler, **inputs, timestep=time) == took[-1]
         assert took[0] == 2 * took[1] > 0
 
 

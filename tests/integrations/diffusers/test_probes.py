@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from paradec import Forecast, TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks import magcache
-from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.integrations.diffusers.hooks.transformer import estimate_memory
 from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.forecast import DBCache, DiCache, FirstBlock, MagCache, rule_from
 from paradec.samplers.forecast.refresh import RunProgress
@@ -136,7 +136,7 @@ def test_transformers(name: str) -> None:
         sampler = Forecast(when=refresh, how="taylor", where="stack")
         with accelerate(module, sampler) as session:
             denoise(module, inputs, 2)
-        assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
+        assert estimate_memory(module, sampler, **inputs, timestep=time) == session.report().bytes
     assert attributes(module) == before
 
 

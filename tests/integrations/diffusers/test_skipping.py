@@ -24,8 +24,7 @@ from torch import Tensor
 import paradec
 from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, accelerate
 from paradec.integrations.diffusers.hooks.blocks import find_blocks
-from paradec.integrations.diffusers.hooks.memory import estimate
-from paradec.integrations.diffusers.hooks.transformer import unpack_latent
+from paradec.integrations.diffusers.hooks.transformer import estimate_memory, unpack_latent
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast import rules
 
@@ -110,7 +109,7 @@ def test_seacache_bounds_and_attaching(wan: Any) -> None:
         pipe(inputs, 4)
     # what was said about the memory beforehand holds the filtered latent
     time = torch.full((len(inputs["hidden_states"]),), 500)
-    assert estimate(pipe.transformer, sampler, **inputs, timestep=time) == session.report().bytes
+    assert estimate_memory(pipe.transformer, sampler, **inputs, timestep=time) == session.report().bytes
 
 
 def test_seacache_config_of_diffusers() -> None:

@@ -35,7 +35,6 @@ def calibrate(
     metric: str = "cosine",
     bubbling: int = 3,
     samples: int = 65536,
-    transformer: str = "transformer",
 ) -> BlockSchedule:
     """Find a schedule for the attention and feed-forward modules of a residual transformer.
 
@@ -47,7 +46,6 @@ def calibrate(
         metric: similarity of features: "cosine" (the paper's), "l1" or "mse".
         bubbling: number of modules that get the bubbling union.
         samples: compared entries of a feature, evenly strided (4 bytes each, per module and step).
-        transformer: the component of the pipeline to calibrate.
 
     Raises ValueError for an invalid setting, no such modules, or runs of unequal lengths; TypeError for another `pipe`.
     """
@@ -56,10 +54,7 @@ def calibrate(
     check_choice("metric", metric, METRICS)
     check_int("bubbling", bubbling, low=0)
     check_int("samples", samples, low=1)
-    components = find_transformers(pipe)
-    if not isinstance(pipe, nn.Module):
-        check_choice("transformer", transformer, components)
-    module = components.get(transformer, next(iter(components.values())))
+    module = next(iter(find_transformers(pipe).values()))
     names = [place.name for place in find_places(module, "module") if place.kind == "forecast"]
     total: dict[str, np.ndarray] = {}
     errors = dict.fromkeys(names, 0.0)

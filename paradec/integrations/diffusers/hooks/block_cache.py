@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.modeling_utils import ModuleUtilsMixin
 
 from paradec.core.checks import check_int
 from paradec.integrations.diffusers.hooks.hook import Attached
@@ -173,7 +174,7 @@ class CachedModel(nn.Module):
         return SimpleNamespace(logits=output.logits[:, -block:])
 
 
-class BlockCausalModule(nn.Module):
+class BlockCausalModule(ModuleUtilsMixin, nn.Module):
     """A block-causal model of paradec with the call of LLaDA2Pipeline's model.
 
     model: from `paradec.load` or `paradec.wrap`; a ValueError without topology "block_causal" and prediction "same".
@@ -190,14 +191,6 @@ class BlockCausalModule(nn.Module):
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
         self.whole_blocks = facts.whole_blocks
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     def forward(
         self,

@@ -43,35 +43,20 @@ NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)Sing
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
 STREAMS = ("hidden_states", "encoder_hidden_states")
 MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # the argument that holds the denoised stream
-ENCODER_FIRST: tuple[str, ...] = STREAMS[::-1]
+# blocks that return the text's rows before the picture's
+TEXT_ROWS_FIRST = re.compile(
+    r"(Flux2?(Single)?|Flux3Single|QwenImage|(AuraFlow)?Joint|Bria(Single|Fibo)?|Chroma|(LongCat|Ovis)Image(Single)?)"
+    r"TransformerBlock"
+)
 RETURNS = {
-    name: ENCODER_FIRST
-    for name in (
-        "FluxTransformerBlock",
-        "FluxSingleTransformerBlock",
-        "Flux2TransformerBlock",
-        "Flux2SingleTransformerBlock",
-        "Flux3SingleTransformerBlock",
-        "QwenImageTransformerBlock",
-        "JointTransformerBlock",
-        "AuraFlowJointTransformerBlock",
-        "BriaTransformerBlock",
-        "BriaSingleTransformerBlock",
-        "BriaFiboTransformerBlock",
-        "ChromaTransformerBlock",
-        "LongCatImageTransformerBlock",
-        "LongCatImageSingleTransformerBlock",
-        "OvisImageTransformerBlock",
-        "OvisImageSingleTransformerBlock",
-    )
-} | {
     "BriaFibo2TransformerBlock": ("x",),
     "Cosmos3VLTextMoTDecoderLayer": ("und_seq", "gen_seq"),
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that the returned tensors continue, by class. Others: `STREAMS`."""
+"""Arguments that the returned tensors continue, by class. Others: `STREAMS`, or these in turn (`TEXT_ROWS_FIRST`)."""
 TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns rows of the text before those of the latent
+CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents; by the class's first words; others: 1
 
 
 def bind_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +68,17 @@ def _parameters(forward: Any) -> list[str]:
     return list(inspect.signature(forward).parameters)[1:]
 
 
+def declared_streams(module: nn.Module) -> tuple[str, ...]:
+    """Return the arguments that a block's outputs continue, in turn."""
+    name = type(module).__name__
+    return STREAMS[::-1] if TEXT_ROWS_FIRST.fullmatch(name) else RETURNS.get(name, STREAMS)
+
+
 def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the inputs of a block that its outputs may continue, by argument."""
     arguments = bind_arguments(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    names = [name for name in RETURNS.get(type(module).__name__, STREAMS) if name in tensors]
+    names = [name for name in declared_streams(module) if name in tensors]
     return {name: tensors[name] for name in names or list(tensors)[:1]}
 
 
@@ -95,7 +86,7 @@ def match_outputs(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
     """Return the name of the input that each output of a block continues, or None."""
-    declared = RETURNS.get(type(module).__name__, tuple(streams))
+    declared = declared_streams(module)
     names: list[str | None] = []
     for i, shape in enumerate(shapes):
         fits = [name for name in streams if shape is not None and tuple(streams[name].shape) == shape]
@@ -122,6 +113,14 @@ def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(latent, Tensor):
         raise ValueError("a transformer was called without a latent: no argument is a floating tensor with two axes")
     return latent
+
+
+def order_axes(transformer: nn.Module, latent: Tensor) -> Tensor:
+    """Return an unpacked latent as [B, C, ...], without the conditions that Kandinsky appends to its channels."""
+    name, config = type(transformer).__name__, getattr(transformer, "config", {})
+    if name.startswith("Kandinsky"):
+        latent = latent[..., : config["in_visual_dim"]]
+    return latent.movedim(next((axis for prefix, axis in CHANNEL_AXES.items() if name.startswith(prefix)), 1), 1)
 
 
 def is_feature(leaf: Any) -> bool:

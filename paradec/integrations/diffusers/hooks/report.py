@@ -29,16 +29,16 @@ class CallRecord:
     evaluated: int  # hooked modules that were evaluated
     forecast: int  # hooked modules that were forecast or left out
     bytes: int  # of this transformer's histories after the call
-    clocked: Any = field(repr=False, default=None)
+    start: Any = field(repr=False)  # from `read_clock`
+    end: Any = field(repr=False)
 
     @property
     def seconds(self) -> float:
         """Duration of the call; on a GPU, waits for it."""
-        if isinstance(self.clocked, float):
-            return self.clocked
-        start, end = self.clocked
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+        if isinstance(self.start, float):
+            return self.end - self.start
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1000
 
 
 @dataclass(repr=False)
@@ -142,19 +142,10 @@ class Report:
         return "\n".join(lines)
 
 
-class Stopwatch:
-    """Time of a call with these inputs; of tensors on a GPU by events, so that nothing waits."""
-
-    def __init__(self, inputs: list[Any]):
-        self.is_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in inputs)
-        self.start: Any = time.perf_counter()
-        if self.is_cuda:
-            self.start = torch.cuda.Event(enable_timing=True)
-            self.start.record()
-
-    def stop(self) -> Any:
-        if not self.is_cuda:
-            return time.perf_counter() - self.start
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        return self.start, end
+def read_clock(inputs: list[Any]) -> Any:
+    """Return the time in seconds; of a call with tensors on a GPU an event, so that nothing waits."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in inputs):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -10,7 +10,6 @@ from torch import nn
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
-from paradec.integrations.diffusers.hooks.memory import check_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
@@ -48,7 +47,7 @@ class Session(Attached):
                 transformer.remove()
             self.transformers = []
             for name, module in components.items():
-                self.transformers.append(Transformer(name, module, self.sampler, self.clock, check_fitting))
+                self.transformers.append(Transformer(name, module, self.sampler, self.clock))
 
     def report(self) -> Report:
         """Return the report of the latest run so far; `print` shows a table, `.short` is one line."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from paradec.core.checks import shown
 from paradec.integrations.diffusers.hooks.blocks import (
     TEXT_FIRST,
     Place,
@@ -24,14 +26,15 @@ from paradec.integrations.diffusers.hooks.blocks import (
     find_places,
     is_feature,
     match_patterns,
+    order_axes,
 )
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.hook import Hook
-from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
+from paradec.integrations.diffusers.hooks.report import CallRecord, read_clock
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import FEW_STEPS, Every, Probe, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
@@ -81,9 +84,8 @@ class Transformer:
     "output"), or lacks a module that the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, check_fitting: Any = None):
+    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
         self.name, self.module, self.settings, self.clock = name, module, settings, clock
-        self.check_fitting = check_fitting  # `memory.check_fitting`, for a `max_memory`
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
@@ -133,7 +135,6 @@ class Transformer:
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
         self.attention: nn.Module | None = None  # its input is watched where blocks decide
-        self.hidden: Tensor | None = None  # the first block's input, watched where modules inside blocks decide
         rule, where = settings.rule, settings.where or "module"
         if isinstance(where, Modules):
             places = match_patterns(self.base, where.modules, where.skip)
@@ -177,13 +178,14 @@ class Transformer:
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
         """Hook what is needed to read a tensor that is not the input of the module that decides."""
         if watch == "hidden" and self.settings.where == "module":
-            block = modules[find_places(self.base, "block", True)[0].name]
-            self.hooks.append(Hook(block, partial(self._record_hidden, block), WATCH))
+            place = find_places(self.base, "block", True)[0]
+            self.hooks.append(Hook(modules[place.name], partial(self._decide_at, place), WATCH))
         elif watch == "modulated" and self.settings.where in ("block", "stack"):
             self.attention = modules[find_places(self.base, "module", True)[0].name]
 
-    def _record_hidden(self, block: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.hidden = find_main_stream(block, args, kwargs).detach().clone()  # the block may write into it
+    def _decide_at(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.is_inside:
+            self.decide(place, forward, args, kwargs)
         return forward(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
@@ -205,7 +207,7 @@ class Transformer:
     def _unhook_modules(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        self.hooks, self.hidden = [], None
+        self.hooks = []
         for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
         self.compiled = []
@@ -253,11 +255,11 @@ class Transformer:
         self.histories = state.branches.setdefault(branch, {})
         self.latent = find_latent(args, kwargs)
         if self.settings.rule.filters:
-            self.latent = unpack_latent(self.clock.pipe, self.latent, kwargs)
+            self.latent = unpack_latent(self.clock.pipe, order_axes(self.base, self.latent), kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
         self.evaluated, self.forecast, self.call_counts = [], [], {}
-        stopwatch, self.is_inside = Stopwatch(leaves), True
+        start, self.is_inside = read_clock(leaves), True
         try:
             if self.settings.where == "output":
                 output = self.taps[0].call(forward, args, kwargs)
@@ -285,8 +287,8 @@ class Transformer:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
         self._probe(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
-        record = CallRecord(self.name, run.index, branch, kind, evaluated, forecast, state.nbytes, stopwatch.stop())
-        state.records.append(record)
+        call = (self.name, run.index, branch, kind, evaluated, forecast, state.nbytes)
+        state.records.append(CallRecord(*call, start, read_clock(leaves)))
         return output
 
     def _begin(self, run: Run) -> RunState:
@@ -316,11 +318,20 @@ class Transformer:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
         if branch not in state.branches and self.settings.max_memory is not None:
-            key = str(signature), len(state.branches) + 1
-            if key not in self.fitting:
-                self.check_fitting(self.base, self.settings, key[1], args, kwargs)
-                self.fitting.add(key)
+            self._check_memory(signature, len(state.branches) + 1, args, kwargs)
         return branch
+
+    def _check_memory(self, signature: list[Any], branches: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError if the histories of so many such calls of a step exceed `max_memory`."""
+        settings, key = self.settings, (str(signature), branches)
+        needed = 0 if key in self.fitting else estimate_memory(self.base, settings, *args, **kwargs) * branches
+        if settings.max_memory is not None and needed > settings.max_memory:
+            raise ValueError(
+                f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {settings.forecaster.order} "
+                f"needs {needed / 1e6:.3g} MB for {branches} calls a step; where='block', 'stack' and 'output', and "
+                "lower orders, need less"
+            )
+        self.fitting.add(key)
 
     def call_index(self, name: str) -> str:
         """Count a module's calls in this call of the transformer; return a suffix of its name from the second on."""
@@ -340,21 +351,17 @@ class Transformer:
                     self.settings.rule.observe_change(self.run_progress, state.watched_input, watched)
                 else:
                     self.run_progress.memory = {}
-                state.watched_input = watched if place.name else watched.clone()
+                state.watched_input = watched.detach().clone()  # what is called next may write into it
             state.decision, state.is_deciding = self.settings.evaluates(self.run_progress), True
         return state.decision
 
     def _watched_input(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if self.attention is not None:
             return read_modulated_input(self.attention, forward, args, kwargs)
-        if self.hidden is not None:
-            return self.hidden
         assert self.latent is not None
-        if not place.name:
-            return self.latent.detach()
-        if getattr(self.settings.rule, "watch", None) == "latent":
-            return self.latent.detach().clone()
-        return find_main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
+        if not place.name or getattr(self.settings.rule, "watch", None) == "latent":
+            return self.latent
+        return find_main_stream(self.base.get_submodule(place.name), args, kwargs)
 
     def _probe(self, output: Any) -> None:
         """Check once that no placeholder of a skipped module has reached the output."""
@@ -377,6 +384,42 @@ class Transformer:
             self.logged.add(text)
             logger.warning(text)
         self.notes[topic] = text
+
+
+def estimate_memory(transformer: nn.Module, settings: Forecast, /, *args: Any, **kwargs: Any) -> int:
+    """Return the bytes of the histories of one call per step with these arguments; guidance in two calls doubles them.
+
+    Raises ValueError as `paradec.accelerate`, or if the transformer cannot be measured without running it.
+    """
+    parameters = dict(transformer.named_parameters())
+    model_class: Any = type(transformer)  # of diffusers, or there is no `from_config`
+    where = "output" if settings.rule.from_input else settings.where
+    filters = settings.rule.filters
+    rule = settings.rule if isinstance(settings.rule, Probe) and not filters else Every()
+    clock = Clock()
+    clock.run.is_open = clock.run.is_stepped = True
+    try:
+        with torch.device("meta"):
+            skeleton = model_class.from_config(transformer.config).eval()
+        for name, parameter in skeleton.named_parameters():
+            if name in parameters and parameters[name].is_floating_point():  # not where weights are quantized
+                parameter.data = parameter.data.to(parameters[name].dtype)
+        inputs, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        owner = Transformer(model_class.__name__, skeleton, Forecast(rule, settings.how, where), clock)
+        with torch.no_grad():
+            skeleton(*inputs, **named)
+    except Exception as error:
+        raise ValueError(
+            f"max_memory: {model_class.__name__} cannot be measured without running it ({error}); choose where "
+            "and order yourself, and leave max_memory out"
+        ) from error
+    rule_bytes = sum(
+        history.rule_progress.nbytes for history in owner.histories.values() if isinstance(history, StackHistory)
+    )
+    slot_bytes = owner.state.nbytes - rule_bytes
+    if filters:
+        rule_bytes = order_axes(transformer, find_latent(args, kwargs)).nbytes
+    return slot_bytes * settings.forecaster.slots + rule_bytes
 
 
 def read_guidance(pipe: Any) -> float | None:
