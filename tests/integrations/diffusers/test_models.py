@@ -30,7 +30,19 @@ from pipelines import flux_pipeline, loop_pipeline, run_flux
 from torch import Tensor, nn
 
 import paradec
-from paradec import AccumulatedChange, DBCache, DiCache, EasyCache, Every, FirstBlock, MagCache, TaylorSeer, accelerate
+from paradec import (
+    AccumulatedChange,
+    DBCache,
+    DiCache,
+    EasyCache,
+    Every,
+    FirstBlock,
+    MagCache,
+    SeaCache,
+    TaylorSeer,
+    accelerate,
+)
+from paradec.integrations.diffusers.hooks.blocks import order_axes
 from paradec.integrations.diffusers.hooks.magcache import calibrate
 
 Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
@@ -390,6 +402,32 @@ def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
                 use_kv_cache=keeps,
             )  # fmt: skip
             assert session.report().evaluated_share < 1
+
+
+def test_seacache_filters_frames_rows_and_columns() -> None:
+    """Kandinsky's latents are [B, frames, rows, columns, C], with conditions behind the latent's channels."""
+    loop, latents, steps, total = Loop("Kandinsky5"), [], [0], 0.0
+    keep = lambda module, args, kwargs: latents.append(kwargs["hidden_states"][0].double().numpy())  # noqa: E731
+    handle = loop.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    with accelerate(loop, SeaCache(3.0)) as session:
+        loop(9)
+    handle.remove()
+    filtered = []
+    for latent, level in zip(latents, loop.scheduler.sigmas.double().clamp(1e-6, 1 - 1e-6).tolist(), strict=False):
+        gain = np.ones(())
+        for length in latent.shape[:3]:
+            power = 1 / (np.abs(np.fft.fftfreq(length)) ** 3 + 1e-16)
+            gain = gain[..., None] * ((1 - level) * power / ((1 - level) ** 2 * power + level**2 + 1e-16))
+        spectrum = np.fft.fftn(latent, axes=(0, 1, 2)) * (gain / gain.mean())[..., None]
+        filtered.append(np.fft.ifftn(spectrum, axes=(0, 1, 2)).real)
+    for step in range(1, 9):
+        total += np.abs(filtered[step] - filtered[step - 1]).mean() / np.abs(filtered[step - 1]).mean()
+        if step == 8 or total >= 3 or step - steps[-1] > 2:
+            steps, total = [*steps, step], 0.0
+    assert session.report().full_steps == steps == [0, 2, 4, 6, 8]
+    assert order_axes(loop.transformer, torch.ones(1, 2, 6, 8, 9)).shape == (1, 4, 2, 6, 8)
+    cogvideo = models.CogVideoXTransformer3DModel(2, 8, 4, num_layers=1, text_embed_dim=4, time_embed_dim=4)
+    assert order_axes(cogvideo, torch.ones(1, 3, 4, 6, 8)).shape == (1, 4, 3, 6, 8)
 
 
 def test_every_without_an_interval() -> None:
