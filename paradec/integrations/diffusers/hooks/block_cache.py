@@ -41,16 +41,17 @@ class BlockCacheReport:
         )
 
 
-class BlockCache(Attached):
+class BlockCache(Attached, nn.Module):
     """A block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
-    `pipe.model` is exchanged for a `CachedModel`, which evaluates the positions from the open block on (and a finished
-    block once) over a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a model
-    without a key/value cache or (tested with random tokens) with blocks that see later ones, or with other logits over
-    a cache.
+    It takes the place of `pipe.model`, whose attributes it has, and evaluates the positions from the open block on (and
+    a finished block once) over a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a
+    model without a key/value cache or (tested with random tokens) with blocks that see later ones, or with other logits
+    over a cache.
     """
 
     def __init__(self, pipe: Any):
+        super().__init__()
         model, scheduler = getattr(pipe, "model", None), getattr(pipe, "scheduler", None)
         config = getattr(scheduler, "config", {})
         if not isinstance(model, nn.Module) or "block_length" not in config:
@@ -58,7 +59,7 @@ class BlockCache(Attached):
                 "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
                 f"{type(pipe).__name__}"
             )
-        if isinstance(model, CachedModel):
+        if isinstance(model, BlockCache):
             raise ValueError(f"{type(pipe).__name__} has a block cache already; detach that session first")
         if cache_argument(model) is None:
             raise ValueError(
@@ -66,28 +67,36 @@ class BlockCache(Attached):
                 "that paradec loaded or wrapped does as BlockCausalModule(model), of "
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
-        self.pipe, self.model = pipe, model
-        self._report = BlockCacheReport()
-        block = int(config["block_length"])
-        self._probe(block)
-        self.cached = pipe.model = CachedModel(model, pipe, self._report, block)
+        self.pipe, self.inner, self.block = pipe, model, int(config["block_length"])
+        self.counts = BlockCacheReport()
+        self.prefix: tuple[Any, Tensor] | None = (
+            None  # keys and values before the open block; tokens and mask [2, B, n]
+        )
+        self._probe(self.block)
+        pipe.model = self
 
     def report(self) -> BlockCacheReport:
-        return self._report
+        return self.counts
 
     def reset(self) -> None:
         """Free the cache."""
-        self.cached.prefix = None
+        self.prefix = None
 
     def detach(self) -> None:
-        if self.pipe.model is self.cached:
-            self.pipe.model = self.model
+        if self.pipe.model is self:
+            self.pipe.model = self.inner
         self.reset()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:
         """Raise ValueError unless the model is block-causal, with the same logits over a cache."""
-        model, device = self.model, next(self.model.parameters()).device
+        model, device = self.inner, next(self.inner.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
         generator = torch.Generator().manual_seed(0)
@@ -124,25 +133,6 @@ class BlockCache(Attached):
                 "mask its own block (causally, say); cache='block' cannot be used"
             )
 
-
-class CachedModel(nn.Module):
-    """A pipeline's model with a block cache, for blocks of `block` positions or a multiple. Other attributes are the
-    model's."""
-
-    def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport, block: int):
-        super().__init__()
-        self.inner = inner
-        self.pipe, self.report, self.block = pipe, report, block
-        self.prefix: tuple[Any, Tensor] | None = (
-            None  # keys and values before the open block; tokens and mask [2, B, n]
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
         """Evaluate what is not cached, and return the open block's logits. Raises ValueError for other blocks."""
         block = read_block_length(self.pipe.scheduler)
@@ -163,7 +153,7 @@ class CachedModel(nn.Module):
             use_cache=True,
             **cache_keyword(self.inner, cache),
         )
-        report = self.report
+        report = self.counts
         layers = [layer for layer in cache.layers if layer.keys is not None]
         report.bytes = max(report.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
         cache.crop(-block)
