@@ -43,7 +43,7 @@ from paradec import Every, Forecast
 from paradec.integrations.diffusers.hooks.magcache import calibrate
 from paradec.samplers.forecast.forecast import DBCache, DiCache, FirstBlock, MagCache
 from paradec.samplers.forecast.rules import MagRatios
-from paradec.samplers.forecast.step_masks import step_mask
+from paradec.samplers.forecast.step_schedule import step_mask
 
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)

@@ -217,13 +217,11 @@ class DMD(Basis):
         while num_even < min(len(nodes), self.window) and nodes[num_even - 1] - nodes[num_even] == spacing:
             num_even += 1
         if num_even < 4:
-            level, factors = list(tensors), [tensors[0]]  # backward differences
-            while len(factors) <= self.order and len(level) > 1:
-                level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
-                factors.append(level[0])
-            weights = hermite_weights(step - nodes[0], self.sigma, len(factors))
-            weighted = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
-            return sum(weighted[1:], start=weighted[0])
+            hermite, history = Hermite(self.order, sigma=self.sigma), None
+            for tensor, node in zip(tensors[::-1], nodes[::-1], strict=True):
+                history = hermite.update(history, tensor, node)
+            assert history is not None
+            return hermite.forecast(history, step)
         rows = torch.stack(tensors[:num_even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
         distance = (step - nodes[0]) / spacing
         return torch.stack([mode_forecast(row, distance) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)

@@ -13,8 +13,7 @@ from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
 from paradec.samplers.forecast.rules import DBCache, DiCache, EasyCache, FirstBlock, MagCache, SeaCache
-from paradec.samplers.forecast.step_masks import MASKS, StepMask
-from paradec.samplers.forecast.step_schedule import BlockSchedule, StepSchedule
+from paradec.samplers.forecast.step_schedule import MASKS, BlockSchedule, StepMask, StepSchedule
 from paradec.samplers.forecast.targets import Modules, where_from
 
 RULES: Mapping[str, Any] = {

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
@@ -296,10 +297,7 @@ class AccumulatedChange(StepRule):
         progress.change += self.rescale(relative_change(now, before))
 
     def rescale(self, change: float) -> float:
-        total = 0.0
-        for coefficient in self.coefficients:
-            total = total * change + coefficient
-        return total
+        return float(np.polyval(self.coefficients, change))
 
     def is_full(self, progress: RunProgress) -> bool:
         is_late = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps

@@ -8,7 +8,7 @@ from pipelines import dit_pipeline, flux_pipeline, run_flux
 from recorded import golden, is_packaged, read_head, read_json, replay
 
 from paradec import Forecast, accelerate
-from paradec.samplers.forecast.step_masks import MASKS, step_mask
+from paradec.samplers.forecast.step_schedule import MASKS, step_mask
 
 FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
 """By name and number of steps: 1 where a step is evaluated."""

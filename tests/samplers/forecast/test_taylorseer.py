@@ -35,8 +35,7 @@ from paradec.samplers.forecast.forecast import RULES, Forecast
 from paradec.samplers.forecast.methods import TaylorSeer
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
 from paradec.samplers.forecast.rules import SeaCache
-from paradec.samplers.forecast.step_masks import StepMask
-from paradec.samplers.forecast.step_schedule import BlockSchedule, StepSchedule
+from paradec.samplers.forecast.step_schedule import BlockSchedule, StepMask, StepSchedule
 from paradec.samplers.forecast.targets import Modules
 
 LABELS = [1, 2, 7]

@@ -19,9 +19,7 @@ from paradec.models.images.glm_image import GlmImageModel
 
 ENCODER = "vision_language_encoder"
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")  # read from the encoder's generation config
-DISABLED_SETTINGS: dict[str, Any] = (
-    UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
-)
+DISABLED_SETTINGS: dict[str, Any] = UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0, "min_p": None}
 
 
 @dataclass(frozen=True)

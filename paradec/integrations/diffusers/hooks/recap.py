@@ -120,9 +120,7 @@ class RecapSession(Attached):
             self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :max_cells]
         output = forward(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
-        tensors = [tensor for processor in self.processors for tensor in (processor.key, processor.value)] + [
-            self.hidden
-        ]
+        tensors = [self.hidden, *(tensor for entry in self.processors for tensor in (entry.key, entry.value))]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from paradec.core.thumbnails import images_to_uris
 from paradec.core.trace import Notes, Trace, get_drawing
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import Every
-from paradec.samplers.forecast.step_masks import StepMask
-from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.step_schedule import StepMask, StepSchedule
 from paradec.samplers.forecast.targets import Modules
 
 
@@ -110,12 +110,10 @@ class Report:
 
     def trace(self, images: Any = None) -> Trace:
         """Make a trace of the run. images: PIL images or a tensor [B, C, H, W] in [0, 1], shown with it."""
-        steps: dict[int, list[CallRecord]] = {}
-        for call in self.calls:
-            steps.setdefault(call.step, []).append(call)
         settings = next(iter(self.settings.values())).to_dict() if self.settings else {}
         trace = Trace([], settings, family="forecast", unit="modules")
-        for _, calls in sorted(steps.items()):
+        for _, group in groupby(self.calls, lambda call: call.step):
+            calls = list(group)
             kinds = {call.kind for call in calls}
             notes = Notes([sum(call.kind != "forecast" for call in calls)])
             trace.add(
