@@ -1,10 +1,12 @@
 """Small pipelines and transformers of diffusers, and runs of them."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -21,6 +23,7 @@ from safetensors.torch import load_file
 from small_models import END, MASK
 from torch import Tensor, nn
 
+import paradec
 from paradec import schedulers
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 
@@ -213,6 +216,16 @@ def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: i
                 total = total + output / calls
             latent = latent - total / steps
     return latent
+
+
+def check_bound(pipe: Any, sampler: paradec.Forecast, size: int, run: Callable[[], Any]) -> None:
+    """A `max_memory` of this size serves a run, and one byte less does not."""
+    with paradec.accelerate(pipe, dataclasses.replace(sampler, max_memory=size)) as session:
+        run()
+        assert session.report().bytes == size
+    bound = dataclasses.replace(sampler, max_memory=size - 1)
+    with paradec.accelerate(pipe, bound), pytest.raises(ValueError, match=f"max_memory={size - 1}: where=.* needs "):
+        run()
 
 
 def wan_pipeline() -> Any:

@@ -28,9 +28,8 @@ class History(NamedTuple):
     nodes: tuple[int, ...]  # steps of the evaluations in use, newest first
     dtype: torch.dtype  # of the feature and of forecasts
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def count_bytes(self, slots: int = 0) -> int:
+        return self.tensors[0].nbytes * (slots or len(self.tensors))
 
 
 @dataclass(frozen=True)

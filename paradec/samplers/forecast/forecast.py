@@ -42,8 +42,8 @@ class Forecast(FeatureForecast):
             "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list of patterns of
             modules (`targets.Modules`). None is "module" in a pipeline, or what `when` needs.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB"; more are a ValueError before
-            the run's first evaluation.
+        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB"; more are a ValueError in the
+            run's first evaluation, which counts them with all their orders.
     """
 
     when: Rule | Sequence[int] | str | None = None

@@ -16,6 +16,7 @@ from diffusers.hooks import apply_group_offloading
 from pipelines import (
     TRANSFORMERS,
     attributes,
+    check_bound,
     denoise,
     dit_pipeline,
     flux_pipeline,
@@ -33,7 +34,6 @@ from paradec import Forecast, TaylorSeer, accelerate
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks import bac
 from paradec.integrations.diffusers.hooks.blocks import find_places
-from paradec.integrations.diffusers.hooks.transformer import estimate_memory
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
 from paradec.samplers.forecast.bases import Taylor
@@ -183,9 +183,7 @@ def test_transformers(name: str) -> None:
             assert {call.evaluated + call.forecast for call in report.calls} == {len(find_places(module, target))}
         assert torch.equal(ends[0, "taylor"], ends[3, "reuse"])
         assert not torch.equal(ends[1, "taylor"], ends[0, "taylor"])
-        # what was said about the memory beforehand is what it took
-        time = torch.full((len(inputs["hidden_states"]),), 500)
-        assert estimate_memory(module, Forecast(**settings), **inputs, timestep=time) == report.bytes
+        check_bound(module, Forecast(**settings), report.bytes, partial(denoise, module, inputs, 5))
     assert torch.equal(denoise(module, inputs, 5), expected) and attributes(module) == before
 
 
@@ -313,7 +311,9 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
     session = accelerate(pipe, Forecast(when=Every(4, 2)))
     first = run(pipe)
     assert not torch.equal(first, plain[name]) and torch.equal(run(pipe), first)
-    assert session.report().bytes > 0 and not any(transformer.state.nbytes for transformer in session.transformers)
+    assert session.report().bytes > 0 and not any(
+        transformer.state.count_bytes() for transformer in session.transformers
+    )
 
     calls = 0
 
@@ -641,7 +641,6 @@ def test_half_precision_keeps_its_type() -> None:
     module, inputs = tiny_transformer("FLUX")
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
-    time = torch.full((1,), 500)
     for target in TARGETS:
         wide = Forecast(when=Every(3), how=Taylor(dtype="float32"), where=target)
         took = []
@@ -649,7 +648,7 @@ def test_half_precision_keeps_its_type() -> None:
             with accelerate(module, sampler) as session:
                 assert denoise(module, inputs, 6).dtype == torch.bfloat16
             took.append(session.report().bytes)
-            assert estimate_memory(module, sampler, **inputs, timestep=time) == took[-1]
+            check_bound(module, sampler, took[-1], partial(denoise, module, inputs, 6))
         assert took[0] == 2 * took[1] > 0
 
 

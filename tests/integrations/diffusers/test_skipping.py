@@ -17,14 +17,23 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanTransformer3DModel,
 )
-from pipelines import TRANSFORMERS, denoise, flux_pipeline, loop_pipeline, run_wan, tiny_transformer, wan_pipeline
+from pipelines import (
+    TRANSFORMERS,
+    check_bound,
+    denoise,
+    flux_pipeline,
+    loop_pipeline,
+    run_wan,
+    tiny_transformer,
+    wan_pipeline,
+)
 from recorded import golden, read_arrays, read_json, replay
 from torch import Tensor
 
 import paradec
 from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, accelerate
 from paradec.integrations.diffusers.hooks.blocks import find_blocks
-from paradec.integrations.diffusers.hooks.transformer import estimate_memory, unpack_latent
+from paradec.integrations.diffusers.hooks.transformer import unpack_latent
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast import rules
 
@@ -107,9 +116,7 @@ def test_seacache_bounds_and_attaching(wan: Any) -> None:
     sampler = Forecast(when=SeaCache(), where="stack")
     with accelerate(pipe, sampler) as session:
         pipe(inputs, 4)
-    # what was said about the memory beforehand holds the filtered latent
-    time = torch.full((len(inputs["hidden_states"]),), 500)
-    assert estimate_memory(pipe.transformer, sampler, **inputs, timestep=time) == session.report().bytes
+    check_bound(pipe, sampler, session.report().bytes, partial(pipe, inputs, 4))  # the filtered latent counts
 
 
 def test_seacache_config_of_diffusers() -> None:

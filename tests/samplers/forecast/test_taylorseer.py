@@ -195,7 +195,7 @@ def test_history_is_kept_in_the_derivative_dtype() -> None:
                 history, torch.full((2, 4), 1.0 + step).bfloat16(), step
             )
         assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
-        assert len(history.tensors) <= basis(order=2).slots and history.nbytes == 32 * len(history.tensors)
+        assert len(history.tensors) <= basis(order=2).slots and history.count_bytes() == 32 * len(history.tensors)
         assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
     # what is kept narrowly is rounded, what is kept widely is not
     narrow, wide = (

@@ -44,11 +44,9 @@ class StackHistory:
     ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first
     histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
 
-    @property
-    def nbytes(self) -> int:
-        return self.rule_progress.nbytes + sum(
-            history.nbytes for streams in self.histories.values() for history in streams.values()
-        )
+    def count_bytes(self, slots: int = 0) -> int:
+        histories = [history for streams in self.histories.values() for history in streams.values()]
+        return self.rule_progress.nbytes + sum(history.count_bytes(slots) for history in histories)
 
 
 @dataclass(eq=False)
@@ -193,6 +191,8 @@ class Stack:
             name: owner.basis.update(before.get(name), residual, owner.run_progress.index)
             for name, residual in added.items()
         }
+        if not before:
+            owner.check_memory()
         walk.residual = added.get(main_stream_name(walk.start))
         walk.begin, walk.end, walk.returned = -1, -1, {}
 

@@ -25,9 +25,8 @@ class ModuleHistory:
     histories: list[History | None]
     spec: Any
 
-    @property
-    def nbytes(self) -> int:
-        return sum(history.nbytes for history in self.histories if history is not None)
+    def count_bytes(self, slots: int = 0) -> int:
+        return sum(history.count_bytes(slots) for history in self.histories if history is not None)
 
 
 class Tap:
@@ -48,6 +47,8 @@ class Tap:
         if is_full or history is None or sink is None or (self.verified and place.kind == "skip"):
             output = forward(*args, **kwargs)
             owner.histories[place.name + call_index] = self._update_history(history, output, args, kwargs)
+            if history is None:
+                owner.check_memory()
             owner.evaluated.append(place.name)
             return output
         owner.forecast.append(place.name)

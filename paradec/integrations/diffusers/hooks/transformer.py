@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from paradec.core.checks import shown
 from paradec.integrations.diffusers.hooks.blocks import (
@@ -34,7 +33,7 @@ from paradec.integrations.diffusers.hooks.report import CallRecord, read_clock
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.refresh import FEW_STEPS, Every, Probe, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
@@ -72,9 +71,9 @@ class RunState:
     def forget(self) -> None:
         self.branches, self.signatures, self.watched_input, self.run_progress.memory = {}, {}, None, {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(history.nbytes for branch in self.branches.values() for history in branch.values())
+    def count_bytes(self, slots: int = 0) -> int:
+        """Count the bytes of all histories, as if each had `slots` tensors if that is not 0."""
+        return sum(history.count_bytes(slots) for branch in self.branches.values() for history in branch.values())
 
 
 class Transformer:
@@ -89,7 +88,6 @@ class Transformer:
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
-        self.fitting: set[tuple[str, int]] = set()  # signatures and calls of a step that fit into `max_memory`
         self.is_inside = False  # whether it is called in a run; else its modules are left alone
         self.run_progress = RunProgress()
         self.state = RunState(self.run_progress)
@@ -251,7 +249,7 @@ class Transformer:
         self.state, self.run_progress = state, state.run_progress
         state.advance_to_step(run.index)
         leaves = tree_leaves((args, kwargs))
-        branch = self._branch(leaves, args, kwargs)
+        branch = self._branch(leaves)
         self.histories = state.branches.setdefault(branch, {})
         self.latent = find_latent(args, kwargs)
         if self.settings.rule.filters:
@@ -287,7 +285,7 @@ class Transformer:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
         self._probe(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
-        call = (self.name, run.index, branch, kind, evaluated, forecast, state.nbytes)
+        call = (self.name, run.index, branch, kind, evaluated, forecast, state.count_bytes())
         state.records.append(CallRecord(*call, start, read_clock(leaves)))
         return output
 
@@ -308,7 +306,7 @@ class Transformer:
         state.levels = rule.noise_levels(clock.scheduler)
         return state
 
-    def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
+    def _branch(self, leaves: list[Any]) -> str:
         """Return the name of the branch: each call of a step has its histories, and other shapes begin new ones."""
         state, context = self.state, self.root.context
         count = state.num_calls[context] = state.num_calls.get(context, -1) + 1
@@ -317,21 +315,20 @@ class Transformer:
         if state.signatures.get(branch) != signature:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
-        if branch not in state.branches and self.settings.max_memory is not None:
-            self._check_memory(signature, len(state.branches) + 1, args, kwargs)
         return branch
 
-    def _check_memory(self, signature: list[Any], branches: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the histories of so many such calls of a step exceed `max_memory`."""
-        settings, key = self.settings, (str(signature), branches)
-        needed = 0 if key in self.fitting else estimate_memory(self.base, settings, *args, **kwargs) * branches
-        if settings.max_memory is not None and needed > settings.max_memory:
+    def check_memory(self) -> None:
+        """Raise ValueError if the histories of this step's calls exceed `max_memory` once they have all tensors."""
+        settings, branches = self.settings, self.state.branches
+        if settings.max_memory is None:
+            return
+        needed = self.state.count_bytes(self.basis.slots)
+        if needed > settings.max_memory:
             raise ValueError(
-                f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {settings.forecaster.order} "
-                f"needs {needed / 1e6:.3g} MB for {branches} calls a step; where='block', 'stack' and 'output', and "
-                "lower orders, need less"
+                f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {self.basis.order} needs "
+                f"{needed / 1e6:.3g} MB or more for {len(branches)} calls a step; where='block', 'stack' and 'output', "
+                "and lower orders, need less"
             )
-        self.fitting.add(key)
 
     def call_index(self, name: str) -> str:
         """Count a module's calls in this call of the transformer; return a suffix of its name from the second on."""
@@ -384,42 +381,6 @@ class Transformer:
             self.logged.add(text)
             logger.warning(text)
         self.notes[topic] = text
-
-
-def estimate_memory(transformer: nn.Module, settings: Forecast, /, *args: Any, **kwargs: Any) -> int:
-    """Return the bytes of the histories of one call per step with these arguments; guidance in two calls doubles them.
-
-    Raises ValueError as `paradec.accelerate`, or if the transformer cannot be measured without running it.
-    """
-    parameters = dict(transformer.named_parameters())
-    model_class: Any = type(transformer)  # of diffusers, or there is no `from_config`
-    where = "output" if settings.rule.from_input else settings.where
-    filters = settings.rule.filters
-    rule = settings.rule if isinstance(settings.rule, Probe) and not filters else Every()
-    clock = Clock()
-    clock.run.is_open = clock.run.is_stepped = True
-    try:
-        with torch.device("meta"):
-            skeleton = model_class.from_config(transformer.config).eval()
-        for name, parameter in skeleton.named_parameters():
-            if name in parameters and parameters[name].is_floating_point():  # not where weights are quantized
-                parameter.data = parameter.data.to(parameters[name].dtype)
-        inputs, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        owner = Transformer(model_class.__name__, skeleton, Forecast(rule, settings.how, where), clock)
-        with torch.no_grad():
-            skeleton(*inputs, **named)
-    except Exception as error:
-        raise ValueError(
-            f"max_memory: {model_class.__name__} cannot be measured without running it ({error}); choose where "
-            "and order yourself, and leave max_memory out"
-        ) from error
-    rule_bytes = sum(
-        history.rule_progress.nbytes for history in owner.histories.values() if isinstance(history, StackHistory)
-    )
-    slot_bytes = owner.state.nbytes - rule_bytes
-    if filters:
-        rule_bytes = order_axes(transformer, find_latent(args, kwargs)).nbytes
-    return slot_bytes * settings.forecaster.slots + rule_bytes
 
 
 def read_guidance(pipe: Any) -> float | None:
