@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import Every, Forecast
-from paradec.integrations.diffusers.hooks.magcache import calibrate
+from paradec.integrations.diffusers.calibration import calibrate_magcache
 from paradec.samplers.forecast.forecast import DBCache, DiCache, FirstBlock, MagCache
 from paradec.samplers.forecast.rules import MagRatios
 from paradec.samplers.forecast.step_schedule import step_mask
@@ -229,7 +229,10 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
     plain = {seed: run(name, module, None, steps, seed)["latent"] for seed in range(seeds)}
 
-    ratios = [calibrate(module, lambda seed=seed: denoise(name, module, given(name, seed), steps)) for seed in choosing]
+    ratios = [
+        calibrate_magcache(module, lambda seed=seed: denoise(name, module, given(name, seed), steps))
+        for seed in choosing
+    ]
     means = MagRatios(tuple(statistics.fmean(values) for values in zip(*(one.values for one in ratios), strict=True)))
     chosen = choose(name, module, means, steps, choosing, plain)
     contestants: dict[Any, Settings] = {(way, budget): s for way, by in chosen.items() for budget, s in by.items()}

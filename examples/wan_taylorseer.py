@@ -18,7 +18,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 
 import paradec
 from paradec.api.images import contact_sheet
-from paradec.integrations.diffusers.hooks import bac
+from paradec.integrations.diffusers.calibration import calibrate_bac
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
@@ -66,7 +66,7 @@ def main() -> None:
     print(f"plain: {time.perf_counter() - start:.2f} s")
 
     updates = steps // 5
-    schedule = bac.calibrate(pipe, run, updates)
+    schedule = calibrate_bac(pipe, run, updates)
     if not args.tiny:
         schedule.save("wan-bac.json")
     frames = [middle()] if args.compare else []

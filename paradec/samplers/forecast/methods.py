@@ -226,7 +226,7 @@ def _taylorseer_config(config: Any) -> Forecast:
 
 def _magcache_config(config: Any) -> Any:
     if config.calibrate:
-        raise ValueError("MagCacheConfig(calibrate=True): use paradec.integrations.diffusers.hooks.magcache.calibrate")
+        raise ValueError("calibrate=True: use paradec.integrations.diffusers.calibration.calibrate_magcache")
     return _with_same_settings(MagCache, config)
 
 

@@ -206,8 +206,8 @@ class MagRatios(SavedAsJson):
             data = data.tolist()
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
             raise ValueError(
-                f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them; calibrate(pipe, run) of "
-                "paradec.integrations.diffusers.hooks.magcache measures them for a model"
+                f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them; "
+                "paradec.integrations.diffusers.calibration.calibrate_magcache measures them for a model"
             )
         return cls(tuple(data))
 
@@ -220,8 +220,8 @@ class MagCache(Probe):
     defaults are diffusers' (`MagCacheConfig`).
 
     Args:
-        mag_ratios: of this model, by `paradec.integrations.diffusers.hooks.magcache.calibrate`: a `MagRatios`, its
-            file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest, image to
+        mag_ratios: of this model, by `paradec.integrations.diffusers.calibration.calibrate_magcache`: a `MagRatios`,
+            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest, image to
             image the last ones.
         threshold: of the sum.
         max_skip_steps: K: skipped steps in a row.

@@ -78,7 +78,7 @@ class StepSchedule(SavedAsJson, StepRule):
 class BlockSchedule(SavedAsJson, Rule):
     """Steps at which each module is evaluated: BAC (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-    Between them a module's last output is reused, or forecast by another basis. `hooks.bac.calibrate` finds the steps.
+    Between them a module's last output is reused, or forecast by another basis. `calibrate_bac` finds the steps.
 
     Args:
         steps: solver steps of the run.

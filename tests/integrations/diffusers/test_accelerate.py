@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import paradec
 from paradec import Forecast, TaylorSeer, accelerate
 from paradec.core.protocol import decode
-from paradec.integrations.diffusers.hooks import bac
+from paradec.integrations.diffusers.calibration import METRICS, calibrate_bac
 from paradec.integrations.diffusers.hooks.blocks import find_places
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
@@ -454,11 +454,11 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
 
 def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     before = attributes(flux.transformer)
-    schedule = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=3)
+    schedule = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=3)
     assert attributes(flux.transformer) == before and not {"step", "set_timesteps"} & set(vars(flux.scheduler))
     names = [place.name for place in find_places(flux.transformer, "module") if place.kind == "forecast"]
     assert [name for name, _ in schedule.modules] == names and schedule.steps == 16
-    alone = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
+    alone = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
     assert {len(steps) for steps in alone.values()} == {5}
     assert all(alone[name] <= steps for name, steps in schedule.as_dict().items())
     assert sum(len(steps) for steps in schedule.as_dict().values()) > 5 * len(names)
@@ -473,12 +473,12 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
         refuses(lambda: run_flux(flux, 8), "made for runs of 16 steps; this one has 8")
     for name in names:
         del dict(flux.transformer.named_modules())[name].forward
-    with accelerate(flux, Forecast(when=bac.calibrate(flux, lambda: run_flux(flux), 16, metric="l1"), how="reuse")):
+    with accelerate(flux, Forecast(when=calibrate_bac(flux, lambda: run_flux(flux), 16, metric="l1"), how="reuse")):
         assert torch.equal(run_flux(flux), plain["flux"])
     wrong = BlockSchedule(16, (("transformer_blocks.0.mlp", (0,)), *schedule.modules[1:]))
     refuses(lambda: accelerate(flux, Forecast(when=wrong)), r"refresh: .*transformer_blocks\.0\.attn")
     for given in ({"updates": 0}, {"updates": 17}, {"metric": "l3"}, {"samples": 0}, {"runs": 0}):
-        refuses(partial(bac.calibrate, flux, lambda: run_flux(flux, 16), **{"updates": 5} | given), next(iter(given)))
+        refuses(partial(calibrate_bac, flux, lambda: run_flux(flux, 16), **{"updates": 5} | given), next(iter(given)))
 
 
 class Tabled(nn.Module):
@@ -506,7 +506,7 @@ class TabledTransformer(nn.Module):
         return hidden_states
 
 
-@pytest.mark.parametrize("metric", bac.METRICS)
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(("samples", "runs"), [(65536, 1), (40, 1), (9, 1), (40, 3)])
 def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) -> None:
     tables = torch.randn(runs, 2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(2)
@@ -518,7 +518,7 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
         for step in range(7):
             module(torch.zeros(1, 40), timestep=torch.tensor(6 - step))
 
-    found = bac.calibrate(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
+    found = calibrate_bac(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
     for index, (name, steps) in enumerate(found.modules):
         stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
         seen = [[[row[at] for at in range(0, 40, stride)] for row in table] for table in tables[:, index].tolist()]

@@ -42,8 +42,8 @@ from paradec import (
     TaylorSeer,
     accelerate,
 )
+from paradec.integrations.diffusers.calibration import calibrate_magcache
 from paradec.integrations.diffusers.hooks.blocks import order_axes
-from paradec.integrations.diffusers.hooks.magcache import calibrate
 
 Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
 """A transformer, the inputs of a call, the name of the latent among them, and the latent's shape."""
@@ -330,7 +330,7 @@ def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
         full = [(call.transformer, call.step) for call in session.report().calls if call.kind == "full"]
     firsts = {name: min(step for other, step in full if other == name) for name, _ in full}
     assert firsts["transformer"] == 0 < firsts["transformer_2"] and len(full) < 24  # each evaluates before it forecasts
-    ratios = calibrate(pipe, lambda: run(12))
+    ratios = calibrate_magcache(pipe, lambda: run(12))
     assert len(ratios.values) == 12
     with accelerate(pipe, MagCache(ratios, threshold=0.5)) as session:
         run(12)

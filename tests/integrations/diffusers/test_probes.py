@@ -27,7 +27,7 @@ from pipelines import (
 from torch import Tensor, nn
 
 from paradec import Forecast, TaylorSeer, accelerate
-from paradec.integrations.diffusers.hooks import magcache
+from paradec.integrations.diffusers.calibration import calibrate_magcache
 from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.forecast import DBCache, DiCache, FirstBlock, MagCache, rule_from
 from paradec.samplers.forecast.refresh import RunProgress
@@ -91,7 +91,7 @@ def test_calibration_equals_diffusers(
     run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
     before, seeds = attributes(pipe.transformer), iter(range(runs))
     draw = torch.Generator().manual_seed
-    found = magcache.calibrate(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
+    found = calibrate_magcache(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
     assert attributes(pipe.transformer) == before and next(seeds, None) is None
     for seed in range(runs):
         pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=6))
@@ -452,11 +452,11 @@ def test_settings_are_checked() -> None:
     refuses(lambda: accelerate(module, Forecast(where="stack", when="verification")), "where='stack' leaves it out")
     with accelerate(module, DiCache()), pytest.raises(ValueError, match="num_inference_steps=None"):
         denoise(module, inputs, 2)
-    refuses(lambda: magcache.calibrate(module, lambda: None, runs=0), "runs")
-    refuses(lambda: magcache.calibrate(module, lambda: None), "no transformer was called at every step")
+    refuses(lambda: calibrate_magcache(module, lambda: None, runs=0), "runs")
+    refuses(lambda: calibrate_magcache(module, lambda: None), "no transformer was called at every step")
     lengths = iter((3, 4))
     with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
-        magcache.calibrate(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
+        calibrate_magcache(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
 
 
 def test_rules_survive_plain_data() -> None:

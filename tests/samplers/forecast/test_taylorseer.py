@@ -27,7 +27,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.protocol import decode
-from paradec.integrations.diffusers.hooks.bac import adaptive_schedule, bubbling_union
+from paradec.integrations.diffusers.calibration import adaptive_schedule, bubbling_union
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor

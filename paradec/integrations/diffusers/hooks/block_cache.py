@@ -78,14 +78,10 @@ class BlockCache(Attached, nn.Module):
     def report(self) -> BlockCacheReport:
         return self.counts
 
-    def reset(self) -> None:
-        """Free the cache."""
-        self.prefix = None
-
     def detach(self) -> None:
         if self.pipe.model is self:
             self.pipe.model = self.inner
-        self.reset()
+        self.prefix = None
 
     def __getattr__(self, name: str) -> Any:
         try:
