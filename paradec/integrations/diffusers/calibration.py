@@ -53,16 +53,15 @@ def calibrate_magcache(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> M
     Raises ValueError for invalid `runs`, no blocks, or runs of unequal lengths; TypeError for another `pipe`.
     """
     check_int("runs", runs, low=1)
-    total: list[float] = []
+    measured: list[list[float]] = []
     for _ in range(runs):
         measure = _Magnitudes()
         with Session(pipe, Forecast(when=measure)) as session:
             run()
             steps = sorted(session.report().full_steps)
-        check_every_step("no transformer was called", steps, len(total))
-        ratios = [sum(measure.ratios[step]) / len(measure.ratios[step]) for step in steps]
-        total = [a + b for a, b in zip(total or [0.0] * len(ratios), ratios, strict=True)]
-    return MagRatios(tuple(value / runs for value in total))
+        check_every_step("no transformer was called", steps, len(measured[0]) if measured else 0)
+        measured.append([sum(measure.ratios[step]) / len(measure.ratios[step]) for step in steps])
+    return MagRatios(tuple(sum(values) / runs for values in zip(*measured, strict=True)))
 
 
 def calibrate_bac(
@@ -104,12 +103,10 @@ def calibrate_bac(
             scores, error = _compare(torch.stack([torch.cat(samples_by_step[step]) for step in steps]), metric)
             total[name] = total.get(name, 0) + scores
             errors[name] += error
-    count = len(total[names[0]])
-    check_int("updates", updates, low=1, high=count)
     schedules = {name: adaptive_schedule(total[name], updates, maximise=metric == "cosine") for name in names}
     feed_forward = [name for name in names if FEED_FORWARD.fullmatch(name.split(".")[-1]) or name.endswith("proj_out")]
     united = bubbling_union(schedules, errors, feed_forward, bubbling)
-    return BlockSchedule(count, tuple((name, tuple(united[name])) for name in names))
+    return BlockSchedule(len(total[names[0]]), tuple((name, tuple(united[name])) for name in names))
 
 
 def _record_features(

@@ -67,7 +67,6 @@ class StepTuning:
         self.schedule.save(Path(path))
 
     def to_dict(self) -> dict[str, Any]:
-        mean, low, high = self.difference
         return {
             "even": self.even.to_dict(),
             "best": self.best.to_dict(),
@@ -75,7 +74,7 @@ class StepTuning:
             "report": list(self.report),
             "errors": self.errors,
             "num_sets": self.num_sets,
-            "difference": {"mean": mean, "low": low, "high": high},
+            "difference": dict(zip(("mean", "low", "high"), self.difference, strict=True)),
             "chosen": self.chosen,
         }
 

@@ -81,15 +81,11 @@ class Rule(Checked):
     """Base of all values of `Forecast(when=...)`. A setting out of its range is a ValueError."""
 
     name: ClassVar[str] = ""
+    how: ClassVar[str] = "taylor"  # `Forecast.how`, unless the sampler names one
     measures: ClassVar[bool] = False  # whether `StepRule.observe_change` is implemented
     from_input: ClassVar[bool] = False  # whether the difference of the transformer's output and input is forecast
     filters: ClassVar[bool] = False  # whether `RunProgress.latent` must have rows and columns
     evaluates_last: ClassVar[bool] = False  # whether the number of steps must be known
-
-    @property
-    def how(self) -> str:
-        """`Forecast.how`, unless the sampler names one."""
-        return "taylor"
 
     @property
     def where(self) -> str | Modules | None:
@@ -150,22 +146,11 @@ class Probe(Rule):
     The blocks between the probe and the last ones are evaluated, or forecast as one residual.
     """
 
+    how = "reuse"
     where = "stack"
+    head: ClassVar[int] = 0  # number of blocks in the probe, evaluated at every step
+    tail: ClassVar[int] = 0  # number of last blocks that are evaluated at every step
     replaces_probe: ClassVar[bool] = False  # whether a forecast also replaces the probe's blocks
-
-    @property
-    def how(self) -> str:
-        return "reuse"
-
-    @property
-    def head(self) -> int:
-        """Number of blocks in the probe, evaluated at every step."""
-        return 0
-
-    @property
-    def tail(self) -> int:
-        """Number of last blocks that are evaluated at every step."""
-        return 0
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         """Whether the blocks after the probe are evaluated in this call; true if `forced`.

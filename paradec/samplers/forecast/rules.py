@@ -75,11 +75,11 @@ class DBCache(Probe):
     name = "dbcache"
 
     @property
-    def head(self) -> int:
+    def head(self) -> int:  # type: ignore[override]
         return self.Fn_compute_blocks
 
     @property
-    def tail(self) -> int:
+    def tail(self) -> int:  # type: ignore[override]
         return self.Bn_compute_blocks
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
@@ -127,7 +127,7 @@ class DiCache(Probe):
     how = "taylor"
 
     @property
-    def head(self) -> int:
+    def head(self) -> int:  # type: ignore[override]
         return self.probe_depth
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
@@ -285,7 +285,7 @@ class SeaCache(Probe):
     filters = True
 
     @property
-    def how(self) -> str:
+    def how(self) -> str:  # type: ignore[override]
         return "taylor" if self.residual_order else "reuse"
 
     def check_model(self, module: nn.Module) -> None:

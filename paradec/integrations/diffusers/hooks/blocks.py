@@ -197,8 +197,7 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which are never called
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, containers)]
     chosen: dict[str, Kind] = {}
-    patterns = [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]
-    for setting, pattern in patterns:
+    for setting, pattern in [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]:
         kind: Kind = "forecast" if setting == "modules" else "skip"
         matching = [name for name in names if re.fullmatch(pattern, name)]
         if not matching:

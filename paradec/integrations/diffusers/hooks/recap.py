@@ -69,10 +69,7 @@ class RecapSession(Attached):
         self.hidden: Tensor | None = None  # [R, N, D]: the last layer's output of all cells
         self.run: object | None = None
         pipe.scheduler = scheduler
-        self.attention = [layer.attn1 for layer in layers]
-        self.processors = [_CachingProcessor(self, attention.processor) for attention in self.attention]
-        for attention, processor in zip(self.attention, self.processors, strict=True):
-            attention.processor = processor
+        self.processors = [_CachingProcessor(self, layer.attn1) for layer in layers]
         self.transformer = transformer
         transformer._paradec_session = self
         self.hooks = [
@@ -87,9 +84,9 @@ class RecapSession(Attached):
     def detach(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        for attention, processor in zip(self.attention, self.processors, strict=True):
-            if attention.processor is processor:
-                attention.processor = processor.original
+        for processor in self.processors:
+            if processor.attention.processor is processor:
+                processor.attention.processor = processor.original
         if vars(self.transformer).get("_paradec_session") is self:
             del self.transformer._paradec_session
         self._forget()
@@ -144,10 +141,11 @@ class RecapSession(Attached):
 class _CachingProcessor:
     """diffusers' attention with stored keys and values of all cells; a local step updates some."""
 
-    def __init__(self, session: RecapSession, original: Any):
-        self.session, self.original = session, original
+    def __init__(self, session: RecapSession, attention: Any):
+        self.session, self.attention, self.original = session, attention, attention.processor
         self.key: Tensor | None = None
         self.value: Tensor | None = None
+        attention.processor = self
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def heads(x: Tensor) -> Tensor:

@@ -20,18 +20,8 @@ from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
-
-@dataclass
-class OutputForm:
-    """The structure of a block's output: streams by name, and constants."""
-
-    names: list[str | None]
-    constants: list[Any]
-    spec: Any
-
-    def build(self, streams: dict[str, Tensor]) -> Any:
-        pairs = zip(self.names, self.constants, strict=True)
-        return tree_unflatten([constant if name is None else streams[name] for name, constant in pairs], self.spec)
+Build = Callable[[dict[str, Tensor]], Any]
+"""Makes a block's output of its streams by name, with the evaluated output's other values."""
 
 
 @dataclass(eq=False)
@@ -39,8 +29,7 @@ class StackHistory:
     """The stack's history in one branch. Positions count the calls of blocks."""
 
     rule_progress: RunProgress = field(default_factory=RunProgress)
-    places: dict[int, Place] = field(default_factory=dict)  # the blocks of the latest evaluation
-    forms: dict[int, OutputForm] = field(default_factory=dict)
+    blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # of the latest evaluation
     ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first
     histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
 
@@ -124,9 +113,9 @@ class Stack:
         if walk.begin < 0:
             walk.begin, walk.start = walk.position, self._start(walk, streams)
         output = forward(*args, **kwargs)
-        walk.history.forms[walk.position], walk.returned = self._split(module, streams, output)
-        walk.history.places[walk.position] = walk.place = place
-        walk.end = walk.position
+        build, walk.returned = self._split(module, streams, output)
+        walk.history.blocks[walk.position] = place, build
+        walk.place, walk.end = place, walk.position
         self.owner.evaluated.append(place.name)
         return output
 
@@ -148,7 +137,7 @@ class Stack:
             state.latent = None
             owner.state.decision = full or bool(owner.state.decision)  # the step's, of all its calls
         if full:
-            history.places, history.forms, history.ends = {}, {}, {}
+            history.blocks, history.ends = {}, {}
         return full
 
     def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,9 +146,7 @@ class Stack:
         # not where the probe has changed the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
 
-    def _split(
-        self, module: nn.Module, streams: dict[str, Tensor], output: Any
-    ) -> tuple[OutputForm, dict[str, Tensor]]:
+    def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Build, dict[str, Tensor]]:
         leaves, spec = tree_flatten(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         names = match_outputs(module, streams, shapes)
@@ -172,7 +159,12 @@ class Stack:
                 )
         constants = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
         returned = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
-        return OutputForm(names, constants, spec), returned
+
+        def build(streams: dict[str, Tensor]) -> Any:
+            pairs = zip(names, constants, strict=True)
+            return tree_unflatten([constant if name is None else streams[name] for name, constant in pairs], spec)
+
+        return build, returned
 
     def _close(self, walk: StackCall) -> None:
         """End the open segment, if any, and update its histories."""
@@ -181,7 +173,7 @@ class Stack:
         owner, history = self.owner, walk.history
         if not walk.full:
             raise RuntimeError(
-                f"{owner.name} does not call block {history.places[walk.end].name}, which it called when it was "
+                f"{owner.name} does not call block {history.blocks[walk.end][0].name}, which it called when it was "
                 "evaluated; call session.reset() where the blocks that are called change"
             )
         history.ends[walk.begin] = walk.end
@@ -198,8 +190,8 @@ class Stack:
 
     def _forecast(self, walk: StackCall, place: Place, streams: dict[str, Tensor]) -> Any:
         owner, history, position = self.owner, walk.history, walk.position
-        form = history.forms.get(position)
-        if form is None or history.places[position] is not place:
+        evaluated, build = history.blocks.get(position, (None, None))
+        if build is None or evaluated is not place:
             raise RuntimeError(
                 f"{owner.name} calls block {place.name}, which it left out when it was evaluated; "
                 "call session.reset() where the blocks that are called change"
@@ -209,14 +201,14 @@ class Stack:
             walk.start = self._start(walk, streams)
         owner.forecast.append(place.name)
         if position != walk.end:
-            return form.build(streams)
+            return build(streams)
         sums = dict(streams)
         for name, before in history.histories[position].items():
             value = owner.basis.forecast(before, walk.step)
             history.histories[position][name] = owner.basis.roll(before, value)
             sums[name] = walk.start[name] + value
         walk.begin, walk.end = -1, -1
-        return form.build(sums)
+        return build(sums)
 
 
 def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:

@@ -245,12 +245,12 @@ class Transformer:
         state = run.states.get(self.name) or self._begin(run)
         if self._is_stale:
             self._hook_modules()
-            state.branches = {}
+            state.branches, state.signatures = {}, {}
         self.state, self.run_progress = state, state.run_progress
         state.advance_to_step(run.index)
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves)
-        self.histories = state.branches.setdefault(branch, {})
+        self.histories = state.branches[branch]
         self.latent = find_latent(args, kwargs)
         if self.settings.rule.filters:
             self.latent = unpack_latent(self.clock.pipe, order_axes(self.base, self.latent), kwargs)
@@ -292,9 +292,7 @@ class Transformer:
     def _begin(self, run: Run) -> RunState:
         rule, clock = self.settings.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
-            self._note(
-                "schedule", f"the run does not tell its {', '.join(unknown)}, so that the steps may be those of another"
-            )
+            self._note("schedule", f"the run does not tell its {', '.join(unknown)}, so the steps may not fit it")
         self.notes.pop("steps", None)
         if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
             self._note(
@@ -313,8 +311,7 @@ class Transformer:
         branch = f"{context or 'call'} {count}"
         signature = [_signature(leaf) for leaf in leaves]
         if state.signatures.get(branch) != signature:
-            state.branches.pop(branch, None)
-        state.signatures[branch] = signature
+            state.signatures[branch], state.branches[branch] = signature, {}
         return branch
 
     def check_memory(self) -> None:
@@ -365,14 +362,13 @@ class Transformer:
         skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
         if not self.must_check_skipped or not set(skipped).intersection(self.forecast):
             return
-        self.must_check_skipped = False
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if is_feature(leaf)):
             self.clock.end()
-            self.must_check_skipped = True
             raise RuntimeError(
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
                 "module must feed nothing but modules that are forecast"
             )
+        self.must_check_skipped = False
 
     def _note(self, topic: str, text: str) -> None:
         """Note an automatic decision in the report, and once in the log."""
