@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -22,6 +21,9 @@ from paradec.models.checkpoint import (
     read_module,
     read_weight_headers,
 )
+from paradec.models.gguf import CAUSAL as GGUF_CAUSAL
+from paradec.models.gguf import MASKED as GGUF_MASKED
+from paradec.models.gguf import GgufFile
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -33,8 +35,6 @@ GGUF_ENCODERS = (
     *("t5encoder", "gemma-embedding", "clip"),
 )
 """GGUF's names of architectures that give no next token."""
-GGUF_MASKED = ("llada", "llada-moe", "dream", "rnd1")
-"""GGUF's names of masked diffusion models, which transformers does not read."""
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
@@ -49,7 +49,7 @@ def load_causal(
     attn_implementation: str,
     device: torch.device | None,
     *,
-    gguf_file: str | None = None,
+    gguf: GgufFile | None = None,
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> Model:
@@ -57,7 +57,7 @@ def load_causal(
     another kind.
 
     config: config.json; {} for a GGUF file, which contains one.
-    gguf_file: the GGUF file in `source`. Its weights become plain numbers, float32 unless `dtype` says otherwise.
+    gguf: the GGUF file in `source`.
     options: for `from_pretrained`."""
     import transformers
 
@@ -69,17 +69,16 @@ def load_causal(
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
     files: dict[str, Any] = {"revision": revision}
-    if gguf_file is not None:
-        _check_gguf(source, gguf_file, revision)
-        files["gguf_file"] = gguf_file
-        dtype = torch.float32 if dtype == "auto" else dtype
+    if gguf is not None:
+        _check_architecture(gguf)
+        files["gguf_file"] = os.path.basename(gguf.path)
     unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError)
     with checkpoint_errors(f"the config of {source!r} cannot be read", *unreadable):
         hf_config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
-    config = hf_config.to_dict() if gguf_file is not None else config
+    config = hf_config.to_dict() if gguf is not None else config
     cls = _select_class(source, config)
     headers: dict[str, Any] = {}
-    if gguf_file is None:
+    if gguf is None:
         is_quantised(source, config)
         headers = read_weight_headers(source, revision)
         check_stored_dtypes(source, config, revision)
@@ -88,12 +87,14 @@ def load_causal(
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
     mtp_prefixes = find_mtp_weights(headers, config).prefixes
+    if gguf is not None and gguf.architecture in GGUF_CAUSAL:
+        options["state_dict"] = gguf.weights(dtype)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
     kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
         module = read_module(cls, source, **options).eval()
-    if gguf_file is not None:
+    if gguf is not None:
         # of a quantised file that became plain numbers, transformers would not save them otherwise
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             for name in ("hf_quantizer", "is_quantized", "quantization_method"):
@@ -102,7 +103,7 @@ def load_causal(
     if device is not None:
         module = module.to(device)
     tokenizer = None
-    if gguf_file is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES):
+    if gguf is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES):
         # the tokenizers library raises bare Exception for a corrupt file
         with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
@@ -110,7 +111,7 @@ def load_causal(
     ids: dict[str, Any] = {"eos_token_id": eos_ids, "pad_token_id": pad_id}
     with checkpoint_errors(repr(source)):
         model = wrap(module, prediction="shifted", topology="causal", **ids, tokenizer=tokenizer)
-    name = os.path.basename(gguf_file or source.rstrip("/")) or source
+    name = os.path.basename(source.rstrip("/") if gguf is None else gguf.path) or source
     model.facts = dataclasses.replace(model.facts, name=name.removesuffix(GGUF_ENDING))
     max_new_tokens = getattr(module.generation_config, "max_new_tokens", None)
     if isinstance(max_new_tokens, int) and max_new_tokens > 0:
@@ -172,35 +173,18 @@ def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None
     return f"{owner}/{repository}", name
 
 
-def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
-    """Raise CheckpointError unless the file can be read, and is of an architecture that transformers reads."""
-    path = fetch(source, gguf_file, revision)
-    if path is None:
-        raise CheckpointError(f"{source!r} has no {gguf_file}")
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(f"{gguf_file} of {source!r} is read with the package gguf: pip install gguf")
-    from gguf import GGUFReader
-
-    # of a broken file, numpy and struct raise several kinds
-    with checkpoint_errors(f"{str(path)!r} cannot be read as a GGUF file", Exception):
-        field = GGUFReader(path).fields["general.architecture"]
-        architecture = bytes(field.parts[field.data[0]]).decode()
-    if architecture in GGUF_ENCODERS:
-        raise CheckpointError(f"{gguf_file} of {source!r} holds {architecture!r}, an encoder: it gives no next token")
-    if architecture in GGUF_MASKED:
-        raise CheckpointError(
-            f"{gguf_file} of {source!r} holds {architecture!r}, a masked diffusion model, which transformers does not "
-            "read from GGUF; load the published checkpoint"
-        )
+def _check_architecture(gguf: GgufFile) -> None:
+    """Raise CheckpointError unless transformers reads files of this architecture."""
+    if gguf.architecture in GGUF_ENCODERS:
+        raise CheckpointError(f"{gguf.path!r} holds {gguf.architecture!r}, an encoder: it gives no next token")
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
-    if re.sub("[-_]", "", architecture) not in [
-        re.sub("[-_]", "", name) for name in supported
-    ]:  # "qwen2moe", "qwen2_moe"
+    known = {re.sub("[-_]", "", name) for name in supported}  # "qwen2moe", "qwen2_moe"
+    if re.sub("[-_]", "", gguf.architecture) not in known:
         raise CheckpointError(
-            f"{gguf_file} of {source!r} holds {architecture!r}, which transformers does not read from GGUF; it "
-            f"reads {', '.join(supported)}"
+            f"{gguf.path!r} holds {gguf.architecture!r}, which transformers does not read from GGUF; load reads "
+            f"{', '.join(GGUF_MASKED)}, {', '.join(supported)}"
         )
 
 

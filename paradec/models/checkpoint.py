@@ -360,6 +360,7 @@ def read_module(
     revision: str | None,
     *,
     gguf_file: str | None = None,
+    state_dict: Mapping[str, Any] | None = None,
     computed: Sequence[str] = (),
     read_elsewhere: tuple[str, ...] = (),
     tp_plan: Any = None,
@@ -367,13 +368,17 @@ def read_module(
 ) -> Any:
     """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
 
+    state_dict: weights that `[...]` reads, by the class's names, instead of files that transformers reads.
     computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
     tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
     Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
     arguments."""
     from safetensors import SafetensorError
 
-    files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
+    path = Path(source) if os.path.isfile(source) else fetch(source, gguf_file or WEIGHTS, revision)
+    files: dict[str, Any] = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
+    if state_dict is not None:
+        files = {"state_dict": dict(state_dict)}
     options = {name: value for name, value in options.items() if value is not None} | files
     stored: dict[str, Any] = {"quantization_config": getattr(options.get("config"), "quantization_config", None)}
     if is_int8(stored) and options.get("dtype") == "auto":  # the scales are float32
@@ -382,10 +387,14 @@ def read_module(
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
     kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
     unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
-    with unreadable, silence_loading(source, gguf_file or WEIGHTS, revision):
+    with unreadable, silence_loading(path):
         # strict below: sizes that differ are reported by name instead of raised by the first
         module, loading_info = cls.from_pretrained(
-            source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            None if state_dict is not None else source,
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
         )
     problems = {
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in loading_info[f"{kind}_keys"]]
@@ -402,13 +411,12 @@ def read_module(
 
 
 @contextmanager
-def silence_loading(source: str, weights: str, revision: str | None) -> Iterator[None]:
+def silence_loading(path: Path | None) -> Iterator[None]:
     """Hide transformers' table of keys, which an error replaces, and the progress bar of small files."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    path = fetch(source, weights, revision)
     if path is not None and path.stat().st_size < PROGRESS_BAR_FROM:
         logging.disable_progress_bar()
     try:

@@ -15,9 +15,17 @@ import torch
 from torch import nn
 
 from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
-from paradec.models import causal, lora
+from paradec.models import causal, gguf, lora
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_path,
+    checkpoint_errors,
+    fetch,
+    first_line,
+    is_int8,
+    read_json,
+)
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
@@ -154,10 +162,8 @@ def load(
         _check_plan(tp_plan, text_options | {"gguf_file": gguf_file})
     if gguf_file is not None:
         _refuse_image_options(image_options)
-        if text_options.pop("quantization") is not None:
-            raise CheckpointError(f"quantization='int8' does not work for GGUF files such as {gguf_file!r}")
-        load_gguf = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return lay_out_by_columns(load_gguf(gguf_file=gguf_file, dtype=dtype, **text_options))
+        file = gguf.read_gguf(source, gguf_file, revision)
+        return lay_out_by_columns(_load_gguf(file, attn_implementation, device, dtype=dtype, **text_options))
     source, config = _find_checkpoint(source, revision)
     if image_loader(config.get("model_type")) is not None:
         for name, value in text_options.items():
@@ -283,6 +289,42 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
     if folder_config and image_loader(folder_config.get("model_type")) is None:  # a text model's weights
         fetch(source, "config.json", revision)  # says that it wants the folder
     return source, {"model_type": file_type(source)}
+
+
+def _load_gguf(
+    file: gguf.GgufFile,
+    attn_implementation: str,
+    device: torch.device | None,
+    *,
+    dtype: torch.dtype | str,
+    quantization: Any,
+    **options: Any,
+) -> Model:
+    """Load a GGUF file: on a CPU with int8 weights if it has packed ones and neither a dtype nor a quantisation is
+    given."""
+    from paradec.models.int8 import Int8Config
+
+    is_read_here, source = file.architecture in (*gguf.MASKED, *gguf.CAUSAL), file.path
+    others = ("quantization_config", "adapter", "device_map", "offload_folder")
+    if quantization is None and dtype == "auto" and is_read_here and (device is None or device.type == "cpu"):
+        if all(options[name] is None for name in others) and file.has_packed_layers(Int8Config.min_weights):
+            quantization = Int8Config()
+    if quantization is not None:
+        if not is_read_here:
+            raise CheckpointError(
+                f"quantization='int8' does not work for {source!r}, which holds {file.architecture!r}; it works for "
+                f"{', '.join((*gguf.MASKED, *gguf.CAUSAL))}"
+            )
+        options["quantization_config"] = quantization
+        dtype = torch.bfloat16 if dtype == "auto" else dtype
+    options["dtype"] = torch.float32 if dtype == "auto" else dtype
+    if file.architecture not in gguf.MASKED:
+        folder = os.path.dirname(source) or "."
+        return causal.load_causal(folder, {}, None, attn_implementation, device, gguf=file, **options)
+    with checkpoint_errors(repr(source)):
+        model = load_masked(source, file.build_config(), None, attn_implementation, device, gguf=file, **options)
+    model.facts = replace(model.facts, name=model.facts.name.removesuffix(causal.GGUF_ENDING))
+    return model
 
 
 def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | None] | None:

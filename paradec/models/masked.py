@@ -20,6 +20,7 @@ from paradec.models.checkpoint import (
     first_line,
     is_int8,
     is_quantised,
+    read_flag,
     read_json,
     read_module,
     read_weight_headers,
@@ -27,10 +28,11 @@ from paradec.models.checkpoint import (
 )
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family, read_block_length, read_facts, read_tokenizer
+from paradec.models.gguf import SHIFT, GgufFile
 from paradec.models.lora import LoRA
 from paradec.models.rotary import replace_base
 from paradec.models.saving import Published, check_weights
-from paradec.models.text import dream, llada, llada2, llada_moe, nemotron_diffusion, sdar, stable_diffcoder
+from paradec.models.text import dream, llada, llada2, llada_moe, nemotron_diffusion, rnd1, sdar, stable_diffcoder
 from paradec.models.wrapping import default_attention, registered_attention
 
 FAMILIES: dict[str, Family] = {
@@ -42,6 +44,7 @@ FAMILIES: dict[str, Family] = {
     "llada2_moe": llada2.FAMILY,
     "mmada": llada.FAMILY,
     "nemotron_labs_diffusion": nemotron_diffusion.FAMILY,
+    "rnd1": rnd1.FAMILY,
 }
 """Families by the `model_type` of config.json."""
 UNSUPPORTED = {
@@ -80,12 +83,17 @@ def load_masked(
     topology: str | None,
     adapter: str | LoRA | None,
     rope_theta: float | None = None,
+    gguf: GgufFile | None = None,
     **options: Any,
 ) -> Decoder:
-    """Load a masked language model, as `load` does; `options` are for `from_pretrained`."""
+    """Load a masked language model, as `load` does; `options` are for `from_pretrained`.
+
+    gguf: the file at `source`, which replaces all files of a folder."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.GIVEN: block_length}
     family = _find_family(source, config)
+    if (is_shifted := read_flag(config, SHIFT, None)) is not None:
+        family = replace(family, prediction="shifted" if is_shifted else "same")
     config = replace_base(config, rope_theta)
     hf_config = family.config(config)
     if family.fused is not None:
@@ -95,14 +103,14 @@ def load_masked(
         hf_config.quantization_config = config["quantization_config"]  # transformers' quantisers read the weights
     if adapter is not None:
         adapter = _read_adapter(source, family, quantised, adapter, options)
-    elif fetch(source, lora.CONFIG, revision) is not None:
+    elif gguf is None and fetch(source, lora.CONFIG, revision) is not None:
         raise CheckpointError(
             f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
             "merged into the weights there"
         )
     family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
-    headers = read_weight_headers(source, revision)
+    headers = read_weight_headers(source, revision) if gguf is None else gguf.weight_headers()
     if is_int8(config):  # whose layers are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
@@ -111,14 +119,17 @@ def load_masked(
         names = check_weights(source, headers, hf_config, family)
     if adapter is not None and not family.modes:
         layers = adapter.layers(source, headers)
-    generation = read_json(source, "generation_config.json", revision)
-    tokenizer = read_tokenizer(source, family, revision)
+    generation = read_json(source, "generation_config.json", revision) if gguf is None else {}
+    tokenizer = read_tokenizer(source, family, revision) if gguf is None else gguf.build_tokenizer()
     block = None if family.topology == "causal" else block_length
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
     facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None
     if family.modes:
         drafts = own_drafts.read_own_drafts(source, family, block_length, headers, revision, adapter)
     name = registered_attention(attn_implementation)
+    if gguf is not None:
+        weights = gguf.weights(options["dtype"])
+        options["state_dict"] = {rename_weight(key, family.key_mapping or {}): weights[key] for key in weights}
     module = _read_pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None and drafts is None:
         adapter.merge(module, family.key_mapping or {}, layers)

@@ -41,7 +41,7 @@ from paradec.models.adapter import Model
 from paradec.models.loading import FAMILIES
 
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
-MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
+MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny", "rnd1": "sdar-moe-tiny"}
 NEMOTRON = {
     "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"],
     "auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "dlm_paradigm": "bidirectional", "head_dim": 4,
@@ -49,15 +49,19 @@ NEMOTRON = {
 }  # fmt: skip
 WIDE = "mlp.gate.expert_bias"
 """What transformers keeps in float32 whatever the others are in."""
-NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>", "nemotron_labs_diffusion": "<mask>"} | {
-    name: family.mask_token for name, family in FAMILIES.items() if family.mask_token
-}
+NAMES_OF_MASKS = {
+    "llada": "<|mdm_mask|>",
+    "Dream": "<|mask|>",
+    "rnd1": "<|mask|>",
+    "nemotron_labs_diffusion": "<mask>",
+} | {name: family.mask_token for name, family in FAMILIES.items() if family.mask_token}
 
 
 def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and float64 weights as this family publishes them; blocks of 4."""
     if model_type in MIXTURES:
-        config = small_config(MIXTURES[model_type], auto_map={"AutoConfig": "code.Config"}, torch_dtype="float64")
+        own = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
+        config = small_config(MIXTURES[model_type], **own)
         return config | fields, small_weights(MIXTURES[model_type], config | fields)
     if model_type == "nemotron_labs_diffusion":
         config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
