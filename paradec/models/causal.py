@@ -23,18 +23,13 @@ from paradec.models.checkpoint import (
 )
 from paradec.models.gguf import CAUSAL as GGUF_CAUSAL
 from paradec.models.gguf import MASKED as GGUF_MASKED
-from paradec.models.gguf import GgufFile
+from paradec.models.gguf import ROPE_FACTORS, GgufFile
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 COMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """Endings of the names of stored tensors that modules compute for themselves."""
 GGUF_ENDING = ".gguf"
-GGUF_ENCODERS = (
-    *("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
-    *("t5encoder", "gemma-embedding", "clip"),
-)
-"""GGUF's names of architectures that give no next token."""
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
@@ -88,7 +83,9 @@ def load_causal(
         options["attn_implementation"] = "eager"
     mtp_prefixes = find_mtp_weights(headers, config).prefixes
     if gguf is not None and gguf.architecture in GGUF_CAUSAL:
-        options["state_dict"] = gguf.weights(dtype)
+        options["state_dict"] = gguf.read_weights(dtype)
+        if ROPE_FACTORS in gguf.tensors:
+            _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
     kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
@@ -175,17 +172,30 @@ def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None
 
 def _check_architecture(gguf: GgufFile) -> None:
     """Raise CheckpointError unless transformers reads files of this architecture."""
-    if gguf.architecture in GGUF_ENCODERS:
-        raise CheckpointError(f"{gguf.path!r} holds {gguf.architecture!r}, an encoder: it gives no next token")
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
     known = {re.sub("[-_]", "", name) for name in supported}  # "qwen2moe", "qwen2_moe"
     if re.sub("[-_]", "", gguf.architecture) not in known:
         raise CheckpointError(
-            f"{gguf.path!r} holds {gguf.architecture!r}, which transformers does not read from GGUF; load reads "
-            f"{', '.join(GGUF_MASKED)}, {', '.join(supported)}"
+            f"{gguf.path!r} holds {gguf.architecture!r}, which load does not read from GGUF; it reads "
+            f"{', '.join((*GGUF_MASKED, *supported))}"
         )
+
+
+def _scale_angles(gguf: GgufFile, config: Any) -> None:
+    """Set the scaling of the rotary angles by the stored factors, which transformers does not read. Raises
+    CheckpointError for another one than that of Llama 3.1 and later releases."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    factors, theta = gguf.tensors[ROPE_FACTORS][...], config.rope_parameters["rope_theta"]
+    lengths = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": "llama3", "rope_theta": theta, "factor": round(float(factors.max()), 3), **lengths}
+    config.rope_parameters = scaling
+    angles, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    expected = theta ** (-torch.arange(len(angles)) / len(angles)) / angles
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise CheckpointError(f"{gguf.path!r} holds {ROPE_FACTORS}, which are not the factors of {scaling}")
 
 
 # ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------

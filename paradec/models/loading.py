@@ -17,15 +17,7 @@ from torch import nn
 from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
 from paradec.models import causal, gguf, lora
 from paradec.models.base import Model
-from paradec.models.checkpoint import (
-    CheckpointError,
-    check_path,
-    checkpoint_errors,
-    fetch,
-    first_line,
-    is_int8,
-    read_json,
-)
+from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
@@ -80,8 +72,7 @@ def load(
     Masked models (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, LLaDA-MoE, LLaDA2 and others: docs/models.md has the table)
     run on transformers' modules, with the attention that they were trained with; DiffusionGemma on its own class.
     Causal language models in transformers' format ("qwen3", "llama", ...) run on their own class, with the end and
-    padding ids of its `generate`. GGUF files are unpacked to plain numbers (with the package gguf). Weights must be
-    safetensors; remote code is never executed.
+    padding ids of its `generate`. Weights must be safetensors or GGUF; remote code is never executed.
 
     Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
     disagree, the first is used, with a warning about the mask; every end token counts.
@@ -94,7 +85,8 @@ def load(
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file
             ("folder/file.gguf", "owner/repository/file.gguf"), or a LoRA adapter alone, which names its base.
-        dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
+        dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's. GGUF files become float32, or
+            int8 and bfloat16 on a CPU if they are packed.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
         quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
             (layers of less than a million weights, embeddings, norms and routers stay); or a
@@ -163,7 +155,7 @@ def load(
     if gguf_file is not None:
         _refuse_image_options(image_options)
         file = gguf.read_gguf(source, gguf_file, revision)
-        return lay_out_by_columns(_load_gguf(file, attn_implementation, device, dtype=dtype, **text_options))
+        return lay_out_by_columns(_load_gguf(file, attn_implementation, device, dtype, **text_options))
     source, config = _find_checkpoint(source, revision)
     if image_loader(config.get("model_type")) is not None:
         for name, value in text_options.items():
@@ -292,37 +284,31 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
 
 
 def _load_gguf(
-    file: gguf.GgufFile,
-    attn_implementation: str,
-    device: torch.device | None,
-    *,
-    dtype: torch.dtype | str,
-    quantization: Any,
-    **options: Any,
+    file: gguf.GgufFile, attn_implementation: str, device: torch.device | None, dtype: Any, **options: Any
 ) -> Model:
-    """Load a GGUF file: on a CPU with int8 weights if it has packed ones and neither a dtype nor a quantisation is
-    given."""
+    """Load a GGUF file. Packed weights become int8 on a CPU, unless a dtype or a quantisation is given."""
     from paradec.models.int8 import Int8Config
 
-    is_read_here, source = file.architecture in (*gguf.MASKED, *gguf.CAUSAL), file.path
-    others = ("quantization_config", "adapter", "device_map", "offload_folder")
-    if quantization is None and dtype == "auto" and is_read_here and (device is None or device.type == "cpu"):
-        if all(options[name] is None for name in others) and file.has_packed_layers(Int8Config.min_weights):
-            quantization = Int8Config()
+    quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
+    others = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
+    is_free = dtype == "auto" and (device is None or device.type == "cpu") and all(value is None for value in others)
+    if quantization is None and is_free and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
+        quantization = Int8Config()
     if quantization is not None:
-        if not is_read_here:
+        if not is_unpacked_here:
             raise CheckpointError(
-                f"quantization='int8' does not work for {source!r}, which holds {file.architecture!r}; it works for "
+                f"quantization='int8' does not work for {file.path!r}, which holds {file.architecture!r}; it works for "
                 f"{', '.join((*gguf.MASKED, *gguf.CAUSAL))}"
             )
         options["quantization_config"] = quantization
-        dtype = torch.bfloat16 if dtype == "auto" else dtype
-    options["dtype"] = torch.float32 if dtype == "auto" else dtype
+    options["dtype"] = (torch.float32 if quantization is None else torch.bfloat16) if dtype == "auto" else dtype
     if file.architecture not in gguf.MASKED:
-        folder = os.path.dirname(source) or "."
+        folder = os.path.dirname(file.path) or "."
         return causal.load_causal(folder, {}, None, attn_implementation, device, gguf=file, **options)
-    with checkpoint_errors(repr(source)):
-        model = load_masked(source, file.build_config(), None, attn_implementation, device, gguf=file, **options)
+    try:
+        model = load_masked(file.path, file.build_config(), None, attn_implementation, device, gguf=file, **options)
+    except CheckpointError as error:
+        raise error if file.path in str(error) else CheckpointError(f"{file.path!r}: {error}") from None
     model.facts = replace(model.facts, name=model.facts.name.removesuffix(causal.GGUF_ENDING))
     return model
 
