@@ -389,12 +389,9 @@ def read_module(
     unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
     with unreadable, silence_loading(path):
         # strict below: sizes that differ are reported by name instead of raised by the first
+        location = source if state_dict is None else None
         module, loading_info = cls.from_pretrained(
-            None if state_dict is not None else source,
-            revision=revision,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
+            location, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     problems = {
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in loading_info[f"{kind}_keys"]]

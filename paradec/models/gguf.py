@@ -297,8 +297,6 @@ class _HeaderReader:
     """Reads a header from its beginning. Raises ValueError for a wrong one."""
 
     def __init__(self, path: Path):
-        if not path.stat().st_size:
-            raise ValueError("it is empty")
         self.path, self.data, self.offset = path, np.memmap(path, np.uint8, "r"), 0
 
     def read(self) -> GgufFile:

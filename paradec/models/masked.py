@@ -16,7 +16,6 @@ from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
     INT8,
     CheckpointError,
-    StoredTensor,
     fetch,
     first_line,
     is_int8,
@@ -111,11 +110,8 @@ def load_masked(
         )
     family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
-    headers = (
-        read_weight_headers(source, revision)
-        if gguf is None
-        else {name: StoredTensor(tensor.shape, "float32") for name, tensor in gguf.read_weights(torch.float32).items()}
-    )
+    headers: dict[str, Any]  # sizes and dtypes, or tensors of a GGUF file that are unpacked later
+    headers = dict(read_weight_headers(source, revision) if gguf is None else gguf.read_weights(options["dtype"]))
     if is_int8(config):  # whose layers are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
@@ -133,8 +129,7 @@ def load_masked(
         drafts = own_drafts.read_own_drafts(source, family, block_length, headers, revision, adapter)
     name = registered_attention(attn_implementation)
     if gguf is not None:
-        weights = gguf.read_weights(options["dtype"])
-        options["state_dict"] = {rename_weight(key, family.key_mapping or {}): weights[key] for key in weights}
+        options["state_dict"] = {name: headers[published] for name, published in names.items()}
     module = _read_pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None and drafts is None:
         adapter.merge(module, family.key_mapping or {}, layers)

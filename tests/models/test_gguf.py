@@ -442,7 +442,7 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it is empty"),
+        (b"", "cannot mmap an empty file"),
         (b"PK\3\4" + bytes(60), "it does not begin with 'GGUF'"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it has version 50331648; versions 2 and 3 of little-endian files"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it promises 1,099,511,627,776 fields"),
