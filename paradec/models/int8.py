@@ -72,7 +72,12 @@ class Int8Quantizer(HfQuantizer):
                 if not self.pre_quantized:
                     continue
                 del tied[f"{name}.weight"]
-            model.set_submodule(name, _empty_copy(layer, settings.activations))
+            copy = _empty_copy(layer, settings.activations)
+            if not self.pre_quantized:  # transformers 5.18 casts a weight to the empty one's dtype before it is rounded
+                weights = {key: weight for key, weight in copy.named_parameters() if weight.dtype == torch.int8}
+                for key, weight in weights.items():
+                    setattr(copy, key, nn.Parameter(weight.to(model.dtype), requires_grad=False))
+            model.set_submodule(name, copy)
         if not names:
             raise CheckpointError(f"quantization='int8': no layer has {settings.min_weights:,} weights or more")
         return model
