@@ -315,7 +315,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARADEC_DEBUG", raising=False)
     file = tmp_path / "results.json"
     result = run(*FEW, "--out", file)
-    assert result.exit_code == 0 and result.stderr == ""
+    notes = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s are of a busy machine")]
+    assert result.exit_code == 0 and not notes
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     found = Comparison.from_json(file)
     assert lines == [found.columns(), *found.table()] and len(lines) == 5 and found.complete
