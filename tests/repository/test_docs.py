@@ -64,7 +64,7 @@ class StandIn:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.asked = {"gen_length": 8, "num_inference_steps": 8, "block_length": 4}
+        self.asked = {"gen_length": 32, "num_inference_steps": 8, "block_length": 32}
         self.asked |= {"mask_token_id": 3, "eos_token_id": 2, "use_chat_template": False}
 
     def __getattr__(self, name: str) -> Any:
