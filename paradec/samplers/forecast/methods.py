@@ -12,7 +12,7 @@ from paradec.core.checks import check_choice, plain_name, shown, unknown_name
 from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
-from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification, check_setting_name
 from paradec.samplers.forecast.rules import FirstBlock, MagCache, SeaCache
 from paradec.samplers.forecast.targets import Modules
 
@@ -59,8 +59,10 @@ class TaylorSeer(FeatureForecast):
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         others = [name for name in settings if name not in cls.__dataclass_fields__]
+        names = {"refresh": "when", "basis": "how", "target": "where"}
+        for name in (name for name in others if name not in names):
+            check_setting_name(cls.__name__, name, cls.__dataclass_fields__)
         if others:
-            names = {"refresh": "when", "basis": "how", "target": "where"}
             general = {names.get(name, name): value for name, value in settings.items() if name in (*others, "where")}
             if "interval" in settings and "when" not in general:
                 general["when"] = f"every(interval={settings['interval']})"
@@ -138,26 +140,13 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 }
 """By name; case, "_" and "-" do not count."""
 
-# names of other tools, without "_" and "-", and settings of other tools
+# names of other tools, as `plain_name` writes them
 NAMES = {
     "fbcache": "first_block",
     "fbc": "first_block",
     "blockcache": "first_block",
     "firstblockcache": "first_block",
     "cachedit": "dbcache",
-}
-SETTINGS = {
-    "cache_interval": ("interval",),
-    "fresh_threshold": ("interval",),
-    "max_order": ("order",),
-    "n_derivatives": ("order",),
-    "disable_cache_before_step": ("first_enhance",),
-    "max_warmup_steps": ("first_enhance", "retention_steps"),
-    "residual_diff_threshold": ("threshold",),
-    "rel_l1_thresh": ("threshold",),
-    "refresh": ("when",),
-    "basis": ("how",),
-    "target": ("where",),
 }
 
 
@@ -182,9 +171,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
         if isinstance(make, type):
             allowed = [field.name for field in fields(make)]
         for key in settings:
-            name_here = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
-            if key not in allowed and name_here is not None:
-                raise ValueError(f"{method} has no setting {key!r}; it is called {name_here!r} here")
+            check_setting_name(method, key, allowed)
             check_choice(f"setting of {method}", key, allowed)
     return make(**settings)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor, nn
@@ -67,8 +67,36 @@ def choice(default: Any, *allowed: Any) -> Any:
     return field(default=default, metadata={"check": partial(check_choice, allowed=allowed)})
 
 
+OTHER_SETTINGS = {
+    "cache_interval": ("interval",),
+    "fresh_threshold": ("interval",),
+    "max_order": ("order",),
+    "n_derivatives": ("order",),
+    "disable_cache_before_step": ("first_enhance",),
+    "max_warmup_steps": ("first_enhance", "retention_steps"),
+    "residual_diff_threshold": ("threshold",),
+    "rel_l1_thresh": ("threshold",),
+    "refresh": ("when",),
+    "basis": ("how",),
+    "target": ("where",),
+}
+"""Settings of other tools: their names here."""
+
+
+def check_setting_name(method: str, name: str, allowed: Collection[str]) -> None:
+    """Raise ValueError for a setting of other tools that has another name here."""
+    name_here = next((known for known in OTHER_SETTINGS.get(name, ()) if known in allowed), None)
+    if name not in allowed and name_here is not None:
+        raise ValueError(f"{method} has no setting {name!r}; it is called {name_here!r} here")
+
+
 class Checked:
     """Base of dataclasses with settings that are declared by `number`, `integer` and `choice`."""
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name in settings:
+            check_setting_name(cls.__name__, name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]
