@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -713,6 +714,9 @@ def test_report(flux: Any) -> None:
         run_flux(flux)
         report = session.report()
     assert report.full_steps == [0, 5, 10, 15]
+    full = median(call.seconds for call in report.calls if call.kind == "full")
+    assert report.speedup == pytest.approx(full * len(report.calls) / sum(call.seconds for call in report.calls))
+    assert f"1/{report.speedup:.2f} of what full calls" in str(report)
     with accelerate(flux, create("taylorseer", preset="paper")) as session:
         run_flux(flux)
         report = session.report()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,6 +64,19 @@ class Report:
         return sum(call.kind != "forecast" for call in self.calls) / len(self.calls) if self.calls else 1.0
 
     @property
+    def speedup(self) -> float | None:
+        """How many times as long the transformers' calls of this run would have taken, had each taken its transformer's
+        median full call; None without full calls."""
+        full: dict[str, list[float]] = {}
+        for call in self.calls:
+            if call.kind == "full":
+                full.setdefault(call.transformer, []).append(call.seconds)
+        if not self.calls or any(call.transformer not in full for call in self.calls):
+            return None
+        total = sum(call.seconds for call in self.calls)
+        return sum(median(full[call.transformer]) for call in self.calls) / total if total else None
+
+    @property
     def why_nothing(self) -> str | None:
         """Why nothing was skipped, in one line; None if something was."""
         if any(call.kind != "full" for call in self.calls):
@@ -95,6 +109,10 @@ class Report:
                 f"{name}: where={where}, how={settings.forecaster.name}, order {settings.forecaster.order}; "
                 f"{len(self.modules[name])} modules hooked, "
                 f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
+            )
+        if self.speedup is not None and self.why_nothing is None:
+            lines.append(
+                f"the transformer's calls took 1/{self.speedup:.2f} of what full calls alone take (this run's medians)"
             )
         return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing]), self.short])
 
