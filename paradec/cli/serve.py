@@ -55,7 +55,7 @@ def serve(
     from paradec.cli.work import prepare
     from paradec.integrations.server.request_body import read_presets
 
-    offered = read_presets(presets)
+    offered = read_presets(presets) if presets else {}
     work = prepare("generate", None, options.given(context), **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from html import escape
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -20,21 +18,8 @@ from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.answers import Service
 from paradec.integrations.server.decisions import DecisionBody, Decisions
 from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.limits import CALL, PATHS, Limits
+from paradec.integrations.server.limits import CALL, Limits
 from paradec.integrations.server.request_body import ChatBody, TextBody
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>paradec</title>
-<p>{about} OpenAI's clients take the base URL <code>{base}/v1</code>.</p>
-<table>{rows}</table>
-<pre>curl {base}/v1/chat/completions \\
-  -H "Content-Type: application/json" \\{key}
-  -d '{{"messages": [{{"role": "user", "content": "Sort: pear fig apple"}}]}}'</pre>
-</html>
-"""
 
 
 def build_app(
@@ -50,7 +35,7 @@ def build_app(
     timeout: float = 60.0,
     cors: bool = False,
 ) -> FastAPI:
-    """Build an ASGI application with the paths `limits.PATHS`. Its shutdown closes the engine.
+    """Build an ASGI application with the paths of docs/serving.md. Its shutdown closes the engine.
 
     Args:
         name: the model's name for clients.
@@ -107,20 +92,13 @@ def build_app(
         return entry
 
     @app.get("/health")
-    async def show_health() -> Response:
-        return JSONResponse({"status": "ok" if engine.alive else "stopped"}, 200 if engine.alive else 503)
+    async def show_health() -> dict[str, str]:
+        engine.batch.check_open()
+        return {"status": "ok"}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/")
-    async def show_index(request: Request) -> HTMLResponse:
-        key = "" if api_key is None else '\n  -H "Authorization: Bearer $KEY" \\'
-        about = f"The model is <code>{escape(name)}</code>." if api_key is None else "Requests need an API key."
-        rows = "".join(f"<tr><td><code>{path}</code><td>{purpose}\n" for path, purpose in PATHS.items())
-        page = PAGE.format(about=about, base=escape(str(request.base_url).rstrip("/")), rows=rows, key=key)
-        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
 
     app.add_middleware(Limits, engine=engine, api_key=api_key, timeout=timeout, **bounds)
     if cors:

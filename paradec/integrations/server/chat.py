@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import regex
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
@@ -15,7 +16,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from paradec.core.checks import shown
 from paradec.core.prompts import tokenize
-from paradec.integrations.server.limits import ApiError, to_api_error
+from paradec.integrations.server.limits import ApiError
 from paradec.integrations.server.logprobs import TokenScore
 from paradec.integrations.server.request_body import ChatBody
 
@@ -68,50 +69,42 @@ class AnswerParser:
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
         self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])
-        self._tools, self._held, self._follows_call = tools, "", False
-        self._template = None if template is None else load_response_template(template)
+        self._template, self._tools, self._held, self._follows_call = template, tools, "", False
+        if template is not None:
+            field = load_response_template(template).fields["tool_calls"]
+            self._call = regex.compile(rf"\s*(?:{field.open_re.pattern}).*?(?:{field.close_re.pattern})", regex.DOTALL)
 
     def feed(self, text: str, is_last: bool = False) -> Piece:
-        """Split the next piece. Text that may belong to a marker, and space before a call, waits for the next one."""
+        """Split the next piece. Text that may belong to a call, and space before it, waits for the next one."""
         reasoning, content, calls = "", "", list[Function]()
         if self._reasoning is not None:
             reasoning = self._reasoning.feed(text, is_last)
             if not self._reasoning.is_over:
                 return Piece(reasoning=reasoning)
             text, self._reasoning = self._reasoning.rest, None
-        held = self._held + text
-        size = len(held)
-        while self._template is not None and held:
-            held = held.lstrip() if self._follows_call else held
-            self._follows_call, field = self._follows_call and not held, self._template.fields["tool_calls"]
-            begin = field.open_re.search(held, partial=not is_last)
-            close = None if begin is None or begin.partial else field.close_re.search(held, begin.end())
-            if close is None:  # no call, or one that is not whole yet
-                size = len(held) if is_last else len(held[: begin.start()].rstrip())
+        text, self._held = self._held + text, ""
+        while self._template is not None:
+            text = text.lstrip() if self._follows_call else text
+            self._follows_call = self._follows_call and not text
+            match = self._call.search(text, partial=not is_last)
+            if match is None or match.partial:
+                end = len(text) if match is None else match.start()
+                text, self._held = text[:end], text[end:]
                 break
             try:
-                source = held[begin.start() : close.end()]
-                (call,) = parse_response(source, self._template, prefix="", tools=self._tools)["tool_calls"]
-                arguments = call["function"]["arguments"]
+                (call,) = parse_response(match[0], self._template, prefix="", tools=self._tools)["tool_calls"]
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
                 arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                calls.append(
-                    Function.model_validate({"name": call["function"]["name"] or None, "arguments": arguments})
-                )
-                content, self._follows_call = content + held[: begin.start()].rstrip(), True
+                calls.append(Function.model_validate({"name": name or None, "arguments": arguments}))
+                content, self._follows_call = content + text[: match.start()], True
             except (ValueError, RuntimeError, KeyError, TypeError):  # content, as it is no call
-                content += held[: close.end()]
-            held, size = held[close.end() :], 0
-        self._held = held[size:]
-        return Piece(content + held[:size], reasoning, tuple(calls))
+                content += text[: match.end()]
+            text = text[match.end() :]
+        return Piece(content + text, reasoning, tuple(calls))
 
 
 class StopCutter:
-    """Cuts a text, which comes in pieces, where the stop sequence begins that is complete first.
-
-    >>> cutter = StopCutter(["END"])
-    >>> cutter.feed("one E"), cutter.feed("ND two"), cutter.feed("", is_last=True)
-    ('one ', '', '')
-    """
+    """Cuts a text, which comes in pieces, where the stop sequence begins that is complete first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
@@ -133,12 +126,11 @@ class StopCutter:
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     """The format of tool calls: the tokenizer's own, or that of its chat template; None if it is not known."""
-    own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None)
+    own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
     if own is not None:
         return own if "tool_calls" in own["fields"] else None
-    if not isinstance(text, str) or not ("<tool_call>" in text or "<|tool_call>" in text):
-        return None
-    return GEMMA if "<|tool_call>" in text else QWEN_XML if "<function=" in text else HERMES
+    markers = {"<|tool_call>": GEMMA, "<function=": QWEN_XML, "<tool_call>": HERMES}
+    return next((template for marker, template in markers.items() if marker in text), None)
 
 
 def reasoning_end(tokenizer: Any, prompt: str) -> str | None:
@@ -159,24 +151,16 @@ def marker_tokens(tokenizer: Any, template: Any, end: str | None) -> dict[int, s
 
 def choose_tools(body: ChatBody, tokenizer: Any) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
     """The tools of the prompt, and those of which one must be called; None for none. Raises ApiError."""
-    tools, choice, name = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice, ""
-    match choice:
-        case None | "auto":
-            return tools or None, None
-        case "none":
-            return None, None
-        case "required":
-            required = tools
-        case {"type": "function", "function": {"name": str(name)}}:
-            required = [tool for tool in tools if tool["function"]["name"] == name]
-        case _:
-            allowed = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-            raise ApiError(f"tool_choice={shown(choice)} {allowed}", 422, "tool_choice")
+    tools, choice = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice
+    if choice in (None, "auto", "none"):
+        return (None if choice == "none" else tools or None), None
+    names = [choice["function"]["name"]] if isinstance(choice, dict) else [tool["function"]["name"] for tool in tools]
+    required = [tool for tool in tools if tool["function"]["name"] in names]
     if not required:
-        reason = f"tool_choice: {shown(name)} is none of the tools" if tools else "tool_choice needs tools"
+        reason = f"tool_choice: {shown(*names)} is none of the tools" if tools else "tool_choice needs tools"
         raise ApiError(reason, 422, "tool_choice")
     if response_template_of(tokenizer) is not HERMES:
-        reason = "is not offered for this model, whose chat template writes no <tool_call> with JSON"
+        reason = "is not offered for this model: its chat template writes no <tool_call> with JSON"
         raise ApiError(f"tool_choice={shown(choice)} {reason}", 422, "tool_choice")
     return tools, required
 
@@ -190,10 +174,7 @@ def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) 
     render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
         text = render(messages, tools=tools, **variables)
-    except Exception as error:  # the template's own code, on data of a client
-        reason = f"the chat template does not take this: {error}"
-        raise ApiError(reason, 400, "tools" if tools else "messages") from error
-    try:
         return tokenize(model.tokenizer, text), text
-    except ValueError as error:
-        raise to_api_error(error, "messages") from error
+    except Exception as error:  # the template's own code, on data of a client
+        reason = f"the chat template or the tokenizer does not take this: {error}"
+        raise ApiError(reason, 400, "tools" if tools else "messages") from error

@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from paradec.api.decide import TYPES, Question, check_json, decide, import_decision
 from paradec.batching.slots import Cancelled
@@ -17,10 +17,9 @@ from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import ApiError, Call
 
 
-class DecisionBody(BaseModel):
+class DecisionBody(BaseModel, extra="forbid", strict=True):
     """A body for /v1/systemone; transformers checks its questions."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: Any = None
     state: Any
     questions: Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=64)]
@@ -38,12 +37,11 @@ class Decisions:
     """Answers bodies with questions, one at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
-        self.engine, self._turn = engine, asyncio.Lock()
-        self.config: Any = None
-        folder = getattr(engine.model.module, "name_or_path", None)
-        has_folder = isinstance(folder, str) and os.path.isdir(folder)
+        self.model, self._turn, self.config = engine.model, asyncio.Lock(), None
+        folder = getattr(self.model.module, "name_or_path", None)
+        folder = folder if isinstance(folder, str) and os.path.isdir(folder) else ""
         try:
-            self.config = import_decision().DecisionConfig.from_pretrained(folder if has_folder else "")
+            self.config: Any = import_decision().DecisionConfig.from_pretrained(folder)
         except ImportError:  # `answer` says so
             pass
         except Exception as error:  # of any kind: the file can hold anything
@@ -55,14 +53,12 @@ class Decisions:
             raise ApiError(f"state={shown(body.state)} must be a text, an object or a list", 422, "state")
         if body.assets:
             raise ApiError("assets are images, and this server answers about text; leave them out", 400, "assets")
-        counts = list[int]()
 
         def before_call(tokens: int) -> None:
             if call.has_ended:
                 raise Cancelled("the client has left")
-            if not counts:  # the first call of several reserves for all
+            if not call.num_reserved:  # the first call of several reserves for all
                 call.reserve(tokens)
-            counts.append(tokens)
 
         check_json("state", body.state)
         check_json("questions", body.questions)
@@ -70,12 +66,12 @@ class Decisions:
             parsed = import_decision().parse_questions(body.questions, self.config)
         except (ValueError, TypeError, RecursionError) as error:
             raise ApiError(f"questions: {error}", 422, "questions") from error
-        questions = {question.name: build_question(question) for question in parsed}
         if self.config.chat_template is not None:
             raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
+        questions = {question.name: build_question(question) for question in parsed}
         state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
         temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
-        ask = partial(decide, self.engine.model, state, questions, temperature=temperature, before_call=before_call)
+        ask = partial(decide, self.model, state, questions, temperature=temperature, before_call=before_call)
         async with self._turn:  # several together would share the machine's memory
             decisions = await asyncio.to_thread(ask)
         answers = {

@@ -29,7 +29,6 @@ class Engine:
 
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
-        self.failure: BaseException | None = None  # that stopped it
         self.steps, self.seconds_per_answer = 0, 0.0  # the seconds are a moving mean
         self.metrics = Metrics(self)
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
@@ -49,8 +48,8 @@ class Engine:
 
         def deliver(ticket: Ticket) -> None:
             self.seconds_per_answer += (time.perf_counter() - ticket.added - self.seconds_per_answer) / 16
+            self.metrics.record_answer(ticket)
             try:
-                self.metrics.record_answer(ticket)
                 on_done(ticket)
             except Exception:  # of one client: the others go on
                 log.exception("the answer of prompt %s could not be delivered", ticket.number)
@@ -82,14 +81,13 @@ class Engine:
                 failures += 1
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
                 if failures == MAX_FAILURES:
-                    self.failure = error
                     self.batch.close(BatchClosed(f"decoding has stopped: {shown(error)}"))
 
     def _check_model(self, ended: list[Ticket]) -> None:
         """Raise what the model raises for another prompt, if a row failed alone."""
         for ticket in ended:
-            error = None if ticket.output is None else ticket.output.error
-            if ticket.isolated and error is not None and not isinstance(error, Cancelled):
+            error = ticket.output and ticket.output.error
+            if ticket.isolated and error and not isinstance(error, Cancelled):
                 log.error("prompt %s failed", ticket.number, exc_info=error)
                 generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
 

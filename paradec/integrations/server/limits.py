@@ -8,13 +8,15 @@ import logging
 import re
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from paradec.batching.slots import BatchClosed, Cancelled, Ticket
 from paradec.constraints.automaton import ConstraintSizeError
@@ -22,15 +24,6 @@ from paradec.core.checks import shown
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
-PATHS = {
-    "POST /v1/chat/completions": "a chat, through the model's chat template",
-    "POST /v1/completions": "text as it is",
-    "POST /v1/systemone": "questions about a text, answered with probabilities",
-    "GET /v1/models": "the model that is served",
-    "GET /health": "200, or 503 after decoding has stopped",
-    "GET /metrics": "counts and times, for Prometheus",
-}
-OPEN_PATHS = ("/", "/health")  # these need no key
 MAX_DRAINED = 64 * 2**20  # bytes of a refused body that are read, so that a client that still sends reads the response
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
@@ -55,15 +48,20 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
         case ApiError():
             return error
         case RequestValidationError():
-            return _from_validation(error)
+            first = error.errors()[0]
+            if first["type"] == "json_invalid" and len(first["loc"]) == 2:  # a body and a position
+                return ApiError("the body is not JSON")
+            if not (path := first["loc"][1:]):
+                return ApiError("the body must be a JSON object (content-type application/json)", 422)
+            value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+            reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+            return ApiError(f"{shown('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, shown(path[0])[1:-1])
         case HTTPException():
             return ApiError(error.detail, error.status_code, **(error.headers or {}))
         case Cancelled():
             return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
         case BatchClosed():
             return ApiError(message, 503, retry_after=5)
-        case ValidationError():  # of a response
-            return ApiError("ValidationError in the server", 500)
         case ValueError() | TypeError() | ModuleNotFoundError():
             if param is None:
                 message = re.sub(r"\w+", lambda word: CLIENT_NAMES.get(word[0], word[0]), message)
@@ -74,22 +72,12 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
     return ApiError(message, 500)
 
 
-def _from_validation(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError("the body is not JSON")
-    if not (path := first["loc"][1:]):
-        return ApiError("the body must be a JSON object (content-type application/json)", 422)
-    value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
-    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
-    return ApiError(f"{shown('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, shown(str(path[0]))[1:-1])
-
-
 class Call:
-    """One POST request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
+    """One request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
 
     def __init__(self, limits: Limits):
         self.limits, self.has_ended, self.num_reserved, self._tickets = limits, False, 0, list[Ticket]()
+        limits.calls.add(self)
 
     def reserve(self, tokens: int) -> None:
         """Reserve tokens until the end, from any thread. Raises ApiError: 400 if they never fit, 429 if not now."""
@@ -111,17 +99,17 @@ class Call:
     def end(self) -> None:
         """Cancel unfinished prompts and give the tokens back."""
         self.has_ended, self.num_reserved = True, 0
+        self.limits.calls.discard(self)
         for ticket in self._tickets:
             self.limits.engine.batch.cancel(ticket)
 
 
 @dataclass
 class Limits:
-    """An ASGI middleware: gives each POST request a `Call`, makes responses of errors, and counts requests.
+    """An ASGI middleware: gives each request a `Call`, makes responses of errors, and counts requests.
 
     api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: bytes of a body.
-    max_requests: POST requests that are handled at once; more get 429.
-    max_work: tokens of prompts and possible answers at once; more get 429.
+    max_requests, max_work: requests, and tokens of prompts and possible answers, at once; more get 429.
     timeout: seconds in which a client must send its body, or take a piece of an answer."""
 
     app: Any
@@ -147,6 +135,8 @@ class Limits:
 
         try:
             await self._handle(scope, receive, send_in_time)
+        except ClientDisconnect:
+            pass
         except Exception as error:
             answer = to_api_error(error)
             if status != 499 or answer.status == 500:
@@ -154,22 +144,18 @@ class Limits:
             if status == 499:
                 await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, send_in_time)
         finally:
-            path = scope["path"] if f"{scope['method']} {scope['path']}" in (*PATHS, "GET /") else "other"
+            paths = {route.path for route in getattr(scope.get("app"), "routes", ())}
+            path = scope["path"] if scope["path"] in paths else "other"
             metrics.requests.labels(path, str(status)).inc()
             metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
     async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        """Check a request, run the application on its body, and watch whether the client leaves."""
-        is_post = scope["method"] == "POST"
         try:
-            self._check(scope, is_post)
+            self._check(scope)
         except (ApiError, BatchClosed):
-            await self._read_body(receive, 0)
+            await self._read_body(scope, receive, 0)
             raise
-        if not is_post:
-            await self.app(scope, receive, send)
-            return
-        self.calls.add(call := Call(self))
+        scope[CALL] = call = Call(self)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -177,45 +163,37 @@ class Limits:
             call.end()
 
         async def replay() -> Any:
-            if not messages:
-                await asyncio.Event().wait()  # until it is cancelled
-            return messages.pop()
+            return messages.pop() if messages else await asyncio.Event().wait()  # until it is cancelled
 
-        try:
-            if (body := await self._read_body(receive, self.max_body)) is not None:
-                messages = [{"type": "http.request", "body": body, "more_body": False}]
-                watcher = asyncio.create_task(watch())
-                try:
-                    await self.app({**scope, CALL: call}, replay, send)
-                finally:
-                    watcher.cancel()
-        finally:
-            call.end()
-            self.calls.discard(call)
+        with ExitStack() as stack:
+            stack.callback(call.end)
+            body = await self._read_body(scope, receive, self.max_body)
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            stack.callback(asyncio.create_task(watch()).cancel)
+            await self.app(scope, replay, send)
 
-    def _check(self, scope: Any, is_post: bool) -> None:
+    def _check(self, scope: Any) -> None:
         """Raise ApiError for a wrong key or too many requests, BatchClosed after decoding has stopped."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        if self.api_key is not None and scope["path"] not in OPEN_PATHS:
+        if self.api_key is not None and scope["path"] != "/health":
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key.encode()):
                 raise ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
-        if is_post:
+        if scope["method"] == "POST":
             self.engine.batch.check_open()
             if len(self.calls) >= self.max_requests:
                 wait = self.engine.retry_after()
                 raise ApiError(f"{len(self.calls)} requests are being answered; try again", 429, retry_after=wait)
 
-    async def _read_body(self, receive: Any, limit: int) -> bytes | None:
-        """Read a body of at most `limit` bytes, where 0 drops all; None if the client leaves. Raises ApiError."""
-        body, length, message = bytearray(), 0, {"more_body": True}
+    async def _read_body(self, scope: Any, receive: Any, limit: int) -> bytes:
+        """Read a body of at most `limit` bytes, where 0 drops all. Raises ApiError, ClientDisconnect."""
+        body, length = bytearray(), 0
         try:
             async with asyncio.timeout(self.timeout):
-                while message.get("more_body") and length <= limit + MAX_DRAINED:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    length += len(message.get("body", b""))
-                    body += message.get("body", b"") if length <= limit else b""
+                async for part in Request(scope, receive).stream():
+                    length += len(part)
+                    if length > limit + MAX_DRAINED:
+                        break
+                    body += part if length <= limit else b""
         except TimeoutError:
             reason = f"the body did not come within {self.timeout:g} s"
             raise ApiError(reason, 408, connection="close") from None

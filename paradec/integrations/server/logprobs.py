@@ -24,7 +24,7 @@ class TokenScore(NamedTuple):
     token: int
     text: bytes
     logprob: float | None
-    offset: int = 0
+    offset: int
     best: Sequence[TokenScore] = ()
 
     @property
@@ -34,6 +34,10 @@ class TokenScore(NamedTuple):
             return self.text.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """An entry of `chat_logprobs`."""
+        return {"token": self.name, "logprob": self.logprob, "bytes": [*self.text]}
 
 
 class TokenScores:
@@ -45,30 +49,27 @@ class TokenScores:
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
         self._spelling, self._decoder = spelling_of(tokenizer), codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = self.num_sent = begin  # characters of the text so far, and those that are sent
-        self._last, self._waiting = list[int](), list[TokenScore]()
+        self._offset, self._last, self._waiting = begin, list[int](), list[TokenScore]()
 
     def add(self, ids: Sequence[int], scores: LogProbs | StepLogProbs) -> None:
         """Add tokens [N] and their scores [1, N]."""
         for token, logprob, *best in zip(ids, *(getattr(scores, name)[0].tolist() for name in NAMES)):
             if (text := self._text(token)) or self._is_prompt:
                 likeliest = [self._score(other, value) for value, other in zip(*best) if other >= 0]
-                score = self._score(token, logprob)._replace(offset=self._offset, best=likeliest)
-                is_first = self._is_prompt and math.isnan(logprob)
-                self._waiting.append(score._replace(logprob=None) if is_first else score)
+                self._waiting.append(self._score(token, logprob)._replace(best=likeliest))
                 self._offset += len(self._decoder.decode(text))
                 self._last = [token] if text else self._last
 
-    def take(self, takes_all: bool = True) -> list[TokenScore]:
-        """Remove and return the tokens: all of them, or those that begin in the text that is sent."""
-        end = math.inf if takes_all else self.num_sent
-        count = next((n for n, score in enumerate(self._waiting) if score.offset >= end), len(self._waiting))
-        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+    def take(self, end: float = math.inf) -> list[TokenScore]:
+        """Remove and return the tokens that begin before character `end`."""
+        ready = [score for score in self._waiting if score.offset < end]
+        self._waiting = self._waiting[len(ready) :]
         return ready
 
     def _score(self, token: int, logprob: float) -> TokenScore:
         text = self._text(token) or str(self._tokenizer.convert_ids_to_tokens(token)).encode()
-        return TokenScore(token, text, logprob if math.isfinite(logprob) else IMPOSSIBLE)
+        missing = None if self._is_prompt and math.isnan(logprob) else IMPOSSIBLE  # a prompt's first token has none
+        return TokenScore(token, text, logprob if math.isfinite(logprob) else missing, self._offset)
 
     def _text(self, token: int) -> bytes:
         """The bytes of a token after the last one; none of a special token that is not in the text."""
@@ -96,23 +97,20 @@ def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/chat/completions."""
-
-    def entry(score: TokenScore) -> dict[str, Any]:
-        return {"token": score.name, "logprob": score.logprob, "bytes": [*score.text]}
-
-    return {"content": [{**entry(score), "top_logprobs": [*map(entry, score.best)]} for score in scores]}
+    return {
+        "content": [score.to_dict() | {"top_logprobs": [best.to_dict() for best in score.best]} for score in scores]
+    }
 
 
 def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/completions; the keys of a token are distinct, and it is among them."""
-    result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    tops = list[dict[str, Any] | None]()
     for score in scores:
         top: dict[str, Any] = {}
-        for best in score.best:
-            top[f"token_id:{best.token}" if best.name in top else best.name] = best.logprob
-        if score.best and score.token not in [best.token for best in score.best]:
-            top[f"token_id:{score.token}" if score.name in top else score.name] = score.logprob
-        entry = (score.name, score.logprob, None if score.logprob is None else top, score.offset)
-        for values, value in zip(result.values(), entry, strict=True):
-            values.append(value)
-    return result
+        is_missing = score.token not in [best.token for best in score.best]
+        for entry in [*score.best, score] if score.best and is_missing else score.best:
+            top[f"token_id:{entry.token}" if entry.name in top else entry.name] = entry.logprob
+        tops.append(None if score.logprob is None else top)
+    names, offsets = [score.name for score in scores], [score.offset for score in scores]
+    logprobs = [score.logprob for score in scores]
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

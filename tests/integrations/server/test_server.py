@@ -2,15 +2,10 @@
 
 import asyncio
 import json
-import re
-import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from html import unescape
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -21,7 +16,7 @@ from serving import LONG, NAME, SORT, Running, chat, running, wait
 import paradec
 from paradec.batching.slots import BatchClosed, Cancelled
 from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.limits import CALL, PATHS, Limits
+from paradec.integrations.server.limits import CALL, Limits
 from paradec.integrations.server.request_body import read_presets
 
 PROMPTS = [
@@ -161,11 +156,11 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(n="2"), 422, "n='2': Input should be a valid integer"),
     (chat(top_logprobs=3), 422, "top_logprobs=3 needs logprobs=true"),
     (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21: Input should be less than or equal to 20"),
-    (chat(tools=[TOOL | {"x": json.loads("[" * 70 + "]" * 70)}]), 422, "64 levels deep"),
-    (chat(tool_choice="maybe"), 422, "tool_choice='maybe' must be"),
+    (chat(tools=[TOOL | {"x": json.loads("[" * 300 + "]" * 300)}]), 422, "Recursion error"),
+    (chat(tool_choice="maybe"), 422, "'maybe': Input should be 'none', 'auto' or 'required'"),
     (chat(tool_choice="required", tools=[TOOL]), 422, "tool_choice='required' is not offered for this model"),
     (chat(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]), 422, "'g' is none of the tools"),
-    ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "cannot be read as JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "Invalid JSON"),
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
     (chat(max_tokens=5000), 400, "max_tokens=5000"),
@@ -208,7 +203,7 @@ def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> N
 
 
 def test_completions_refuse_too(server: Running) -> None:
-    for body, message in [({"prompt": [["a"]]}, "prompt="), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
+    for body, message in [({"prompt": [["a"]]}, "prompt"), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
         status, _, text = server.post(body, "/v1/completions")
         assert status == 422 and message in json.loads(text)["error"]["message"]
 
@@ -238,29 +233,6 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
     refuses(lambda: pieces(client, SORT), 'a "quoted"\nmessage', openai.APIError)
     wait(lambda: server.engine.batch.occupied == 0)
-
-
-@pytest.mark.parametrize("key", [None, "secret"])
-def test_a_browser_is_told_what_there_is_and_how_to_ask(key: str | None, model: Any) -> None:
-    with running(model, name="<b>own</b>", api_key=key) as server:
-        place = urlsplit(server.address).netloc
-        found = {}
-        for host in (place, "<script>alert(1)</script>", "[", "a'b"):
-            connection = HTTPConnection(place, timeout=60)
-            connection.request("GET", "/", headers={"Host": host})
-            answer = connection.getresponse()
-            found[host] = answer.read().decode()
-            assert answer.status == 200 and answer.headers["content-type"].startswith("text/html"), host
-            assert "default-src 'none'" in answer.headers["content-security-policy"]
-            assert "<script" not in found[host] and "<b>" not in found[host] and "secret" not in found[host]
-        page = found[place]
-        assert ("&lt;b&gt;own&lt;/b&gt;" in page) == (key is None) and ("Bearer $KEY" in page) == (key is not None)
-        assert sorted(re.findall(r"<code>(?:GET|POST) (\S+)</code>", page)) == sorted(path.split()[1] for path in PATHS)
-        command = shlex.split(unescape(page.partition("<pre>")[2].partition("</pre>")[0]).replace("\\\n", ""))
-        assert command[1] == f"{server.address}/v1/chat/completions"
-        headers = {"Authorization": "Bearer secret"} if key else {}
-        status, _, text = server.post(json.loads(command[-1]), **headers)
-        assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == "apple fig pear"
 
 
 def test_metrics_count(model: Any) -> None:
