@@ -19,7 +19,7 @@ from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import constraint_of, token_automaton
 from paradec.core.protocol import decode
 from paradec.integrations.server.limits import ApiError
-from paradec.integrations.server.request_body import check_room, read_constraint
+from paradec.integrations.server.request_body import TextBody, read_constraint
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import DynamicTree
 
@@ -148,13 +148,17 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
     refuses(lambda: paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6), "is for causal models")
     refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "read otherwise")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "no end token")
-    assert read_constraint("structured_outputs", {"grammar": NESTED.grammar}, causal, None) == NESTED
-    check_room(NESTED, causal, 1)
+
+    def read(model: Any, **form: Any) -> Any:
+        return read_constraint(TextBody.model_validate({"prompt": "x", **form}), [], None, model, None)
+
+    constraint, texts = read(causal, structured_outputs={"grammar": NESTED.grammar})
+    assert constraint == NESTED and isinstance(texts, GrammarTexts)
     with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
-        read_constraint("guided_grammar", NESTED.grammar, lettered(), None)
+        read(lettered(), guided_grammar=NESTED.grammar)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     refuses(lambda: paradec.Grammar("start: /a/"), "paradec.Grammar needs llguidance.*'grammar'", ModuleNotFoundError)
-    refuses(lambda: read_constraint("guided_grammar", "start: /a/", causal, None), "needs llguidance", ApiError)
+    refuses(lambda: read(causal, guided_grammar="start: /a/"), "needs llguidance", ApiError)
 
 
 PATTERNS = [

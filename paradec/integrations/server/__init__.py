@@ -1,8 +1,7 @@
 """A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
 
 `app.py` has the routes, `limits.py` what is in front of them, `answers.py` the way from a body (`request_body.py`,
-`chat.py`) over the batch (`engine.py`) to a response (`logprobs.py`); `decisions.py` is `/v1/systemone`.
-"""
+`chat.py`) over the batch (`engine.py`) to a response (`logprobs.py`)."""
 
 from __future__ import annotations
 
@@ -23,11 +22,7 @@ def check_installed() -> None:
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
     """Open a listening socket; port 0 takes a free one. Raises OSError for an address that cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
 
 
 def __getattr__(name: str) -> Any:

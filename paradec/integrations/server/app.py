@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import uvicorn
@@ -15,11 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from paradec.core.checks import check_int, check_number
-from paradec.integrations.server.answers import Service
-from paradec.integrations.server.decisions import DecisionBody, Decisions
+from paradec.integrations.server.answers import Decisions, Service
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import CALL, Limits
-from paradec.integrations.server.request_body import ChatBody, TextBody
+from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody
 
 
 def build_app(
@@ -44,8 +42,7 @@ def build_app(
         api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
         cors: let pages of any origin read the answers.
 
-    Raises ValueError for an argument out of its range, or a model without a fast tokenizer.
-    """
+    Raises ValueError for an argument out of its range, or a model without a fast tokenizer."""
     bounds: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
     for argument, value in {"max_answer": max_answer, **bounds}.items():
         check_int(argument, value, low=1)
@@ -57,17 +54,11 @@ def build_app(
     service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        engine.close()
-        service.compiler.close()
-
     async def reraise(_: Request, error: Exception) -> NoReturn:
         raise error  # `Limits` makes the response
 
     handlers: Any = {RequestValidationError: reraise, HTTPException: reraise}
-    app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(on_shutdown=[engine.close, service.compiler.close], openapi_url=None, exception_handlers=handlers)
 
     @app.post("/v1/chat/completions")
     async def create_chat(request: Request, body: ChatBody) -> Response:
@@ -107,7 +98,6 @@ def build_app(
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve on a socket of `paradec.integrations.server.listen` until Ctrl-C or SIGTERM; open requests have ten more
-    seconds."""
+    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests have ten more seconds."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
     uvicorn.Server(config).run(sockets=[listening])

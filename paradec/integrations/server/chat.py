@@ -51,7 +51,7 @@ RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_te
 
 
 class Piece(NamedTuple):
-    """A part of an answer. finish_reason: of the last piece. draft: JSON of the tokens to the right."""
+    """A part of an answer. role: of the first one. finish_reason: of the last one. draft: JSON of further tokens."""
 
     content: str = ""
     reasoning: str = ""
@@ -59,12 +59,13 @@ class Piece(NamedTuple):
     scores: Sequence[TokenScore] = ()
     finish_reason: Any = None
     draft: str = ""
+    role: str = ""
 
 
 class AnswerParser:
     """Splits the text of an answer, which may come in pieces.
 
-    reasoning_end: the text that ends the reasoning with which the answer begins; None without reasoning.
+    reasoning_end: the text that ends the reasoning with which the answer begins, if it does.
     template: the format of calls; None leaves them in the content. tools: of the body."""
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
@@ -133,48 +134,33 @@ def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     return next((template for marker, template in markers.items() if marker in text), None)
 
 
-def reasoning_end(tokenizer: Any, prompt: str) -> str | None:
-    """The text that ends the reasoning block which a prompt opens; None if it opens none."""
-    fields = (getattr(tokenizer, "response_template", None) or {"fields": {}})["fields"]
-    block = fields.get("reasoning_content") or fields.get("thinking") or {}
-    begin, end = block.get("open", "<think>"), block.get("close", "</think>")
-    is_open = isinstance(begin, str) and isinstance(end, str) and prompt.rstrip().endswith(begin.rstrip())
-    return end if is_open else None
-
-
-def marker_tokens(tokenizer: Any, template: Any, end: str | None) -> dict[int, str]:
-    """The special tokens that belong to a format of calls or end the reasoning, with their texts."""
-    marks = ("" if template is None else str(template["fields"]["tool_calls"]).replace("\\", "")) + (end or "")
-    added = tokenizer.added_tokens_decoder.items() if marks else ()
-    return {token: entry.content for token, entry in added if entry.special and entry.content in marks}
-
-
-def choose_tools(body: ChatBody, tokenizer: Any) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
-    """The tools of the prompt, and those of which one must be called; None for none. Raises ApiError."""
-    tools, choice = [tool.model_dump(exclude_unset=True) for tool in body.tools or []], body.tool_choice
-    if choice in (None, "auto", "none"):
-        return (None if choice == "none" else tools or None), None
-    names = [choice["function"]["name"]] if isinstance(choice, dict) else [tool["function"]["name"] for tool in tools]
-    required = [tool for tool in tools if tool["function"]["name"] in names]
-    if not required:
-        reason = f"tool_choice: {shown(*names)} is none of the tools" if tools else "tool_choice needs tools"
-        raise ApiError(reason, 422, "tool_choice")
-    if response_template_of(tokenizer) is not HERMES:
-        reason = "is not offered for this model: its chat template writes no <tool_call> with JSON"
-        raise ApiError(f"tool_choice={shown(choice)} {reason}", 422, "tool_choice")
-    return tools, required
-
-
-def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) -> tuple[list[int], str]:
-    """The ids of a chat's prompt, and its text. Raises ApiError."""
-    param, variables = "chat_template_kwargs", body.chat_template_kwargs
+def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[Any], Any, str | None]:
+    """The ids of a chat's prompt, its tools, those of which one must be called, the format of calls, and the text that
+    ends the reasoning block which the prompt opens. Raises ApiError."""
+    param, variables, choice = "chat_template_kwargs", body.chat_template_kwargs, body.tool_choice
     if name := next((name for name in variables if name in RESERVED), None):
         raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    tools = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+    template = response_template_of(model.tokenizer) if tools else None
+    required = list[Any]()
+    if choice not in (None, "auto", "none"):
+        function = choice["function"]["name"] if isinstance(choice, dict) else None
+        required = [tool for tool in tools if function in (None, tool["function"]["name"])]
+        if not required:
+            reason = f": {shown(function)} is none of the tools" if tools else " needs tools"
+            raise ApiError(f"tool_choice{reason}", 422, "tool_choice")
+    if required and template is not HERMES:
+        raise ApiError(f"tool_choice={shown(choice)} is not offered for this model", 422, "tool_choice")
     render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
-        text = render(messages, tools=tools, **variables)
-        return tokenize(model.tokenizer, text), text
+        text = render(messages, tools=tools or None, **variables)
+        ids = tokenize(model.tokenizer, text)
     except Exception as error:  # the template's own code, on data of a client
         reason = f"the chat template or the tokenizer does not take this: {error}"
         raise ApiError(reason, 400, "tools" if tools else "messages") from error
+    fields = (getattr(model.tokenizer, "response_template", None) or {"fields": {}})["fields"]
+    block = fields.get("reasoning_content") or fields.get("thinking") or {}
+    begin, end = block.get("open", "<think>"), block.get("close", "</think>")
+    is_open = isinstance(begin, str) and isinstance(end, str) and text.rstrip().endswith(begin.rstrip())
+    return ids, tools, required, template, end if is_open else None

@@ -39,10 +39,8 @@ class Engine:
         return not self.batch.closed
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
-        """Give a prompt to the batch, as `Batch.add`; `on_done` is called in the engine's thread.
-
-        The answer is that of `paradec.generate` on this prompt alone; without a seed one is drawn.
-        """
+        """Give a prompt to the batch, as `Batch.add`; it is answered as `paradec.generate` does alone. `on_done` is called
+        in the engine's thread; without a seed one is drawn."""
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 
@@ -58,8 +56,7 @@ class Engine:
 
     def retry_after(self) -> int:
         """Estimate the seconds, 1 to 60, until a row is free for one more prompt."""
-        rounds = 1 + self.batch.waiting / self.batch.batch_size
-        return min(60, max(1, math.ceil(self.seconds_per_answer * rounds)))
+        return min(60, max(1, math.ceil(self.seconds_per_answer * (1 + self.batch.waiting / self.batch.batch_size))))
 
     def close(self) -> None:
         """End unfinished answers with `paradec.batching.slots.Cancelled`, then the thread."""
@@ -74,22 +71,18 @@ class Engine:
                 if self.batch.wait():
                     self.steps += 1  # before clients read answers of this step
                     ended = self.batch.step()
-                    failures = MAX_FAILURES - 1  # a failed check stops the engine at once
-                    self._check_model(ended)
+                    failures = MAX_FAILURES - 1  # a model that fails with another prompt stops the engine at once
+                    for ticket in ended:
+                        error = ticket.output and ticket.output.error
+                        if ticket.isolated and error and not isinstance(error, Cancelled):
+                            log.error("prompt %s failed", ticket.number, exc_info=error)
+                            generate(self.model, [[int(self.model.facts.mask_token_id == 0)]], max_new_tokens=1)
                     failures = 0
             except Exception as error:  # the batch is as after its last commit
                 failures += 1
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
                 if failures == MAX_FAILURES:
                     self.batch.close(BatchClosed(f"decoding has stopped: {shown(error)}"))
-
-    def _check_model(self, ended: list[Ticket]) -> None:
-        """Raise what the model raises for another prompt, if a row failed alone."""
-        for ticket in ended:
-            error = ticket.output and ticket.output.error
-            if ticket.isolated and error and not isinstance(error, Cancelled):
-                log.error("prompt %s failed", ticket.number, exc_info=error)
-                generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
 
 
 class Metrics:
@@ -123,8 +116,7 @@ class Metrics:
 
     def record_answer(self, ticket: Ticket) -> None:
         """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
-        output = ticket.output
-        assert output is not None
+        output: Any = ticket.output
         end = "whole" if output.error is None else "cancelled" if isinstance(output.error, Cancelled) else "failed"
         self.answers.labels(end).inc()
         self.tokens.labels("prompts").inc(len(ticket.prompts.rows[0]))

@@ -24,7 +24,7 @@ from paradec.core.checks import shown
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
-MAX_DRAINED = 64 * 2**20  # bytes of a refused body that are read, so that a client that still sends reads the response
+MAX_DRAINED = 64 * 2**20  # bytes of a body that is too long, which are read so that its client reads the response
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -58,17 +58,13 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
             return ApiError(f"{shown('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, shown(path[0])[1:-1])
         case HTTPException():
             return ApiError(error.detail, error.status_code, **(error.headers or {}))
-        case Cancelled():
-            return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
-        case BatchClosed():
+        case Cancelled() | BatchClosed():  # the server is stopping
             return ApiError(message, 503, retry_after=5)
-        case ValueError() | TypeError() | ModuleNotFoundError():
+        case ValueError() | TypeError() | ImportError():
             if param is None:
                 message = re.sub(r"\w+", lambda word: CLIENT_NAMES.get(word[0], word[0]), message)
                 param = name[1] if (name := re.match(r"(\w+)=", message)) else None
             return ApiError(message, 422 if isinstance(error, ConstraintSizeError) else 400, param)
-        case ImportError():
-            return ApiError(message, 501)
     return ApiError(message, 500)
 
 
@@ -124,38 +120,13 @@ class Limits:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, status, metrics = time.perf_counter(), 499, self.engine.metrics  # 499: the client left unanswered
+            return await self.app(scope, receive, send)
+        began, status = time.perf_counter(), 499  # the client left unanswered
 
         async def send_in_time(message: Any) -> None:
             nonlocal status
             status = message.get("status", status)
             await asyncio.wait_for(send(message), self.timeout)
-
-        try:
-            await self._handle(scope, receive, send_in_time)
-        except ClientDisconnect:
-            pass
-        except Exception as error:
-            answer = to_api_error(error)
-            if status != 499 or answer.status == 500:
-                log.warning("%s %s broke off", scope["method"], scope["path"], exc_info=error)
-            if status == 499:
-                await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, send_in_time)
-        finally:
-            paths = {route.path for route in getattr(scope.get("app"), "routes", ())}
-            path = scope["path"] if scope["path"] in paths else "other"
-            metrics.requests.labels(path, str(status)).inc()
-            metrics.seconds.labels(path).observe(time.perf_counter() - began)
-
-    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            self._check(scope)
-        except (ApiError, BatchClosed):
-            await self._read_body(scope, receive, 0)
-            raise
-        scope[CALL] = call = Call(self)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -166,14 +137,28 @@ class Limits:
             return messages.pop() if messages else await asyncio.Event().wait()  # until it is cancelled
 
         with ExitStack() as stack:
-            stack.callback(call.end)
-            body = await self._read_body(scope, receive, self.max_body)
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-            stack.callback(asyncio.create_task(watch()).cancel)
-            await self.app(scope, replay, send)
+            try:
+                self._check(scope)
+                scope[CALL] = call = Call(self)
+                stack.callback(call.end)
+                messages = [{"type": "http.request", "body": await self._read_body(scope, receive)}]
+                stack.callback(asyncio.create_task(watch()).cancel)
+                await self.app(scope, replay, send_in_time)
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                answer = to_api_error(error)
+                if status != 499 or answer.status == 500:
+                    log.warning("%s %s broke off", scope["method"], scope["path"], exc_info=error)
+                if status == 499:
+                    await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, send_in_time)
+            finally:
+                paths = {route.path for route in getattr(scope.get("app"), "routes", ())}
+                path = scope["path"] if scope["path"] in paths else "other"
+                self.engine.metrics.requests.labels(path, str(status)).inc()
+                self.engine.metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
     def _check(self, scope: Any) -> None:
-        """Raise ApiError for a wrong key or too many requests, BatchClosed after decoding has stopped."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if self.api_key is not None and scope["path"] != "/health":
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key.encode()):
@@ -184,19 +169,17 @@ class Limits:
                 wait = self.engine.retry_after()
                 raise ApiError(f"{len(self.calls)} requests are being answered; try again", 429, retry_after=wait)
 
-    async def _read_body(self, scope: Any, receive: Any, limit: int) -> bytes:
-        """Read a body of at most `limit` bytes, where 0 drops all. Raises ApiError, ClientDisconnect."""
+    async def _read_body(self, scope: Any, receive: Any) -> bytes:
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(self.timeout):
                 async for part in Request(scope, receive).stream():
                     length += len(part)
-                    if length > limit + MAX_DRAINED:
+                    if length > self.max_body + MAX_DRAINED:
                         break
-                    body += part if length <= limit else b""
+                    body += part if length <= self.max_body else b""
         except TimeoutError:
-            reason = f"the body did not come within {self.timeout:g} s"
-            raise ApiError(reason, 408, connection="close") from None
-        if length > limit > 0:
-            raise ApiError(f"the body is longer than {limit} bytes", 413, connection="close")
+            raise ApiError(f"the body did not come within {self.timeout:g} s", 408, connection="close") from None
+        if length > self.max_body:
+            raise ApiError(f"the body is longer than {self.max_body} bytes", 413, connection="close")
         return bytes(body)

@@ -41,15 +41,14 @@ class TokenScore(NamedTuple):
 
 
 class TokenScores:
-    """Collects the tokens of one text from left to right until their text is sent.
+    """Collects the tokens of one text from left to right until it is sent.
 
-    begin: characters of the text before them. markers: special tokens that are in the text.
-    is_prompt: list special tokens too, by their names."""
+    begin: characters before them. markers: special tokens in the text. is_prompt: list others too, by their names."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
         self._spelling, self._decoder = spelling_of(tokenizer), codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset, self._last, self._waiting = begin, list[int](), list[TokenScore]()
+        self._offset, self._last, self._waiting = begin, -1, list[TokenScore]()
 
     def add(self, ids: Sequence[int], scores: LogProbs | StepLogProbs) -> None:
         """Add tokens [N] and their scores [1, N]."""
@@ -58,7 +57,7 @@ class TokenScores:
                 likeliest = [self._score(other, value) for value, other in zip(*best) if other >= 0]
                 self._waiting.append(self._score(token, logprob)._replace(best=likeliest))
                 self._offset += len(self._decoder.decode(text))
-                self._last = [token] if text else self._last
+                self._last = token if text else self._last
 
     def take(self, end: float = math.inf) -> list[TokenScore]:
         """Remove and return the tokens that begin before character `end`."""
@@ -75,21 +74,18 @@ class TokenScores:
         """The bytes of a token after the last one; none of a special token that is not in the text."""
         if token in self._markers:
             return self._markers[token].encode()
-        if (spelling := self._spelling) is not None:
-            return spelling.texts[spelling.after.get(self._last[0], 0) if self._last else 0].get(token, b"")
-        decode = self._tokenizer.decode
-        before = decode(self._last, skip_special_tokens=True)
-        return str(decode([*self._last, token], skip_special_tokens=True)).removeprefix(before).encode()
+        if (spelling := self._spelling) is None:  # how tokens join is not known
+            return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
+        return spelling.texts[spelling.after.get(self._last, 0)].get(token, b"")
 
 
 def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
     """Log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first one."""
     parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
     with torch.inference_mode(), weights_lock(model):
-        for begin in range(0, len(ids), size):
-            positions = [*range(begin, min(begin + size, len(ids)))]
-            logits = model(build_rows_query(model, [ids], [positions], [len(ids)]))
-            tokens = torch.tensor([ids[begin : begin + size]], device=logits.device)
+        for positions in torch.arange(len(ids)).split(size):
+            logits = model(build_rows_query(model, [ids], [positions.tolist()], [len(ids)]))
+            tokens = torch.tensor([ids])[:, positions].to(logits.device)
             parts.append(StepLogProbs.from_logits(logits, tokens, count))
     scores = StepLogProbs.combine(parts, lambda tensors: torch.cat(tensors, 1).cpu())
     return scores.fill(torch.arange(len(ids)).unsqueeze(0) == 0)
@@ -111,6 +107,5 @@ def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
         for entry in [*score.best, score] if score.best and is_missing else score.best:
             top[f"token_id:{entry.token}" if entry.name in top else entry.name] = entry.logprob
         tops.append(None if score.logprob is None else top)
-    names, offsets = [score.name for score in scores], [score.offset for score in scores]
-    logprobs = [score.logprob for score in scores]
-    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    columns = zip(*((score.name, score.logprob, score.offset) for score in scores))
+    return {"top_logprobs": tops, **dict(zip(("tokens", "token_logprobs", "text_offset"), columns))}

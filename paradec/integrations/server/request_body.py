@@ -1,4 +1,4 @@
-"""Bodies of the two endpoints: the fields of `paradec.Request` that they set, and the form of their answers."""
+"""Bodies of the endpoints: the fields of `paradec.Request` that they set, and the form of their answers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,33 @@ from typing import Annotated, Any, Literal
 from openai.types.chat import ChatCompletionNamedToolChoiceParam
 from pydantic import BaseModel, BeforeValidator, Field, Json, JsonValue
 
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.batching.slots import REFUSED
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
 from paradec.core.checks import shown, unknown_name
 from paradec.core.component_text import parse_components
 from paradec.integrations.server.limits import ApiError
+from paradec.request import FIELDS as REQUEST_FIELDS
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 
 OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts`; `extra_body` of OpenAI's clients
-FIELDS = (  # of `paradec.Request` that a body may set in `OWN`
-    *("sampler", "cache", "suffix", "blocks", "block_length", "steps", "max_new_tokens", "temperature", "top_p"),
-    *("top_k", "guidance_scale", "seed", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
-    *("confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "constraint", "chat"),
-)
+# fields of `paradec.Request` that no body sets
+HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")
+FIELDS = tuple(name for name in REQUEST_FIELDS if name not in HIDDEN)
 SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they set, which checks them
     **{name: name for name in ("temperature", "top_p", "top_k", "seed")},
     **{"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"},
 }
-INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing
+INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing; ... is any
     **{"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0},
     **{"min_tokens": 0, "ignore_eos": False, "logit_bias": {}, "modalities": ["text"], "skip_special_tokens": True},
-    **{"verbosity": "medium", "suffix": "", "echo": False},
+    **{"verbosity": "medium", "suffix": "", "echo": False, "user": ..., "metadata": ..., "store": ...},
+    **{"service_tier": ..., "safety_identifier": ..., "prompt_cache_key": ..., "prompt_cache_retention": ...},
+    "parallel_tool_calls": ...,
 }
-IGNORED = (  # fields that change no answer
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
-)
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 
 
@@ -58,8 +54,7 @@ def _check_own(name: str, value: Any) -> None:
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):
-            reason = "must be a number here; others go into a preset"
-            raise ApiError(f"{name}: {setting}={shown(entry)} {reason}", 422, OWN)
+            raise ApiError(f"{name}: {setting}={shown(entry)} must be a number here, or in a preset", 422, OWN)
 
 
 def _join_parts(value: Any) -> Any:
@@ -107,7 +102,7 @@ Count = Annotated[int, Field(ge=0, le=20)]
 
 
 class Body(BaseModel, extra="allow", strict=True):
-    """The fields of both endpoints; `SAMPLING`, `FORMATS`, `INERT` and `IGNORED` are others."""
+    """The fields of both endpoints; `SAMPLING`, `FORMATS` and `INERT` are others."""
 
     model: Any = None
     stream: bool | None = None
@@ -137,22 +132,27 @@ class TextBody(Body):
     logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
 
 
-def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Read the fields of `paradec.Request`, a constraint of the preset alone. Those of the body have priority over it.
+class DecisionBody(BaseModel, extra="forbid", strict=True):
+    """A body for /v1/systemone; transformers checks its questions."""
 
-    Raises ApiError, ValueError or TypeError for a field, a value or a preset that is not supported.
-    """
-    known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT, *IGNORED)
+    model: Any = None
+    state: Any
+    questions: Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=64)]
+    assets: dict[str, Any] = {}
+
+
+def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Read the fields of `paradec.Request`, those of the body over its preset's; a constraint is the preset's. Raises
+    ApiError, ValueError or TypeError for a field, a value or a preset that is not supported."""
+    known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT)
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
-        if name in INERT and value not in (None, INERT[name]):
+        if INERT.get(name, ...) is not ... and value not in (None, INERT[name]):
             raise ApiError(f"{name}={shown(value)} is not supported; give {json.dumps(INERT[name])}", 422, name)
     if body.preset is not None and body.preset not in presets:
-        raise ApiError(
-            f"preset={shown(body.preset)} must be one of {', '.join(sorted(presets)) or 'none'}", 400, "preset"
-        )
+        raise ApiError(f"preset={shown(body.preset)} must be one of {', '.join(presets) or 'none'}", 400, "preset")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     for name, value in body.paradec.items():
@@ -186,14 +186,11 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
-def read_constraint(
-    body: Body, tools: list[Any] | None, default: Any, model: Any, compiler: Compiler
-) -> tuple[Constraint | None, TokenAutomaton | GrammarTexts | None]:
-    """Build the constraint of an answer and its texts in the model's tokens, where the batch finds them; None without.
-
-    tools: of which one must be called. default: of the preset. Raises ApiError."""
+def read_constraint(body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler) -> tuple[Any, Any]:
+    """Build the constraint of an answer and its texts in the model's tokens, or None and None. tools: of which one must
+    be called. default: the constraint of the preset or the server. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
-    formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools}
+    formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
     if not (formats := formats or ({} if default is None else {"preset": default})):
         return None, None
@@ -212,10 +209,8 @@ def read_constraint(
             return constraint, GrammarTexts(constraint.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
         return constraint, automaton_of(model, constraint, ends, (), reserved_tokens(facts, True))
     except (ValueError, RecursionError, ModuleNotFoundError, TypeError, LookupError, AttributeError) as error:
-        is_malformed = isinstance(error, (TypeError, LookupError, AttributeError))  # parts of a schema of wrong types
-        reason = f"malformed ({type(error).__name__}: {error})" if is_malformed else str(error)
         param, hint = ("tools", "; tool_choice='auto' does not need them") if name == "tool_choice" else (name, "")
-        raise ApiError(f"{param}: {reason}{hint}", 422, param) from error
+        raise ApiError(f"{param}: {error}{hint}", 422, param) from error
 
 
 def _read_format(name: str, value: Any) -> Any:
@@ -233,7 +228,6 @@ def _read_format(name: str, value: Any) -> Any:
     parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
     if parts == {"json_object": True}:
         return {"json_schema": {"type": "object"}}
-    if not isinstance(parts, dict) or len(parts) != 1 or not {*parts} <= {*CONSTRAINTS}:
-        kinds = ", ".join((*CONSTRAINTS, "json_object"))
-        raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}; json_object must be true")
-    return {CONSTRAINTS[kind]: argument for kind, argument in parts.items()}
+    if not isinstance(parts, dict):
+        raise ValueError(f"{shown(value)} must be an object")
+    return {"json_schema" if kind == "json" else kind: argument for kind, argument in parts.items()}

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec.constraints.compiler import Compiler
+from paradec.integrations.server.request_body import read_presets
 from paradec.samplers.features import spans
 
 TEMPLATE = (
@@ -122,6 +124,24 @@ def test_other_fields(server: Running, extra: dict[str, Any], fits: Any) -> None
     assert status == 200 and fits(json.loads(text)["choices"][0]["text"])
 
 
+def test_a_constraint_of_the_server_or_a_preset_holds_where_the_body_has_none(model: Any, tmp_path: Path) -> None:
+    paradec.Request(constraint=paradec.Choice(("six",))).save(tmp_path / "six.json")
+    request = {"block_length": 32, "constraint": paradec.Regex("[ab]{3}")}
+    with running(model, request=request, presets=read_presets(tmp_path)) as server:
+        for extra, pattern in (
+            ({}, "[ab]{3}"),
+            ({"response_format": {"type": "text"}}, "[ab]{3}"),
+            ({"preset": "six"}, "six"),
+            ({"preset": "six", "guided_regex": "z"}, "z"),
+        ):
+            status, _, text = server.post(chat("x", max_tokens=40, **extra))
+            choice = json.loads(text)["choices"][0]
+            assert status == 200 and choice["finish_reason"] == "stop"
+            assert re.fullmatch(pattern, choice["message"]["content"])
+        assert server.post(chat("x", max_tokens=40, stop=["a"]))[0] == 400
+        assert server.post(chat("x", max_tokens=2))[0] == 400
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "put"}}])
 def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
@@ -165,8 +185,8 @@ def of_schema(schema: Any) -> dict[str, Any]:
         (of_schema(nested(200)), 422, "nested too deeply|more than|parts"),
         (of_schema(nested_arrays(22)), 422, "more than"),
         ({"guided_choice": [f"{at:09d} {at * 7919 % 10**12:012d}" for at in range(30_000)]}, 422, "choices take more"),
-        ({"structured_outputs": {"structural_tag": "x"}}, 422, "one of the keys"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "one of the keys"),
+        ({"structured_outputs": {"structural_tag": "x"}}, 422, "unknown key of constraint: 'structural_tag'"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "unknown key of constraint: 'choice'"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both say the form of an answer"),
         ({"guided_regex": "a{50}", "max_tokens": 4}, 400, "max_tokens=4 is too few"),
         ({"guided_regex": "a+", "stop": ["b"], "stream": True}, 400, "stop may end an answer"),

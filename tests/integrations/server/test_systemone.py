@@ -83,7 +83,7 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 def test_recorded_answers(name: str) -> None:
     from transformers.decision import DecisionConfig, parse_questions
 
-    from paradec.integrations.server.decisions import build_question
+    from paradec.integrations.server.answers import build_question
 
     case = CASES[name]
     for parsed in parse_questions(plain(case["questions"], read=True), DecisionConfig()):
