@@ -39,8 +39,8 @@ class Engine:
         return not self.batch.closed
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
-        """Give a prompt to the batch, as `Batch.add`; it is answered as `paradec.generate` does alone. `on_done` is called
-        in the engine's thread; without a seed one is drawn."""
+        """Give a prompt to the batch, as `Batch.add`; the answer is that of `paradec.generate` on it alone.
+        `on_done` is called in the engine's thread. Without a seed one is drawn."""
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 
