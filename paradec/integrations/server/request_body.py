@@ -167,7 +167,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         value = extra.get(name)
         if value is None or (name == "top_k" and value in (-1, 0)):
             continue
-        if sources.get(changed) == OWN or changes.get(changed, value) != value:
+        if changed in sources and (sources[changed] == OWN or changes[changed] != value):
             raise ApiError(f"{name} and {sources[changed]} say the same; give one", 400, name)
         changes[changed], sources[changed] = value, name
     stops = changes.get("stop_strings")

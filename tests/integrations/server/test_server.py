@@ -167,6 +167,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(max_tokens=510), 400, "longer than"),
     (chat(max_tokens=8, max_completion_tokens=9), 400, "say the same"),
     (chat(stop=[3]), 422, "stop="),
+    (chat(stop=float("nan")), 422, "stop=nan"),
     (chat(stop=["x"] * 17), 400, "at most 16"),
     (chat(preset="fast"), 400, "preset='fast' must be one of slowly, warm"),
     (chat(paradec={"sampler": "nosuch"}), 400, "nosuch"),
