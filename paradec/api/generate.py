@@ -17,6 +17,7 @@ from paradec import samplers
 from paradec.api.output import Output, align_logprobs, runs
 from paradec.api.streaming import check_streamer, watch
 from paradec.caches.cost import CacheCost
+from paradec.constraints.values import token_automaton
 from paradec.core.checks import check_model
 from paradec.core.prompts import Prompts, align_right, encode
 from paradec.core.protocol import TextState, decode, interruptible
@@ -180,12 +181,20 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
     is_text &= column >= (_to_column(np.array(prompts.starts)) if holes else _to_column(state.answer_start))
     text: Any = None
     fills: Any = None
+    reasoning: Any = None
+    reasoning_tokens, after = None, getattr(state.request.constraint, "after", None)
     if model.tokenizer is not None:
         text = [_decode_ids(model, row[columns]) for row, columns in zip(ids, is_text)]
+        if after is not None and not holes:
+            automaton = token_automaton(state.request.constraint, model.tokenizer, facts.vocab_size, (), ())
+            reasoning_tokens = [automaton.free_length(row[columns].tolist()) for row, columns in zip(ids, is_text)]
+            free = [row[columns][:count] for row, columns, count in zip(ids, is_text, reasoning_tokens)]
+            reasoning = [model.tokenizer.decode(row).removesuffix(after) for row in free]
+            text = [whole[len(_decode_ids(model, row)) :] for whole, row in zip(text, free)]
         if holes:
             fills = [[_decode_ids(model, row[a:b]) for a, b in runs(hole)] for row, hole in zip(ids, filled)]
         if prompts.single:
-            text, fills = text[0], fills and fills[0]
+            text, fills, reasoning = text[0], fills and fills[0], reasoning and reasoning[0]
     if state.trace is not None:
         state.trace.ends = np.minimum(state.end, state.requested_end).tolist()
         record_token_texts(state.trace, model.tokenizer)
@@ -204,6 +213,8 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         finished=(ended.squeeze(1) | torch.as_tensor(state.stopped)).tolist(),
         seconds=seconds,
         fills=fills,
+        reasoning=reasoning,
+        reasoning_tokens=reasoning_tokens,
         recorded_trace=state.trace,
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),

@@ -28,7 +28,8 @@ class Output:
 
     text: str | list[str] | None
     """The answer up to its end token or with its stop string; where the prompt had masks in it, the completed text (the
-    last turn of a chat). A string for one prompt, a list for several rows, None without a tokenizer."""
+    last turn of a chat); with `after` in the constraint, what follows the marker. A string for one prompt, a list for
+    several rows, None without a tokenizer."""
     sequences: Tensor
     """[B, P + N] int64: prompts (padded on the left to P) and answers; `sequences[:, P:]` is `new_tokens`."""
     new_tokens: Tensor
@@ -52,6 +53,10 @@ class Output:
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None
     """Where the prompt had masks in it: the text of each run of filled positions, in reading order, per row."""
+    reasoning: str | list[str] | None = None
+    """With `after` in the constraint: the free text before the marker."""
+    reasoning_tokens: list[int] | None = None
+    """The tokens that each row filled with `reasoning` and the marker, the first ones of `tokens`."""
     recorded_trace: Trace | None = None
     """What each step did, with `trace=True`; `trace` is the same, or an error that says so."""
     cost: CacheCost | None = None

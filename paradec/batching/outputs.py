@@ -22,7 +22,8 @@ from paradec.core.protocol import Memory
 from paradec.core.rows import select_rows
 
 TENSORS = ("sequences", "attention_mask", "filled")
-LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls", "log_weight")
+COUNTS = ("draft_nfe", "encoder_calls", "denoising_calls", "reasoning_tokens")
+LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
@@ -59,7 +60,8 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
     width, row = int(rows.requested_end[index]), slice(index, index + 1)
     changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
-    changes |= {name: value[index] for name in ("text", "fills") if (value := getattr(output, name)) is not None}
+    texts = {name: getattr(output, name) for name in ("text", "fills", "reasoning")}
+    changes |= {name: value[index] for name, value in texts.items() if value is not None}
     if output.logprobs is not None:
         changes["logprobs"] = output.logprobs.row(index).map_columns(lambda tensor, fill: tensor[:, -width:].clone())
     return replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -61,16 +62,24 @@ class TokenAutomaton:
         edges: [E, 3] int64: state, class, next state.
         accept: [S] bool.
         end: the state after an end token; -1 where there is none.
+        free: [S] bool: states before the end of a marker; by default none.
     """
 
     def __init__(
-        self, vocab_size: int, members: Sequence[np.ndarray], edges: np.ndarray, accept: np.ndarray, end: int = -1
+        self,
+        vocab_size: int,
+        members: Sequence[np.ndarray],
+        edges: np.ndarray,
+        accept: np.ndarray,
+        end: int = -1,
+        free: np.ndarray | None = None,
     ):
         edges, state_ids = _trim(edges, accept)
         class_ids = np.unique(edges[:, 1])
         self.vocab_size = vocab_size
         self.members = [np.sort(members[index]) for index in class_ids]
         self.accept = accept[state_ids >= 0]
+        self.free = np.zeros_like(self.accept) if free is None else free[state_ids >= 0]
         self.end = int(state_ids[end]) if end >= 0 else -1
         edges = np.stack((state_ids[edges[:, 0]], np.searchsorted(class_ids, edges[:, 1]), state_ids[edges[:, 2]]), 1)
         self.edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
@@ -118,7 +127,7 @@ class TokenAutomaton:
         """Upper bound of the tables' bytes."""
         # includes the cached properties: three groups of 32 bytes an edge, runs, distances
         tokens = 12 * int(self.sizes.sum()) + 56 * len(self.runs.classes)
-        return 5 * self.edges.nbytes + tokens + self.class_of.nbytes + 9 * self.states
+        return 5 * self.edges.nbytes + tokens + self.class_of.nbytes + 10 * self.states
 
     @cached_property
     def distance(self) -> np.ndarray:
@@ -133,6 +142,15 @@ class TokenAutomaton:
         for _ in range(count):
             states = self.predecessors(states)
         return states
+
+    def in_time(self, budget: int) -> np.ndarray:
+        """[S] bool: states allowed where at most `budget` more tokens, and the fewest that lead on, may be free."""
+        return ~self.free | (self.distance <= self.distance[self.free].max(initial=0) + budget)
+
+    def free_length(self, tokens: Sequence[int]) -> int:
+        """Number of tokens up to the end of the marker."""
+        states = accumulate(tokens, self.step, initial=0)
+        return min(len(tokens), sum(1 for _ in takewhile(lambda state: state >= 0 and self.free[state], states)))
 
     def predecessors(self, states: np.ndarray) -> np.ndarray:
         """[S] bool: states with an edge into `states` [S] bool."""
@@ -158,8 +176,8 @@ class TokenAutomaton:
         end, index = texts.states, texts.classes
         accepted = np.append(np.flatnonzero(texts.accept), end)
         end_edges = np.stack((accepted, np.full_like(accepted, index), np.full_like(accepted, end)), 1)
-        edges = np.concatenate((texts.edges, end_edges))
-        return TokenAutomaton(self.vocab_size, [*texts.members, ids], edges, np.append(texts.accept, True), end)
+        edges, free = np.concatenate((texts.edges, end_edges)), np.append(texts.free, False)
+        return TokenAutomaton(self.vocab_size, [*texts.members, ids], edges, np.append(texts.accept, True), end, free)
 
     def without_tokens(self, ids: Iterable[int]) -> TokenAutomaton:
         """Remove the texts that contain one of the tokens `ids`."""
@@ -169,7 +187,8 @@ class TokenAutomaton:
             return self
         members = [tokens[~removed[tokens]] for tokens in self.members]
         nonempty = np.array([len(tokens) > 0 for tokens in members])
-        return TokenAutomaton(self.vocab_size, members, self.edges[nonempty[self.edges[:, 1]]], self.accept, self.end)
+        edges = self.edges[nonempty[self.edges[:, 1]]]
+        return TokenAutomaton(self.vocab_size, members, edges, self.accept, self.end, self.free)
 
 
 def _trim(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,8 @@ forward sums a_i(q) over what leads to a state and the backward sums b_i(q) over
 g depends only on the class of a token. All sums are of logarithms, in float64.
 
 Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot, `last` [S] bool the states that
-the last slot may lead to. A decided slot has a certain distribution (`certain`).
+the last slot may lead to, or [n + 1, S] those before each slot and after the last one. A decided slot has a certain
+distribution (`certain`).
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ def backward_sums(
     """Compute b [n + 1, S] float64 of all slots. reduce: `logsumexp`, or `maximum` for the likeliest text."""
     _, index, target = np.ascontiguousarray(automaton.edges.T)  # in the order of `by_state`
     backward = np.full((len(masses) + 1, automaton.states), NOTHING)
-    backward[-1, last] = 0
+    backward[-1, np.atleast_2d(last)[-1]] = 0
     with np.errstate(divide="ignore"):
         for slot in range(len(masses) - 1, -1, -1):
             values = masses[slot].take(index)
             values += backward[slot + 1].take(target)
             backward[slot] = reduce(values, automaton.by_state, automaton.states)
+            if last.ndim > 1:
+                backward[slot, ~last[slot]] = NOTHING
     return backward
 
 
@@ -92,6 +95,8 @@ def conditioned(
             values = forward.take(previous)
             values += masses[slot].take(index)
             forward = logsumexp(values, by_next, automaton.states)
+            if last.ndim > 1:
+                forward[~last[slot + 1]] = NOTHING
     return total, log_g, backward
 
 
@@ -165,12 +170,14 @@ def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.nd
     """States [n + 1, S] from which the slots can still be filled; `tokens` [n] are the slots' tokens, or None."""
     source, index, target = automaton.edges.T
     reachable = np.zeros((len(tokens) + 1, automaton.states), bool)
-    reachable[-1] = last
+    reachable[-1] = np.atleast_2d(last)[-1]
     for slot in range(len(tokens) - 1, -1, -1):
         live = reachable[slot + 1, target]
         if (token := tokens[slot]) is not None:
             live = live & (index == automaton.class_of[token])
         reachable[slot, source[live]] = True
+        if last.ndim > 1:
+            reachable[slot] &= last[slot]
     return reachable
 
 

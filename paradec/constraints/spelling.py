@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,8 @@ class Spelling:
     """Bytes by id, per context, without special ids and those without bytes. A single context applies everywhere."""
     after: dict[int, int]
     """By id: the context after a token."""
+    special: dict[int, bytes] = field(default_factory=dict)
+    """Names of special ids, which only free text before a marker may have; the context stays."""
 
     def read(self, ids: Iterable[int], context: int = 0) -> bytes | None:
         """Bytes of a sequence of tokens that begins in a context; None if one of them has none."""
@@ -81,8 +83,9 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
     ]
     if len(names_by_id) <= MOST_PAIRED:
         builders.append(lambda: _pairwise_spelling(tokenizer, [*names_by_id]))
+    special_names = {token: str(name).encode() for token, name in enumerate(names) if token in special}
     for build in builders:
-        spelling = build()
+        spelling = replace(build(), special=special_names)
         if _matches_decode(tokenizer, spelling):
             yield spelling
 
@@ -164,7 +167,7 @@ MAX_ENTRIES = 2**23
 def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Encode | None = None) -> TokenAutomaton:
     """Build the automaton of the token sequences of a language, without end tokens.
 
-    Its states are byte states times contexts of the `Spelling`.
+    Its states are byte states times contexts of the `Spelling`. No token joins a marker with what follows.
 
     Args:
         encode: how the tokenizer writes texts (`spell_texts`). Literals then have its spelling alone, where it reads
@@ -173,21 +176,22 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.
     """
-    size, num_contexts = len(source.accept), len(spelling.texts)
+    size, num_contexts, begin = len(source.accept), len(spelling.texts), source.begin
     if not size:
         return TokenAutomaton(vocab_size, [], np.zeros((0, 3), np.int64), np.zeros(0, bool))
-    # the beginning of a text is a context of its own with one state
-    states = [np.arange(size if num_contexts == 1 or context else 1) for context in range(num_contexts)]
+    # the beginning of a text is a context of its own, which only special tokens keep
+    states = [np.arange(size if num_contexts == 1 or context else begin + 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check(int(offsets[-1]), "states", MAX_STATES)
     spelled = None
     if encode is not None:
         free, literals = find_literals(source)
-        spelled = _spell_literals(literals, spelling, offsets, encode, vocab_size)
+        spelled = _spell_literals(literals, spelling, offsets, encode, vocab_size, begin)
         source = source if spelled is None else free
+    arrays = spelling.arrays if not begin else [_arrays(texts | spelling.special) for texts in spelling.texts]
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)
     for context, context_states in enumerate(states):
-        ids, map_ids, context_map = _walk_texts(source, context_states, spelling.arrays[context])
+        ids, map_ids, context_map = _walk_texts(source, context_states, arrays[context])
         inside = ids < vocab_size
         map_of_token[ids[inside], context] = map_ids[inside]
         maps.append(context_map)
@@ -195,7 +199,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     _check(num_states, "states", MAX_STATES)
     literal_tokens = np.unique(np.array([token for _, token, _ in literal_edges], np.int64))
     tokens = np.union1d(np.flatnonzero((map_of_token >= 0).any(1)), literal_tokens)
-    context_after = np.array([spelling.after[token] for token in tokens.tolist()], np.int64)
+    context_after = np.array([spelling.after.get(token, -1) for token in tokens.tolist()], np.int64)
     # tokens of literals have classes of their own
     literal_classes = np.where(np.isin(tokens, literal_tokens), tokens, -1)
     keys = np.column_stack((map_of_token[tokens], context_after, literal_classes))
@@ -214,11 +218,15 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
         for context, map_id in enumerate(class_maps):
             if map_id >= 0:
                 sources, targets = maps[context].entries(map_id)
-                parts = (offsets[context] + sources, np.full(len(sources), index), offsets[following] + targets)
-                edges.append(np.stack(parts, 1))
+                targets = np.where(targets == begin - 1, begin, targets)
+                next_offset = offsets[context if following < 0 else following]
+                parts = (offsets[context] + sources, np.full(len(sources), index), next_offset + targets)
+                # special tokens are in free text alone
+                edges.append(np.stack(parts, 1)[sources < (begin if following < 0 else size)])
     accept = np.concatenate([source.accept[context_states] for context_states in states])
     accept = np.append(accept, np.zeros(num_states - len(accept), bool))
-    return TokenAutomaton(vocab_size, members, np.concatenate(edges), accept)
+    is_free = np.append(np.concatenate(states) < begin, np.zeros(num_states - offsets[-1], bool))
+    return TokenAutomaton(vocab_size, members, np.concatenate(edges), accept, free=is_free)
 
 
 Literals = dict[int, list[tuple[bytes, int]]]
@@ -255,7 +263,8 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
         not accept and 0 < len(row) <= MOST_WAYS and all(byte >= 0 for byte, _ in row)
         for row, accept in zip(moves, source.accept.tolist(), strict=True)
     ]
-    step, literals, heads, known = source.step.copy(), Literals(), [0], {0}
+    step, literals, heads = source.step.copy(), Literals(), [*dict.fromkeys((0, source.begin))]
+    known = {*heads}
     for head in heads:  # it grows
         leaves = [(b"", head)] if is_literal[head] else []
         leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
@@ -272,11 +281,11 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
         new = [state for state in dict.fromkeys(targets) if state not in known]
         heads += new
         known.update(new)
-    return ByteAutomaton(step, source.letter_of, source.accept), literals
+    return replace(source, step=step), literals
 
 
 def _spell_literals(
-    literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int
+    literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int, begin: int
 ) -> tuple[list[tuple[int, int, int]], int] | None:
     """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states with theirs;
     None where the tokenizer does not read one of them back, or lacks a token that free text needs."""
@@ -292,7 +301,7 @@ def _spell_literals(
     todo = list[tuple[int, frozenset[tuple[tuple[int, ...], int]]]]()
     for context in range(len(spelling.texts)):
         for head, entries in literals.items():
-            if len(spelling.texts) > 1 and not context and head:
+            if len(spelling.texts) > 1 and not context and head > begin:
                 continue  # no text begins there
             spelled = set[tuple[tuple[int, ...], int]]()
             for text, state in entries:

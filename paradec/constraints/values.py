@@ -7,9 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
 
@@ -27,7 +27,36 @@ DEEPEST = 8
 
 @dataclass(frozen=True)
 class Constraint:
-    """A set of texts; immutable and hashable."""
+    """A set of texts; immutable and hashable.
+
+    Args:
+        after: a marker, e.g. "</think>": answers are free text, the first marker, and a text of the constraint.
+        thinking_budget: tokens of free text, after which the marker follows in the fewest tokens; None leaves room for
+            the shortest text.
+
+    Raises:
+        ValueError: a marker that is empty or longer than 256 characters, or a budget without a marker.
+    """
+
+    after: str | None = field(default=None, kw_only=True, repr=False)
+    thinking_budget: int | None = field(default=None, kw_only=True, repr=False)
+    spells_literals: ClassVar[bool] = False
+    """Whether literals are in the tokenizer's spelling."""
+
+    def __post_init__(self) -> None:
+        if self.after is not None:
+            if not isinstance(self.after, str) or not 0 < len(self.after) <= 256:
+                raise ValueError(f"after={shown(self.after)} must be a text of 1 to 256 characters")
+            check_text("after", self.after)
+        if self.thinking_budget is not None:
+            check_int("thinking_budget", self.thinking_budget, low=0)
+            if self.after is None:
+                raise ValueError(f"thinking_budget={self.thinking_budget} needs after, the marker that ends free text")
+
+    def marker_dict(self) -> dict[str, Any]:
+        """The marker's part of `to_dict`."""
+        marker = {"after": self.after, "thinking_budget": self.thinking_budget}
+        return {name: value for name, value in marker.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data, as `constraint_of` reads it."""
@@ -58,7 +87,7 @@ class Constraint:
         if spelling is None:
             raise ValueError(
                 f"constraint={shown(self)}: the tokenizer does not join its tokens plainly, so that what they read "
-                "together is not known; only paradec.Choice works with it"
+                "together is not known; only paradec.Choice works with it, without after"
             )
         return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
 
@@ -66,14 +95,14 @@ class Constraint:
         """Build the automaton of the tokens of a spelling. Raises ValueError if it is too large."""
         from paradec.constraints.spelling import lift
 
-        return lift(_byte_automaton(self), spelling, vocab_size)
+        return lift(_byte_automaton(self), spelling, vocab_size, encode if self.spells_literals else None)
 
 
 @lru_cache(maxsize=2)
 def _byte_automaton(value: Constraint) -> ByteAutomaton:
     from paradec.constraints.byte_automaton import byte_automaton
 
-    return byte_automaton(value.node())
+    return byte_automaton(value.node(), value.after)
 
 
 @dataclass(frozen=True)
@@ -91,10 +120,11 @@ class Regex(Constraint):
     pattern: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.node()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"regex": self.pattern}
+        return {"regex": self.pattern} | self.marker_dict()
 
     def node(self) -> Node:
         from paradec.constraints.regex import parse
@@ -104,15 +134,17 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, each in the tokens that the tokenizer makes of it.
+    """One of several texts, each in the tokens that the tokenizer makes of it; after a marker, part by part.
 
     Raises:
         ValueError: no text at all, one that is empty, or one that is there twice.
     """
 
     choices: tuple[str, ...]
+    spells_literals = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choices = self.choices
         texts = () if isinstance(choices, str) or not isinstance(choices, Sequence) else tuple(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
@@ -122,10 +154,10 @@ class Choice(Constraint):
         object.__setattr__(self, "choices", texts)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"choice": [*self.choices]}
+        return {"choice": [*self.choices]} | self.marker_dict()
 
     def accepts(self, text: str) -> bool:
-        return text in self.choices
+        return text in self.choices if self.after is None else super().accepts(text)
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, text
@@ -137,6 +169,8 @@ class Choice(Constraint):
 
         Raises ValueError for a text that the tokenizer cannot write, or for too many tokens.
         """
+        if self.after is not None:
+            return super().to_token_automaton(tokenizer, vocab_size)
 
         def spelled() -> Iterator[list[int]]:
             for text in self.choices:
@@ -181,6 +215,7 @@ class JsonSchema(Constraint):
         depth: levels of arrays and objects where the schema leaves them open, or refers to itself.
         spelling: "tokenizer": keys, punctuation and enumerations in the tokens that the tokenizer makes of them, so
             that models which decide in any order write a key at once; "any": in any tokens. Other text is in any.
+        after, thinking_budget: as for every `Constraint`.
 
     Raises:
         ValueError: a keyword that an automaton cannot hold, by its path; or no text is left.
@@ -190,7 +225,16 @@ class JsonSchema(Constraint):
     depth: int = 3
     spelling: str = "tokenizer"
 
-    def __init__(self, schema: Any, depth: int = 3, spelling: str = "tokenizer"):
+    def __init__(
+        self,
+        schema: Any,
+        depth: int = 3,
+        spelling: str = "tokenizer",
+        *,
+        after: str | None = None,
+        thinking_budget: int | None = None,
+    ):
+        super().__init__(after=after, thinking_budget=thinking_budget)
         check_int("depth", depth, low=0, high=DEEPEST)
         check_choice("spelling", spelling, ("tokenizer", "any"))
         if hasattr(schema, "model_json_schema"):
@@ -217,7 +261,7 @@ class JsonSchema(Constraint):
 
     def to_dict(self) -> dict[str, Any]:
         spelling = {} if self.spelling == "tokenizer" else {"spelling": self.spelling}
-        return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling
+        return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling | self.marker_dict()
 
     def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
         """Build the automaton of the tokens of a spelling, with shorter strings where it is too large."""
@@ -228,7 +272,7 @@ class JsonSchema(Constraint):
         encode_literals = encode if self.spelling == "tokenizer" else None
         for max_length in MAX_LENGTHS[::2]:
             try:
-                source = byte_automaton(read_schema(self.schema, self.depth, max_length)[0])
+                source = byte_automaton(read_schema(self.schema, self.depth, max_length)[0], self.after)
                 return lift(source, spelling, vocab_size, encode_literals)
             except ValueError:
                 if max_length == MAX_LENGTHS[-1]:
@@ -257,6 +301,8 @@ class Grammar(Constraint):
     def __post_init__(self) -> None:
         from paradec.constraints.grammar import check_grammar
 
+        if {*self.marker_dict()}:
+            raise ValueError("after is not for a grammar: let its rule `start` begin with free text and the marker")
         if not isinstance(self.grammar, str):
             raise ValueError(f"grammar={shown(self.grammar)} must be a text")
         check_text("grammar", self.grammar)
@@ -305,14 +351,15 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
         "grammar": {"grammar"},
     }
     kind = next((key for key in kinds if key in value), None)
+    marker = {key: value[key] for key in ("after", "thinking_budget") if key in value}
     for key in value:
-        if kind is None or key not in kinds[kind]:
+        if kind is None or key not in kinds[kind] | {*marker}:
             raise ValueError(unknown_name(f"key of {name}", key, kinds if kind is None else kinds[kind]))
     if kind is None:
         raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
     if kind == "json_schema":
-        return JsonSchema(value["json_schema"], value.get("depth", 3), value.get("spelling", "tokenizer"))
-    return {"regex": Regex, "choice": Choice, "grammar": Grammar}[kind](value[kind])
+        return JsonSchema(value["json_schema"], value.get("depth", 3), value.get("spelling", "tokenizer"), **marker)
+    return {"regex": Regex, "choice": Choice, "grammar": Grammar}[kind](value[kind], **marker)
 
 
 @dataclass(frozen=True)
@@ -321,6 +368,7 @@ class ToolCalls(Constraint):
 
     tools: tuple[tuple[str, str], ...]
     """Names, and the schemas of arguments as JSON."""
+    spells_literals = True
 
     @classmethod
     def from_functions(cls, functions: Sequence[Mapping[str, Any]]) -> ToolCalls:
@@ -333,11 +381,6 @@ class ToolCalls(Constraint):
                 raise ValueError(f"parameters of {shown(function['name'])}: {error}") from error
             tools.append((function["name"], schema.schema))
         return cls(tuple(tools))
-
-    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
-        from paradec.constraints.spelling import lift
-
-        return lift(_byte_automaton(self), spelling, vocab_size, encode)
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, sequence, text

@@ -1,9 +1,11 @@
 """What callers give: patterns, choices and schemas, as they are read, refused and spelt in tokens."""
 
+import copy
 import datetime
 import itertools
 import json
 import math
+import pickle
 import re
 import time
 import uuid
@@ -14,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized_models import TOKENIZER, ids_of
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.constraints import passes, spelling, values
@@ -305,7 +309,11 @@ def test_values_are_data_and_travel_in_presets() -> None:
         paradec.Regex("a+"),
         paradec.JsonSchema({"type": "null"}, depth=2),
         paradec.JsonSchema('{"type": "null"}'),
+        paradec.JsonSchema('{"type": "null"}', after="</think>", thinking_budget=0),
+        paradec.Choice(["a", "b"], after="</think>"),
+        paradec.Regex("a+", after="<", thinking_budget=9),
     ):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
         assert constraint_of("constraint", json.loads(json.dumps(value.to_dict()))) == value
         request = Request(constraint=value)
         assert Request.from_arguments({}, json.loads(json.dumps(request.to_dict()))).constraint == value
@@ -381,6 +389,99 @@ def test_a_tokenizer_that_joins_otherwise() -> None:
     with pytest.raises(ValueError, match="does not join its tokens plainly"):
         token_automaton(paradec.Regex("one"), tokenizer, 300, (), ())
     assert token_automaton(paradec.Choice(["one two"]), tokenizer, 300, (), ()).states
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"after": ""}, "after='' must be a text of 1 to 256 characters"),
+        ({"after": 3}, "after=3 must be a text of 1 to 256 characters"),
+        ({"after": "a" * 257}, "must be a text of 1 to 256 characters"),
+        ({"after": "\ud800"}, "after='.*' is not UTF-8 text"),
+        ({"after": "a", "thinking_budget": -1}, "thinking_budget=-1 must be an integer"),
+        ({"after": "a", "thinking_budget": 1.5}, "thinking_budget=1.5 must be an integer"),
+        ({"thinking_budget": 1}, "thinking_budget=1 needs after"),
+    ],
+)
+def test_markers_are_checked(more: dict[str, Any], message: str) -> None:
+    for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
+        with pytest.raises(ValueError, match=message):
+            constraint_of("constraint", value | more)
+
+
+MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]
+
+
+@pytest.mark.parametrize("special", [(0,), (0, 1)])
+@pytest.mark.parametrize("drops_space", [False, True])
+def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> None:
+    """All sequences of up to 4 tokens, where a special token may be the marker, and spaces at the beginning drop."""
+    tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(MARKED)}, unk_token="<unk>"))
+    sentence_piece = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(sentence_piece) if drops_space else decoders.Fuse()
+    names = [MARKED[token] for token in special]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens=names[1:])
+    automaton = token_automaton(paradec.Regex("a?b| a|<", after="</t>"), fast, len(MARKED) + 3, (), ())
+    assert automaton.free[0] and not automaton.free[automaton.accept].any()
+
+    def read(ids: tuple[int, ...]) -> str:
+        text, has_begun = "", False
+        for token in ids:
+            name = MARKED[token]
+            if drops_space and token not in special:
+                name = name.replace("\u2581", " ").replace("<0x3C>", "<")
+                name, has_begun = name if has_begun else name.removeprefix(" "), True
+            text += name
+        return text
+
+    def free_length(ids: tuple[int, ...]) -> int | None:
+        """Tokens up to the first marker's end; None where there is none, or the token that ends it goes on."""
+        count = next((n for n in range(len(ids) + 1) if "</t>" in read(ids[:n])), 0)
+        return count if read(ids[:count]).endswith("</t>") else None
+
+    num_texts = 0
+    for ids in itertools.chain.from_iterable(itertools.product(range(len(MARKED)), repeat=n) for n in range(5)):
+        count = free_length(ids)
+        answer = "" if count is None else read(ids)[len(read(ids[:count])) :]
+        fits = count is not None and not {*ids[count:]} & {*special} and answer in ("ab", "b", " a", "<")
+        assert accepts(automaton, [*ids]) == fits, ids
+        if fits:
+            num_texts += 1
+            assert automaton.free_length(ids) == count
+            assert fast.decode(ids, skip_special_tokens=True).endswith(answer.strip() if count == 1 else answer)
+    assert num_texts > 100
+
+
+def test_literals_behind_a_marker() -> None:
+    """Free text is in any tokens; the tokenizer spells what follows, as without a marker."""
+    schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
+    plain, marked = lifted(paradec.JsonSchema(schema)), lifted(paradec.JsonSchema(schema, after="then"))
+    free = [
+        ids_of("one then"),
+        [*ids_of("<"), 2, *ids_of("th"), *ids_of("en")],
+        [token for s in "then" for token in ids_of(s)],
+    ]
+    answers = [
+        ids_of('{"one":"two"}'),
+        ids_of('{"one": "three"}'),
+        [token for s in '{"one":"two"}' for token in ids_of(s)],
+    ]
+    for answer in answers:
+        for begin in free:
+            assert accepts(marked, [*begin, *answer]) == accepts(plain, answer)
+            assert marked.free_length([*begin, *answer]) == len(begin)
+        assert not accepts(marked, answer)
+    assert [accepts(plain, answer) for answer in answers] == [True, True, False]
+    twice = lifted(paradec.Regex("( ?one| then)*", after="then"))
+    assert accepts(twice, ids_of("two then then one then one")) and not accepts(twice, ids_of("two then two then one"))
+    value = paradec.Choice(["one", "one two"], after="then")
+    assert accepts(lifted(value), ids_of("then") + ids_of("one two")) and value.accepts("a thenone two")
+    assert not value.accepts("one two") and not value.accepts("then one two") and not value.accepts("thenone thenone")
 
 
 def many_texts(count: int, length: int) -> list[str]:

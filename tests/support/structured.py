@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.values import token_automaton
+from paradec.constraints.values import constraint_of, token_automaton
 from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
@@ -44,9 +44,9 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
     vocab, end = case["vocab"], case["end"]
-    value = paradec.Regex(case["constraint"]["regex"] if regex is None else regex)
+    value = constraint_of("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
-    return token_automaton(value, tokenizer_of(vocab, end), len(vocab) + 2, ids, ())
+    return token_automaton(value, tokenizer_of(vocab, end), len(vocab) + 2, ids, (len(vocab), len(vocab) + 1))
 
 
 class Table(nn.Module):
@@ -119,6 +119,22 @@ def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, .
     for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
         if accepts(automaton, text):
             yield text
+
+
+def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
+    """All sequences of a case whose tokens each read one letter, by its constraint's letters alone."""
+    pattern, after, end = case["constraint"]["regex"], case["constraint"]["after"], case["end"]
+    budget = case["constraint"].get("thinking_budget")
+    found = []
+    for text in itertools.product(range(len(case["vocab"])), repeat=case["slots"]):
+        tokens = [*text]
+        while tokens and tokens[-1] == end:
+            tokens.pop()
+        free, marker, answer = "".join(case["vocab"][token] for token in tokens).partition(after)
+        is_timely = budget is None or len(free) <= budget
+        if end not in tokens and marker and is_timely and re.fullmatch(pattern, answer):
+            found.append(text)
+    return found
 
 
 def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
@@ -210,6 +226,10 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "schema": (
         paradec.JsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 50}, "minItems": 1}),
         lambda text: all(isinstance(item, int) and 0 <= item <= 50 for item in json.loads(text)) and json.loads(text),
+    ),
+    "behind a marker": (
+        paradec.JsonSchema({"enum": [7, 50, "ab", None]}, after="yes,", thinking_budget=3),
+        lambda text: json.loads(text) in (7, 50, "ab", None),
     ),
 }
 """A constraint of each kind, and what says whether a text is in it."""

@@ -24,10 +24,15 @@ class Span(NamedTuple):
     stop: int
     table: np.ndarray | None
     """[stop - first + 1, S] bool: from which states the rest can be filled; None where only its length matters."""
+    budget: int | None = None
+    """Tokens of free text at most."""
 
     def after(self, slot: int) -> np.ndarray:
         """[S] bool: states from which the slots from `slot` on can be filled."""
-        return self.automaton.reach(self.stop - self.first - slot) if self.table is None else self.table[slot]
+        if self.table is not None:
+            return self.table[slot]
+        states = self.automaton.reach(self.stop - self.first - slot)
+        return states if self.budget is None else states & self.automaton.in_time(self.budget - slot)
 
 
 class Part(NamedTuple):
@@ -41,7 +46,7 @@ class Part(NamedTuple):
     state: int
     """State of the automaton before the first position."""
     last: np.ndarray
-    """[S] bool: allowed final states."""
+    """[S] bool: allowed final states; or, of n tokens, [n + 1, S] before each and at the end."""
 
     @property
     def open(self) -> list[int]:
@@ -65,7 +70,10 @@ def find_parts(
         state = 0
         for token in tokens[span.first : first].tolist():
             state = span.automaton.step(state, token)
-        parts.append(Part(row, span, first, tokens_or_none, state, span.after(end - span.first)))
+        last = span.after(end - span.first)
+        if span.budget is not None and span.automaton.free[state]:
+            last = np.stack([*map(span.after, range(first - span.first, end - span.first)), last])
+        parts.append(Part(row, span, first, tokens_or_none, state, last))
     return parts
 
 
@@ -123,12 +131,15 @@ def _make_span(
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
     reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)
     automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
+    last, budget = automaton.accept, value.thinking_budget
     if automaton.end < 0 or any(token is not None for token in fixed):
         check_table(value, automaton.states, len(fixed) + 1, 1)
-        table = passes.completions(automaton, fixed, automaton.accept)
-    span = Span(automaton, first, first + len(fixed), table)
+        if budget is not None:
+            last = np.stack([automaton.in_time(budget - slot) for slot in range(len(fixed))] + [last])
+        table = passes.completions(automaton, fixed, last)
+    span = Span(automaton, first, first + len(fixed), table, budget)
     if not span.after(0)[0]:
-        why = _explain_misfit(model.tokenizer, automaton, fixed, first, may_end, state.max_new_tokens)
+        why = _explain_misfit(model.tokenizer, automaton, fixed, last, first, may_end, state.max_new_tokens)
         raise ValueError(f"constraint={shown(value)}: {why}")
     return span
 
@@ -162,7 +173,7 @@ def automaton_of(
             f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used_ids
         )
 
-    if used_ids and isinstance(value, Choice):
+    if used_ids and isinstance(value, Choice) and value.after is None:
         spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
         text = next(text for text, ids in spelled if {*ids} & {*used_ids})
         raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {name_used()}")
@@ -177,6 +188,7 @@ def _explain_misfit(
     tokenizer: Any,
     automaton: TokenAutomaton,
     fixed: list[int | None],
+    last: np.ndarray,
     first: int,
     may_end: bool,
     max_new_tokens: int | None,
@@ -192,7 +204,7 @@ def _explain_misfit(
         return f"the shortest text takes {shortest} tokens, {name}"
     for slot, token in enumerate(fixed):
         slots = [*fixed[: slot + 1], *[None] * (size - slot - 1)]
-        if token is not None and not passes.completions(automaton, slots, automaton.accept)[0, 0]:
-            break
-    text = tokenizer.decode([token])
-    return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
+        if token is not None and not passes.completions(automaton, slots, last)[0, 0]:
+            text = tokenizer.decode([token])
+            return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
+    return f"its thinking_budget is too small for a text of {size} tokens"

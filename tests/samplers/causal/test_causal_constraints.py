@@ -17,10 +17,12 @@ from structured import (
     lettered,
     masked_distribution,
     named,
+    texts_behind_a_marker,
 )
 
 import paradec
 from paradec import samplers
+from paradec.constraints.values import constraint_of
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import DynamicTree
 
@@ -109,6 +111,51 @@ def test_the_recorded_masked_distribution() -> None:
             with replay(name):
                 recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
                 assert masked_of(CASES[name]) == pytest.approx(recorded, rel=1e-9)
+
+
+def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...], float]:
+    """The distribution of masked token-by-token decoding, of all texts behind a marker and their prefixes."""
+    module, size, texts = causal_model_of(case).module, len(case["vocab"]), texts_behind_a_marker(case)
+    masses = {(): 1.0}
+    for slot in range(case["slots"]):
+        longer = {}
+        for prefix, mass in masses.items():
+            row = module(torch.tensor([[size + 1, *prefix]]))[0, slot, :size] / temperature
+            fits = sorted({text[slot] for text in texts if text[:slot] == prefix})
+            longer |= {(*prefix, token): mass * share for token, share in zip(fits, row[fits].softmax(-1).tolist())}
+        masses = longer
+    return masses
+
+
+@pytest.mark.parametrize(("after", "budget"), [("a", None), ("ab", 1), ("aa", None), ("b", 0)])
+@pytest.mark.parametrize(
+    "chain", ["sjd", *(pytest.param(c, marks=pytest.mark.full) for c in ("one by one", "drafter"))]
+)
+def test_free_text_a_marker_and_an_answer(chain: str, after: str, budget: int | None) -> None:
+    draw = torch.Generator().manual_seed(2)
+    bias, pair = torch.randn(5, 4, generator=draw), torch.randn(5, 5, 4, 4, generator=draw)
+    constraint = {"regex": "[bc]?a?|ca*", "after": after, "thinking_budget": budget}
+    case = {"vocab": [*"abc", "<end>"], "end": 3, "ends": True, "slots": 5, "constraint": constraint}
+    case["model"] = {"bias": bias.tolist(), "pair": pair.tolist()}
+    model, value = causal_model_of(case), constraint_of("constraint", constraint)
+    asked: dict[str, Any] = {"sampler": sampler_of(chain, causal_model_of(case, 1.0)), "constraint": value}
+    asked |= {"max_new_tokens": 5, "eos_early_stop": False, "logprobs": 0}
+    for temperature in (0.7, 1.0):
+        prompts = torch.full((ROWS, 1), 5)
+        out = paradec.generate(model, prompts, temperature=temperature, seed=[*range(ROWS)], **asked)
+        assert all(value.accepts(free + after + text) for free, text in zip(out.reasoning, out.text, strict=True))
+        expected = enumerated(case, temperature)
+        assert_drawn(out.new_tokens, expected)
+        scores = out.logprobs.chosen[:, 1:].nan_to_num(0).sum(1).exp()
+        for text, score in dict(zip(map(tuple, out.new_tokens.tolist()), scores.tolist(), strict=True)).items():
+            assert score == pytest.approx(expected[text], rel=1e-9)
+    greedy = tuple[int, ...]()
+    for slot in range(5):  # the likeliest token with which a text goes on
+        ways = {text[: slot + 1] for text in texts_behind_a_marker(case) if text[:slot] == greedy}
+        row = model.module(torch.tensor([[5, *greedy]]))[0, slot]
+        greedy = max(ways, key=lambda text: float(row[text[-1]]))
+    first = paradec.generate(model, torch.tensor([[5]]), temperature=0.0, **asked)
+    assert tuple(first.new_tokens[0].tolist()) == greedy
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from structured import (
     model_of,
     named,
     softmax,
+    texts_behind_a_marker,
 )
 
 import paradec
@@ -33,6 +34,7 @@ from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.marginals import Marginals
+from paradec.constraints.values import constraint_of
 from paradec.models.adapter import Model
 from paradec.samplers.features import constraints, spans
 from paradec.samplers.features.constraints import MaskedConstraint
@@ -133,7 +135,7 @@ def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = Non
         request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
         request["holes_eos_inf"] = False
     else:
-        request["constraint"] = paradec.Regex(case["constraint"]["regex"])
+        request["constraint"] = constraint_of("constraint", case["constraint"])
         request["suppress_tokens"] = () if case["ends"] else (case["end"],)
     return sampler, model, sampler.start(model, torch.tensor([row]), max_new_tokens=0, **request | more)
 
@@ -300,6 +302,8 @@ def all_runs(
     tracker = type("Own", (Recorded,), {"forced": forced})
     monkeypatch.setattr(constraints, "MaskedConstraint", tracker)
     automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
+    texts = {*texts_behind_a_marker(case)} if "after" in case["constraint"] else None
+    temperature = case["settings"].get("temperature", 1.0)
     sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
     left = [(state, 1.0)]
     while left:
@@ -311,7 +315,10 @@ def all_runs(
             continue
         tokens = state.canvas[0, 1 : 1 + case["slots"]].tolist()
         canvas = [None if token == state.mask_id else token for token in tokens]
-        nu, _ = distribution(automaton, softmax(model.module.of(canvas)), canvas)
+        nu, _ = distribution(automaton, softmax(model.module.of(canvas) / temperature), canvas)
+        if texts is not None:
+            total = math.fsum(mass for text, mass in nu.items() if text in texts)
+            nu = {text: mass / total for text, mass in nu.items() if text in texts}
         after: dict[tuple[int, ...], list[Any]] = {}
         for text, share in nu.items():
             tracker.uniforms = {int(state.row_step[0]): uniform_for(automaton, nu, text)}
@@ -398,6 +405,46 @@ def test_weights_count_a_template(pattern: str, block: int) -> None:
                 ways = {each[: first + block] for each in texts if [*each[:first]] == text[:first]}
                 expected *= len(ways) / 5 ** min(block, slots - first)
             assert math.exp(weight) == pytest.approx(expected, rel=1e-9)
+
+
+BEHIND_MARKERS = [("a", None, 4), ("ab", None, 4), ("aa", None, 4), ("c", 0, 4), ("a", 1, 4), ("ca", 1, 4)]
+
+
+def case_behind_a_marker(after: str, budget: int | None, slots: int, temperature: float) -> dict[str, Any]:
+    bias = torch.randn(slots, 4, generator=torch.Generator().manual_seed(slots)).tolist()
+    case = case_of("abc", slots, "[bc]?a?|ca*", bias, rule={}, temperature=temperature)
+    case["constraint"] |= {"after": after} | ({} if budget is None else {"thinking_budget": budget})
+    return case
+
+
+@pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
+@pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, -1)])
+def test_free_text_a_marker_and_an_answer_have_the_models_distribution(
+    after: str, budget: int | None, slots: int, temperature: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With independent slots, weights make each of the enumerated texts as likely as the model does."""
+    monkeypatch.setattr(Ordered, "where", lambda canvas: [at for at in range(slots) if canvas[at] is None][place])
+    case = case_behind_a_marker(after, budget, slots, temperature)
+    p = softmax(model_of(case).module.of([None] * slots) / temperature)
+    found, texts = all_runs(case, Ordered(), monkeypatch), texts_behind_a_marker(case)
+    assert found.keys() == {*texts} and len(texts) > 2
+    for text, (_, weighted) in found.items():
+        assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
+
+
+@pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
+def test_the_likeliest_free_text_marker_and_answer(after: str, budget: int | None, slots: int) -> None:
+    case = case_behind_a_marker(after, budget, slots, 0.0)
+    model, value = model_of(case), constraint_of("constraint", case["constraint"])
+    p = softmax(model.module.of([None] * slots))
+    best = max(texts_behind_a_marker(case), key=lambda text: math.prod(p[at][token] for at, token in enumerate(text)))
+    for block in (1, slots):
+        asked: dict[str, Any] = {"max_new_tokens": slots, "block_length": block, "eos_early_stop": False}
+        out = paradec.generate(model, torch.tensor([[5]]), constraint=value, sampler="random", **asked)
+        tokens = tuple(out.new_tokens[0].tolist())
+        assert tokens == best if block == slots else tokens in texts_behind_a_marker(case)
+        assert out.reasoning is not None and out.reasoning_tokens == [len(out.reasoning[0] + after)]
+        assert value.accepts(out.reasoning[0] + after + out.text[0])
 
 
 NAMED_REFUSALS = {
