@@ -25,8 +25,8 @@ Output = tuple[Path | None, Path | None, bool, str | None, bool]
 
 
 @options.takes(
-    "model tasks limit suffix attention attention_set choice regex json_schema batch max_new_tokens block_length dtype "
-    "quantization device out plot resume format_ as_json"
+    "model tasks limit suffix attention attention_set choice regex json_schema after thinking_budget batch "
+    "max_new_tokens block_length dtype quantization device out plot resume format_ as_json"
 )
 def compare(
     prompts: Annotated[Path | None, PROMPTS] = None,

@@ -59,6 +59,8 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "choice": (Names, typer.Option(metavar="TEXT", help="Answer with one of these texts; repeated."), None),
     "regex": (str | None, typer.Option(metavar="PATTERN", help="Answer with a text that matches."), None),
     "json_schema": (Path | None, existing_file("Answer with JSON of the schema in this file."), None),
+    "after": (str | None, typer.Option(metavar="MARKER", help="Free text comes first, up to MARKER."), None),
+    "thinking_budget": (int | None, typer.Option(min=0, help="With --after: tokens of free text at most."), None),
     "tasks": (Names, typer.Option(help="Tasks, separated by commas; by default all."), None),
     "limit": (int | None, typer.Option(min=1, help="Prompts of each task; by default all."), None),
     "out": (Path | None, typer.Option(metavar="FILE.json", help="Write each result when it is measured."), None),
@@ -277,14 +279,17 @@ def given(context: typer.Context) -> set[str]:
 def constraint(shared: dict[str, Any]) -> dict[str, Any]:
     """The argument `constraint` of --choice, --regex or --json-schema, if given; they are taken out of `shared`."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
+    marker = {name: shared.pop(name) for name in ("after", "thinking_budget")}
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}
     names = [name for name, value in options.items() if value is not None]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} both say what an answer must be; give one of them")
+    if not names and any(value is not None for value in marker.values()):
+        raise ValueError("--after and --thinking-budget go with --choice, --regex or --json-schema")
     from paradec.constraints.values import Choice, JsonSchema, Regex
 
     if schema is not None:
-        return {"constraint": JsonSchema(text_of_file(schema))}
+        return {"constraint": JsonSchema(text_of_file(schema), **marker)}
     if pattern is not None:
-        return {"constraint": Regex(pattern)}
-    return {"constraint": Choice(tuple(choices))} if choices else {}
+        return {"constraint": Regex(pattern, **marker)}
+    return {"constraint": Choice(tuple(choices), **marker)} if choices else {}

@@ -74,7 +74,9 @@ class Answers:
 
     def __init__(self, is_single: bool, tokenizer: Any = None):
         self.single, self.tokenizer = is_single, tokenizer
-        self.rows: dict[str, list[Any]] = {name: [] for name in ("text", "fills", "new_tokens", "logprobs", *PER_ROW)}
+        self.rows: dict[str, list[Any]] = {
+            name: [] for name in ("text", "fills", "reasoning", "new_tokens", "logprobs", *PER_ROW)
+        }
         self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self.drafter_forwards = 0
         self.attention: AttentionCost | None = None
@@ -88,7 +90,7 @@ class Answers:
         # without the padding after the end token
         new_tokens = [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in range(len(new))]
         fields: dict[str, Any] = {name: getattr(output, name) for name in PER_ROW} | {"new_tokens": new_tokens}
-        for name in ("text", "fills"):
+        for name in ("text", "fills", "reasoning"):
             value: Any = getattr(output, name)
             fields[name] = [value] if self.single and value is not None else value
         fields["logprobs"] = (

@@ -85,7 +85,7 @@ class Work:
 
 
 ARGUMENTS = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
-ARGUMENTS |= dict.fromkeys(("choice", "regex", "json_schema"), "constraint")
+ARGUMENTS |= dict.fromkeys(("choice", "regex", "json_schema", "after", "thinking_budget"), "constraint")
 """Arguments that options of another name set."""
 
 

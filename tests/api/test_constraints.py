@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +77,10 @@ def test_command_line(tmp_path: Path) -> None:
     both = answer("generate", PROMPT, "--choice", "a", "--regex", "b", code=2)
     assert "both say what an answer must be" in " ".join(both.split())
     assert "lookahead" in answer("generate", PROMPT, "--regex", "a(?=b)", code=2)
+    thought = ("generate", PROMPT, "--after", "fig", "--thinking-budget", "3")
+    report = json.loads(answer(*thought, "--choice", " pear", "--choice", " apple", "--json"))
+    assert report["text"] in (" pear", " apple") and "fig" not in report["reasoning"]
+    assert "go with --choice, --regex or --json-schema" in " ".join(answer(*thought, code=2).split())
     assert "N=PATTERN" in answer("infill", "kiwi <mask:2>", "--hole", "x", code=2)
 
 
@@ -104,6 +110,90 @@ def test_an_end_token_that_reads_text_is_in_no_text(family: str) -> None:
     for value in (paradec.Regex("[0-9],.*"), paradec.Choice(["yes", "1,2"])):
         with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
             paradec.generate(model, [[1, 2]], constraint=value, **asked)
+
+
+SEEDS = [7, 8, 9]
+THINKING: dict[str, dict[str, Any]] = {
+    "bidirectional": {"sampler": "threshold", "block_length": 5},
+    "block_causal": {"sampler": "low_confidence"},
+    "causal": {"sampler": "sjd"},
+    "canvas": {"max_new_tokens": 8},
+}
+
+
+@pytest.mark.filterwarnings("ignore:seed=.* has no effect at temperature 0")
+@pytest.mark.parametrize("family", THINKING)
+def test_free_text_and_a_marker_come_first(family: str) -> None:
+    """A row equals the one decoded alone; the budget ends free text that would never write the marker."""
+    model, asked = of_family(family), {"max_new_tokens": 20, **THINKING[family]}
+    prompts, temperatures = [[1, 2], [3, 4], [5, 6]], ({"temperature": 0.9}, {"temperature": 0.0})
+    for after, budget in (("x,", 3), ("<38>", 2), ("true", None)):
+        value = paradec.JsonSchema(
+            {"type": "integer", "minimum": 10, "maximum": 99}, after=after, thinking_budget=budget
+        )
+        marker = model.tokenizer(after, add_special_tokens=False)["input_ids"]
+        for more in ({},) if family == "canvas" else temperatures:
+            out = paradec.generate(model, prompts, constraint=value, seed=SEEDS, logprobs=0, **asked | more)
+            rows = [
+                paradec.generate(model, [row], constraint=value, seed=n, **asked | more)
+                for row, n in zip(prompts, SEEDS)
+            ]
+            if family != "canvas":
+                many = [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, SEEDS)]
+                with paradec.generate_many(model, many, batch_size=2, constraint=value, **asked | more) as outputs:
+                    rows += sorted(outputs, key=lambda output: output.index)
+            for number, alone in enumerate(rows):
+                row = number % 3
+                count, single = out.reasoning_tokens[row], number >= 3
+                texts = (alone.reasoning, alone.text) if single else (*alone.reasoning, *alone.text)
+                assert texts == (out.reasoning[row], out.text[row]) and alone.reasoning_tokens == [count]
+                assert 10 <= json.loads(out.text[row]) <= 99 and after not in out.reasoning[row]
+                assert value.accepts(out.reasoning[row] + after + out.text[row])
+                free, answer = out.new_tokens[row, :count], out.new_tokens[row, count : out.tokens[row]]
+                assert model.tokenizer.decode(free).endswith(out.reasoning[row] + after)
+                assert model.tokenizer.decode(answer, skip_special_tokens=True) == out.text[row]
+                assert count <= (asked["max_new_tokens"] if budget is None else budget + len(marker))
+                scores = out.logprobs.chosen[row, 2 : 2 + out.tokens[row]].isfinite()
+                assert scores[0] and len(scores) == out.tokens[row]  # what a constraint forces has none
+    assert "reasoning" not in paradec.generate(model, prompts, **asked).to_dict()
+
+
+@pytest.mark.parametrize("family", ["bidirectional", "causal"])
+def test_a_marker_that_cannot_be_written_or_does_not_fit(family: str) -> None:
+    model, asked = of_family(family), {"sampler": "sjd" if family == "causal" else "threshold"}
+    number = paradec.Regex("[0-9]{3}", after="x,")
+    with pytest.raises(ValueError, match="the shortest text takes 4 tokens, max_new_tokens=3"):
+        paradec.generate(model, [[1, 2]], constraint=number, max_new_tokens=3, **asked)
+    assert paradec.generate(model, [[1, 2]], constraint=number, max_new_tokens=4, **asked).reasoning == [""]
+    with pytest.raises(ValueError, match="no text that the tokenizer can write without .*<end>.*an end token"):
+        paradec.generate(model, [[1, 2]], constraint=paradec.Regex("1", after="<end>"), max_new_tokens=9, **asked)
+    with pytest.raises(ValueError, match="no text that the tokenizer can write"):
+        paradec.generate(model, [[1, 2]], constraint=paradec.Regex("1", after="?"), max_new_tokens=9, **asked)
+
+
+def test_free_text_and_given_tokens() -> None:
+    """Holes end with the answer, and their budgets hold; a budget that given tokens break is refused."""
+    model, value = of_family("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
+    ids = [[1, *[MASK] * 5, 3, *[MASK] * 4]]
+    out = paradec.infill(model, input_ids=ids, constraints=[value, None])
+    assert out.fills is not None and value.accepts(out.fills[0][0])
+    ids = [[1, MASK, 10, 10, 10, *[MASK] * 5]]
+    late = paradec.Regex("[0-9]{2}", after="x", thinking_budget=3)
+    with pytest.raises(ValueError, match="given token"):
+        paradec.generate(model, input_ids=ids, constraint=late, max_new_tokens=0)
+    with pytest.raises(ValueError, match="its thinking_budget is too small for a text of 5 tokens"):
+        paradec.infill(model, input_ids=[[1, *[MASK] * 5, 3]], constraint=replace(late, thinking_budget=1))
+
+
+def test_a_stream_of_free_text_and_an_answer(packaged: Model) -> None:
+    value, pieces = paradec.Regex(f" ?{WORDS}", after="fig", thinking_budget=5), list[torch.Tensor]()
+    streamer: Any = SimpleNamespace(put=pieces.append, end=lambda: None)
+    out = paradec.generate(packaged, PROMPT, constraint=value, max_new_tokens=12, streamer=streamer)
+    streamed = torch.cat([piece.flatten() for piece in pieces])
+    assert streamed.tolist() == out.sequences[0, : len(streamed)].tolist() and len(streamed) > len(pieces[0][0]) + 2
+    assert isinstance(out.reasoning, str) and "fig" not in out.reasoning
+    assert re.fullmatch(value.pattern, out.text)  # type: ignore[arg-type]
+    assert value.accepts(f"{out.reasoning}fig{out.text}")
 
 
 @pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal"])
