@@ -371,7 +371,7 @@ class ToolCalls(Constraint):
     spells_literals = True
 
     @classmethod
-    def from_functions(cls, functions: Sequence[Mapping[str, Any]]) -> ToolCalls:
+    def from_functions(cls, functions: Sequence[Mapping[str, Any]], after: str | None = None) -> ToolCalls:
         """Build it of functions as OpenAI's `tools` have them."""
         tools = []
         for function in functions:
@@ -380,7 +380,7 @@ class ToolCalls(Constraint):
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise ValueError(f"parameters of {shown(function['name'])}: {error}") from error
             tools.append((function["name"], schema.schema))
-        return cls(tuple(tools))
+        return cls(tuple(tools), after=after)
 
     def node(self) -> Node:
         from paradec.constraints.expressions import either, sequence, text

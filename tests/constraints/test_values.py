@@ -407,6 +407,8 @@ def test_markers_are_checked(more: dict[str, Any], message: str) -> None:
     for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
         with pytest.raises(ValueError, match=message):
             constraint_of("constraint", value | more)
+    with pytest.raises(ValueError, match="after is not for a grammar|thinking_budget"):
+        constraint_of("constraint", {"grammar": 'start: "a"', "after": "x"} | more)
 
 
 MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]

@@ -166,8 +166,9 @@ class Reply:
         if (size := len(self.rows) * self.n) > MAX_CHOICES:
             raise ApiError(f"{len(self.rows)} prompts with n={self.n} are more than {MAX_CHOICES} answers", 400, "n")
         default = self.changes.get("constraint", defaults.constraint)
-        constraint, self.texts = read_constraint(body, required, default, model, service.compiler)
-        self.end = self.end if constraint is None else None
+        constraint, self.texts = read_constraint(body, required, default, self.end, model, service.compiler)
+        if constraint is not None:
+            self.end = constraint.after if self.is_chat else None
         if constraint is not None and self.changes.get("stop_strings"):
             raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
         stops = self.changes.get("stop_strings", defaults.stop_strings) or ()

@@ -186,9 +186,12 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
-def read_constraint(body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler) -> tuple[Any, Any]:
+def read_constraint(
+    body: Body, tools: list[Any], default: Any, after: str | None, model: Any, compiler: Compiler
+) -> tuple[Any, Any]:
     """Build the constraint of an answer and its texts in the model's tokens, or None and None. tools: of which one must
-    be called. default: the constraint of the preset or the server. Raises ApiError."""
+    be called. default: the constraint of the preset or the server. after: the end of the reasoning that the prompt opens,
+    where the body has no other marker. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
@@ -199,9 +202,12 @@ def read_constraint(body: Body, tools: list[Any], default: Any, model: Any, comp
         raise ApiError(f"{name} and {others[0][0]} both say the form of an answer; give one", 400, others[0][0])
     facts, ends = model.facts, tuple(sorted(model.facts.eos_token_ids))
     try:
+        data = value if name == "tool_choice" else _read_format(name, value)
+        if after is not None and isinstance(data, Mapping) and {*data} & {"json_schema", "regex", "choice"}:
+            data = {"after": after, **data}
         if name == "tool_choice":
-            constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value])
-        elif isinstance(data := _read_format(name, value), Mapping) and {*data} & {"json_schema", "regex"}:
+            constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value], after)
+        elif isinstance(data, Mapping) and {*data} & {"json_schema", "regex", "after"}:
             constraint = compiler.compile(constraint_of, "constraint", data)
         elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
             raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
