@@ -33,8 +33,8 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
     "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens ignore_eos guidance_scale "
-    "logprobs choice regex json_schema after thinking_budget seed num_return_sequences eos_early_stop dtype quantization "
-    "device trace live drafter as_json"
+    "logprobs choice regex json_schema after thinking_budget seed num_return_sequences eos_early_stop "
+    "dtype quantization device trace live drafter as_json"
 )
 def generate(
     context: typer.Context,

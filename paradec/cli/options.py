@@ -84,7 +84,7 @@ SECTIONS = {
     "system history hole prompt",
     "Drawing": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty guidance_scale "
     "seed",
-    "Form": "choice regex json_schema after",
+    "Form": "choice regex json_schema after thinking_budget",
     "Input and output": "in_ lines out batch resume trace live as_json format_ plot tasks limit logprobs",
 }
 """What options are for, by their names in Python: sections of a command's help."""

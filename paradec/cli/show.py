@@ -74,9 +74,8 @@ class Answers:
 
     def __init__(self, is_single: bool, tokenizer: Any = None):
         self.single, self.tokenizer = is_single, tokenizer
-        self.rows: dict[str, list[Any]] = {
-            name: [] for name in ("text", "fills", "reasoning", "new_tokens", "logprobs", *PER_ROW)
-        }
+        texts = ("text", "fills", "reasoning", "new_tokens", "logprobs")
+        self.rows: dict[str, list[Any]] = {name: [] for name in (*texts, *PER_ROW)}
         self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self.drafter_forwards = 0
         self.attention: AttentionCost | None = None
