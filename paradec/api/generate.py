@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
+from paradec.api.defaults import model_defaults
 from paradec.api.output import Output, align_logprobs, runs
 from paradec.api.streaming import check_streamer, watch
 from paradec.caches.cost import CacheCost
@@ -74,12 +75,6 @@ def choose_source(prompt: Any, input_ids: Any) -> Any:
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
     return input_ids if prompt is None else prompt
-
-
-def model_defaults(model: Any) -> dict[str, Any]:
-    """Fields of a request whose default differs for this model."""
-    sampler = getattr(model, "default_sampler", None)
-    return {} if sampler is None else {"sampler": sampler}
 
 
 def make_sampler(model: Any, sampler: Any) -> Any:

@@ -35,8 +35,9 @@ FAILED = 1
 )
 def chat(
     context: typer.Context,
+    checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: str | None = typer.Option(None, help="System prompt: text before the first turn."),
-    cache: str | None = typer.Option(None, help="As in `generate`; by default block or prefix, which keep turns."),
+    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual, which keep turns."),
     history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:
@@ -44,21 +45,26 @@ def chat(
     if sys.stdin is None:
         raise ValueError("standard input is closed; chat reads turns from it")
     check_text("--system", system or "")
+    if checkpoint is not None and shared["model"] is not None:
+        raise ValueError(f"--model {shared['model']} and the argument {checkpoint!r} both name the model; give one")
+    shared["model"] = shared["model"] if checkpoint is None else checkpoint
+    is_named = shared["model"] is not None
+    history = is_named if history is None else history
     given_options = options.given(context) - ({"cache"} if cache is None else set())
-    work = prepare("generate", None, given_options, cache=cache or "none", **shared)
-    chosen = cache is not None or work.cache_name not in ("none", "causal")  # here or by the preset
-    talk = Talk(work, system, history if history is not None else shared["model"] is not None, chosen)
+    choose = is_named or history  # the packaged model answers single lines without a cache
+    talk = Talk(
+        prepare("generate", None, given_options, cache=cache or "none", choose=choose, **shared), system, history
+    )
     raise typer.Exit(talk.run(sys.stdin.isatty()))
 
 
 @dataclass
 class Talk:
-    """A conversation. history: whether the model sees earlier turns. chosen: whether the user chose the cache."""
+    """A conversation. history: whether the model sees earlier turns."""
 
     work: Work
     system: str | None
     history: bool
-    chosen: bool
     turns: list[dict[str, str]] = field(init=False, default_factory=list)
     kept: Any = None
     """Keys and values of the turns so far, or None."""
@@ -69,25 +75,11 @@ class Talk:
         if not getattr(self.work.model.tokenizer, "chat_template", None):
             raise ValueError(f"{self.work.model.facts.name} has no chat template for turns; use paradec generate")
         self.reset()
-        self.choose_cache()
 
     def reset(self) -> None:
         """Forget the turns."""
         self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.kept = None
-
-    def choose_cache(self) -> None:
-        """Take the cache that goes with the model and the sampler, unless the user chose one."""
-        from paradec.caches.table import REFUSED, verdict
-
-        if self.work.method.family != "masked":
-            self.work.request["cache"] = None  # the store is their own
-        elif not self.chosen:
-            facts = self.work.model.facts
-            name = "block" if facts.block_length is not None else "prefix"
-            fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
-            use_cache = (self.history or facts.prompt_aligned) and fits.status != REFUSED
-            self.work.request["cache"] = paradec.caches.create(name if use_cache else "none")
 
     @property
     def keeps_turns(self) -> bool:
@@ -160,7 +152,8 @@ class Talk:
         if sys.stdout.isatty():
             reused = out.cost.reused_tokens[0] if out.cost is not None else 0
             tokens, forwards = show.format_count(out.tokens[0], "token"), show.forwards(out.nfe, out.row_nfe)
-            cost = f"{tokens}, {forwards}, {out.seconds:.2f} s"
+            rate = out.tokens[0] / max(out.seconds, 1e-9)
+            cost = f"{tokens}, {forwards}, {out.seconds:.2f} s, {rate:.1f} tokens/s"
             typer.secho(f"{cost}, {reused} tokens of the turns before reused" if reused else cost, dim=True)
         if self.history:
             self.turns = [*turns, {"role": "assistant", "content": out.text}]
@@ -197,7 +190,7 @@ class Talk:
         method = make_sampler(self.work.model, method)
         method.check_model(self.work.model)
         self.work.method = method
-        self.choose_cache()
+        self.work.choose_cache()
 
     def _trace(self, file: str) -> None:
         if self.last is None:

@@ -56,6 +56,17 @@ class Work:
     chat: bool | None
     answers: int
     """Per prompt."""
+    is_cache_open: bool = False
+    """Whether the cache follows from the model and the sampler (`choose_cache`)."""
+
+    def choose_cache(self) -> None:
+        """Take the cache that fits model and sampler, unless the user chose one."""
+        from paradec.api.defaults import choose_cache
+
+        if self.is_cache_open:
+            self.request["cache"] = choose_cache(self.model, self.method)
+        elif self.method.family != "masked":
+            self.request["cache"] = None  # they have a store of their own
 
     @property
     def cache_name(self) -> str:
@@ -105,12 +116,14 @@ def prepare(
     attention_set: list[str] | None = None,
     drafter: str | None = None,
     agree: Callable[[dict[str, Any]], int | None] | None = None,
+    choose: bool = False,
     **request: Any,
 ) -> Work:
     """Check what can be checked without the model, which may take minutes to load, then load it.
 
     prompt: None where there is none yet. given: options on the command line. agree: called before the model is loaded
-    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed.
+    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed. choose: whether the cache
+    and the block length that are left open become those of `paradec.api.defaults`.
     """
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -148,6 +161,7 @@ def prepare(
         num_answers = request.pop("num_return_sequences")
         # a model may have a sampler of its own for who names none
         left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not settings
+        is_cache_open = choose and request["cache"] is None and "cache" not in given
         if agree is not None:
             changes = fields.to_dict() | ({} if left_open else {"sampler": method.to_dict() | late})
             facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
@@ -159,11 +173,14 @@ def prepare(
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
         plan = "auto" if together else None
         loaded = paradec.load(model, dtype=dtype, device=device, quantization=quantization, tp_plan=plan)
-        from paradec.api.generate import KINDS, make_sampler, model_defaults
+        from paradec.api.defaults import find_defaults, model_defaults
+        from paradec.api.generate import KINDS, make_sampler
 
         check_model(function, loaded, KINDS)
         default = model_defaults(loaded).get("sampler")
         method = make_sampler(loaded, default if default is not None and left_open else method)
+        if choose and loaded.default_block_length is None and loaded.facts.block_length is None:
+            loaded.default_block_length = find_defaults(loaded).block_length
         if drafter is not None:
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
             method = dataclasses.replace(method, drafter=draft_model, **late)
@@ -177,7 +194,10 @@ def prepare(
         while True:  # decodes what the first one decodes, and ends with its command
             with suppress(ValueError, TypeError, FloatingPointError):  # it has these, too, and may go on
                 paradec.generate(loaded, [0], sampler=method)
-    return Work(function, loaded, method, request, request.pop("chat", None), num_answers)
+    work = Work(function, loaded, method, request, request.pop("chat", None), num_answers, is_cache_open)
+    if is_cache_open:
+        work.choose_cache()
+    return work
 
 
 def release_ranks() -> None:

@@ -80,8 +80,6 @@ class Model(Adapter):
     """"decoder", "encoder", "opaque" or "canvas"."""
     makes: ClassVar[str] = "text"
     """A name of `paradec.core.checks.MODELS`."""
-    default_sampler: ClassVar[str | None] = None
-    """The sampler when a request names none; None is the request's default."""
     reads_order: bool = False
     """Whether logits depend on the order of the decisions (`WindowQuery.decided_at`)."""
     any_order: bool = False

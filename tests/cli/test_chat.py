@@ -72,7 +72,9 @@ def test_what_cannot_be_a_chat() -> None:
 def work_of(model: Any, cache: str = "none") -> Work:
     sampler = paradec.samplers.create("low_confidence")
     request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "seed": 0, "guidance_scale": 1.0}
-    return Work("generate", model, sampler, request | {"cache": paradec.caches.create(cache)}, None, 1)
+    work = Work("generate", model, sampler, request | {"cache": paradec.caches.create(cache)}, None, 1, True)
+    work.choose_cache()
+    return work
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -88,8 +90,8 @@ def words() -> PreTrainedTokenizerFast:
 def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny(2, topology)
     model.tokenizer = words()
-    talk, turns = Talk(work_of(model), None, history=True, chosen=False), []
-    assert talk.work.request["cache"].name == ("prefix" if topology == "bidirectional" else "block")
+    talk, turns = Talk(work_of(model), None, history=True), []
+    assert talk.work.request["cache"].name == ("dual" if topology == "bidirectional" else "block")
     for turn in ("w3 w4 w5 w6 w7 w8", "w9 w10 w11", "w12"):
         talk.answer(turn)
         turns.append({"role": "user", "content": turn})

@@ -48,7 +48,6 @@ class DiffusionGemmaModel(Model):
 
     kind = "canvas"
     makes = "canvas"
-    default_sampler = "diffusion_gemma"
 
     def __init__(
         self,

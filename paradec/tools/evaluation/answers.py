@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import paradec
-from paradec.api.generate import model_defaults
+from paradec.api.defaults import model_defaults
 from paradec.api.output import Output
 from paradec.batching.many import generate_many
 from paradec.batching.slots import why_unsupported

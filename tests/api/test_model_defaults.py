@@ -1,0 +1,81 @@
+"""Sampler, cache and block length of requests that name none, by the model's topology."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refused
+from small_models import tiny, tiny_gemma
+
+import paradec
+from paradec.cli.work import prepare
+from paradec.request import Request
+
+PROMPT = [3, 1, 4, 1, 5]
+CHOICES = [
+    ("bidirectional", "same", "threshold", "dual", 32),
+    ("bidirectional", "shifted", "threshold", "dual", 32),
+    ("block_causal", "same", "threshold", "block", None),
+    ("causal_context", "same", "threshold", "block", None),
+    ("causal", "shifted", "sjd", "causal", None),
+]
+
+
+def prepare_chat(
+    model: Any, given: set[str], monkeypatch: pytest.MonkeyPatch, choose: bool = True, **options: Any
+) -> Any:
+    monkeypatch.setattr(paradec, "load", lambda *_, **__: model)
+    values = {"model": "any", "preset": None, "sampler": "threshold", "set_": None, "dtype": None, "device": None}
+    values |= {"cache": "none", "max_new_tokens": 8, "temperature": 0.0, "suffix": None} | options
+    return prepare("generate", None, given, choose=choose, **values)
+
+
+@pytest.mark.parametrize(("topology", "prediction", "sampler", "cache", "block_length"), CHOICES)
+def test_chat_and_serve_choose_what_fits(
+    topology: str, prediction: str, sampler: str, cache: str, block_length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(2, topology, prediction)
+    work = prepare_chat(model, set(), monkeypatch)
+    assert (work.method.name, work.cache_name, model.default_block_length) == (sampler, cache, block_length)
+    named = {} if cache == "causal" else {"cache": cache}
+    expected = paradec.generate(model, PROMPT, sampler=sampler, max_new_tokens=8, block_length=block_length, **named)
+    assert torch.equal(work.run(PROMPT, lambda *_: None).new_tokens, expected.new_tokens)
+
+
+def test_a_named_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for given, cache in (({"cache"}, "none"), ({"cache"}, "prefix")):
+        work = prepare_chat(tiny(1), given, monkeypatch, cache=cache)
+        work.choose_cache()
+        assert work.cache_name == cache
+    Request(sampler="credit", cache="prefix", block_length=4).save(tmp_path / "saved.json")
+    work = prepare_chat(tiny(1), set(), monkeypatch, preset=tmp_path / "saved.json")
+    assert (work.method.name, work.cache_name, work.request["block_length"]) == ("credit", "prefix", 4)
+    work = prepare_chat(tiny(1), {"sampler"}, monkeypatch, sampler="wino")
+    assert (work.method.name, work.cache_name) == ("wino", "dual")
+    work = prepare_chat(tiny(1), set(), monkeypatch, choose=False)  # `generate`
+    assert (work.cache_name, work.model.default_block_length) == ("none", None)
+
+
+def test_a_causal_model_decodes_by_itself() -> None:
+    model = tiny(2, "causal", "shifted")
+    outputs = [paradec.generate(model, PROMPT, max_new_tokens=12, **named) for named in ({}, {"sampler": "sjd"})]
+    assert torch.equal(outputs[0].new_tokens, outputs[1].new_tokens) and outputs[0].nfe == outputs[1].nfe
+    batch = list(paradec.generate_many(model, [PROMPT, PROMPT[:2]], max_new_tokens=12))
+    assert torch.equal(batch[0].new_tokens, outputs[0].new_tokens)
+    with pytest.raises(ValueError, match="needs a model with a mask token"):
+        paradec.generate(model, PROMPT, sampler="threshold", max_new_tokens=12)
+
+
+def test_a_model_of_canvases_decodes_by_itself() -> None:
+    model = paradec.wrap(tiny_gemma())
+    first, second = (
+        paradec.generate(model, PROMPT, max_new_tokens=8, seed=1, **named)
+        for named in ({}, {"sampler": "diffusion_gemma"})
+    )
+    assert torch.equal(first.new_tokens, second.new_tokens)
+
+
+def test_chat_takes_one_model() -> None:
+    assert "both name the model" in refused("chat", "here", "--model", "there")
+    assert "nowhere" in refused("chat", "./nowhere")
