@@ -65,7 +65,7 @@ class Int8Quantizer(HfQuantizer):
         """Exchange layers for empty int8 ones. A tied output matrix is exchanged at the end if weights are rounded."""
         settings, head = self.quantization_config, model.get_output_embeddings()
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        names = [name for name, layer in model.named_modules() if _is_converted(name, layer, settings.min_weights)]
+        names = [name for name, layer in model.named_modules() if is_converted(name, layer, settings.min_weights)]
         for name in names:
             layer = model.get_submodule(name)
             if layer is head and f"{name}.weight" in tied:
@@ -103,7 +103,7 @@ class Int8Quantizer(HfQuantizer):
                 raise CheckpointError(f"a {name} of int8 layers is stored as {weight.dtype}, not {expected}")
         head = model.get_output_embeddings()
         for name, layer in list(model.named_modules()):
-            if layer is head and _is_converted(name, layer, self.quantization_config.min_weights):
+            if layer is head and is_converted(name, layer, self.quantization_config.min_weights):
                 model.set_submodule(name, Int8Linear.from_linear(layer, self.quantization_config.activations))
                 model.all_tied_weights_keys.pop(f"{name}.weight", None)
         self.remove_quantization_config(model)
@@ -155,7 +155,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
     }
 
 
-def _is_converted(name: str, layer: Any, min_weights: int) -> bool:
+def is_converted(name: str, layer: Any, min_weights: int) -> bool:
     """Whether a layer gets int8 weights: linear layers but routers, and experts in stacks [E, N, K]."""
     if type(layer) is nn.Linear:
         is_router = name.rpartition(".")[2] in ROUTERS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paradec.caches.store import store_bytes
-from paradec.core.checks import check_int
+from paradec.core.checks import check_choice, check_int
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def request_memory(
     stores: bool = True,
     dtype: torch.dtype | None = None,
     store_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
 ) -> RequestMemory:
     """Calculate the bytes that decoding needs; no weights are read.
 
@@ -46,22 +47,42 @@ def request_memory(
         stores: whether keys and values are stored.
         dtype: of weights and logits; None is the model's, or config.json's (else bfloat16).
         store_dtype: of keys and values; None is `dtype`.
+        quantization: "int8" counts the weights as `load(quantization="int8")` rounds them.
 
     Raises:
         CheckpointError: no config.json of a text model that `paradec.load` reads. ValueError: rows, length or wanted
-            below 1.
+            below 1, or another quantization.
     """
     for name, value in (("rows", rows), ("length", length), ("wanted", wanted)):
         check_int(name, value, low=1, none=name == "wanted")
+    if quantization is not None:
+        check_choice("quantization", quantization, ("int8",))
     if isinstance(source, (str, os.PathLike)):
         config, module = _empty_module(os.fspath(source))
         dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     else:
         config, module = source.text_config, source.module
-    sizes = [(weight.numel(), dtype or weight.dtype) for weight in module.parameters()]
-    weights, dtype = sum(count * weight_dtype.itemsize for count, weight_dtype in sizes), dtype or sizes[0][1]
+    stored_dtypes = {weight: dtype or weight.dtype for weight in module.parameters()}
+    weights = sum(weight.numel() * weight_dtype.itemsize for weight, weight_dtype in stored_dtypes.items())
+    dtype = dtype or next(iter(stored_dtypes.values()))
+    if quantization is not None:
+        weights += _int8_difference(module, dtype.itemsize)
     store = store_bytes(config, rows, length, store_dtype or dtype) if stores else 0
     return RequestMemory(weights, store, rows * (wanted or length) * config.vocab_size * dtype.itemsize)
+
+
+def _int8_difference(module: Any, itemsize: int) -> int:
+    """Bytes that rounding adds to weights of `itemsize` bytes: scales less what the layers shrink. A tied output
+    matrix is a copy of its own."""
+    from paradec.models.int8 import Int8Config, is_converted
+
+    difference, embeddings = 0, module.get_input_embeddings().weight
+    for name, layer in module.named_modules():
+        if is_converted(name, layer, Int8Config.min_weights):
+            for weight in (weight for weight in layer.parameters(recurse=False) if weight.ndim > 1):
+                replaced = 0 if weight is embeddings else itemsize
+                difference += weight.numel() * (1 - replaced) + 4 * weight.numel() // weight.shape[-1]
+    return difference
 
 
 def _empty_module(folder: str) -> tuple[Any, torch.nn.Module]:

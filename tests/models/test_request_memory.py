@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec.models.checkpoint import CheckpointError
+from paradec.models.int8 import Int8Config
 from paradec.models.request_memory import request_memory
 
 
@@ -26,6 +27,18 @@ def test_a_folder_needs_what_its_loaded_model_takes(name: str) -> None:
     assert needed == request_memory(model, 2, 24, wanted=8)
     assert needed.total == needed.weights + needed.store + needed.logits
     assert request_memory(model, 2, 24, stores=False, store_dtype=torch.bfloat16).store == 0
+
+
+@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "moe/sdar-moe-tiny"])
+def test_int8_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Int8Config, "min_weights", 256)
+    model = paradec.load(GOLDEN / name, dtype="float32", quantization=Int8Config(min_weights=256))
+    needed = request_memory(GOLDEN / name, 2, 24, dtype=torch.float32, quantization="int8")
+    assert needed.weights == sum(weight.nbytes for weight in model.module.parameters())
+    assert needed == request_memory(model, 2, 24)
+    exact = request_memory(GOLDEN / name, 2, 24, dtype=torch.float32)
+    assert needed.weights < exact.weights and needed.store == exact.store
+    refuses(lambda: request_memory(GOLDEN / name, 2, 24, quantization="int4"), "unknown quantization: 'int4'")
 
 
 def test_what_is_no_text_model_is_named(tmp_path: Path) -> None:
