@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.cli.chat import COMMANDS, Talk
+from paradec.cli.watch import LiveView
 from paradec.cli.work import Work
 
 TURNS = ["Sort: pear fig apple", "Reverse: kiwi fig cow dog"]
@@ -104,6 +107,20 @@ def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == [turn["content"] for turn in turns[1::2]]
     talk.reset()
     assert talk.turns == [] and talk.kept is None
+
+
+def test_a_terminal_shows_tokens_and_their_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(LiveView, "update", lambda view, state, commit: shown.append(int(state.undecided.sum())))
+    shown: list[int] = []
+    model = tiny(1)
+    model.tokenizer = words()
+    Talk(work_of(model), None, history=True).answer("w3 w4")
+    assert len(shown) > 1 and shown == sorted(shown, reverse=True) and shown[-1] == 0
+    assert re.search(r"\d tokens?, \d+ forwards?, [\d.]+ s, [\d.]+ tokens/s", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
