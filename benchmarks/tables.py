@@ -191,16 +191,18 @@ def peers_pictures_table(*results: Row) -> str:
 
 
 def settings_table() -> str:
-    """Every registered sampler's settings with their defaults, and its presets."""
+    """Every registered sampler's settings with their defaults, and its presets with what they change."""
     from paradec import samplers
-    from paradec.cli.tables import entries
+
+    def listed(values: dict[str, Any]) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
     rows = []
-    for entry in entries(samplers):
-        values = ", ".join(f"`{key}={value}`" for key, value in entry["settings"].items())
-        presets = ", ".join(f"`{name}`" for name in getattr(samplers.get(entry["name"]), "presets", {}))
-        rows.append({"name": entry["name"], "settings": values, "presets": presets})
-    return table(rows, "sampler | settings | presets", "`{name}` | {settings} | {presets}")
+    for name in samplers.names():
+        cls = samplers.get(name)
+        presets = "; ".join(f"{preset}({listed(changes)})" for preset, changes in cls.presets.items())
+        rows.append({"name": name, "settings": listed(cls.settings()), "presets": presets})
+    return table(rows, "sampler | settings | presets", "{name} | {settings} | {presets}")
 
 
 def _difference(name: str, digits: int) -> str:
