@@ -324,14 +324,10 @@ def conversations_table(data: Row) -> str:
         }
         row = {"name": kind.replace("_", "-"), "ratio": data[kind]["positions_ratio"]}
         rows.append(row | data[kind]["conversations"] | {name: sorted(cost) for name, cost in costs.items()})
-    head = "model | positions | without | ratio | CPU, s | without | p50, s | without | p99, s | without"
-    cells = "{name} | {kept[positions]:,} | {none[positions]:,} | {ratio:.2f} | "
-    both = (
-        f"{{{who}[{name}]:.1f}}" for name in ("cpu_seconds", "p50_seconds", "p99_seconds") for who in ("kept", "none")
-    )
-    return table(
-        rows, head + " | CPU, nothing shared | wider model", cells + " | ".join(both) + " | {narrow:q} | {wide:q}"
-    )
+    head = "model | positions | CPU, s | p50, s | p99, s | CPU, nothing shared | wider model"
+    times = (f"{{kept[{name}]:.1f}} / {{none[{name}]:.1f}}" for name in ("cpu_seconds", "p50_seconds", "p99_seconds"))
+    positions = "{ratio:.2f} ({kept[positions]:,} / {none[positions]:,})"
+    return table(rows, head, " | ".join(["{name}", positions, *times, "{narrow:q}", "{wide:q}"]))
 
 
 def jacobi_table(data: Row) -> str:

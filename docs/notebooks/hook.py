@@ -29,6 +29,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Options of the command line in a span, since browsers break lines behind each of their hyphens."""
+    return re.sub(r"(?<=[ >])--[a-z][\w-]*", r'<span class="option">\g<0></span>', html)
+
+
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """A warning, which `mkdocs build --strict` makes an error, for what a browser would ask the network for."""
     for match in ELSEWHERE.finditer(output):
