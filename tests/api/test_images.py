@@ -180,9 +180,9 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
     model, drafter = (paradec.load(name, dtype="float64") for name in ("digits-ar", "digits-ar-drafter"))
     assert sum(p.numel() for p in drafter.module.parameters()) < sum(p.numel() for p in model.module.parameters()) / 4
     sampler = paradec.samplers.create("speculative", drafter=drafter, **shape)
-    request = {"class_labels": range(10), "output_type": "latent", "seed": 0}
+    request = {"class_labels": range(4), "output_type": "latent", "seed": 0}
     one_by_one = paradec.generate_images(model, temperature=0, sampler=SJD(window=1), **request)
-    assert one_by_one.row_nfe == [49] * 10 and one_by_one.draft_nfe == [0] * 10
+    assert one_by_one.row_nfe == [49] * 4 and one_by_one.draft_nfe == [0] * 4
     found = paradec.generate_images(model, temperature=0, sampler=sampler, **request)
     assert torch.equal(found.codes, one_by_one.codes)
     # what it drafts stands more often than not, and its own forwards are counted apart
@@ -205,17 +205,3 @@ def test_command(tmp_path: Path) -> None:
     assert sum(found["accepted"][0]) == 49 and found["nfe"] == max(found["row_nfe"]) < 49
     again = RUNNER.invoke(app, ["image", "--class", "0,1,2,7", "-n", "2", "--seed", "3", "--out", str(sheet)])
     assert again.exit_code == 0 and "8 pictures of 7 x 7 tokens" in again.stdout and "forwards" in again.stdout
-
-
-def test_bad_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for arguments, words in (
-        (["--class", "three"], "--class 'three'"),
-        ([], "either --prompt or --class"),
-        (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--class", "1", "--out", str(tmp_path / "no" / "grid.png")], "not a file in an existing folder"),
-        (["--class", "1", "--out", str(tmp_path / "g.txt")], ".png"),
-    ):
-        done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "grid.png"), *arguments])
-        assert done.exit_code == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    assert not [*tmp_path.iterdir()]

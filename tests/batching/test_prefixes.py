@@ -59,7 +59,7 @@ CONVERSATIONS = st.tuples(
 )
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=CONVERSATIONS)
 def test_answers_are_those_without(case: tuple[Model, dict[str, Any]], drawn: tuple[Any, ...]) -> None:
     check_equal(case, *drawn)

@@ -347,9 +347,6 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_module_runs_as_a_command() -> None:
-    process = start("samplers", stdin=subprocess.DEVNULL)
-    stdout, stderr = process.communicate()
-    assert (process.returncode, stderr) == (0, "") and "threshold" in stdout
     process = start("generate", stdin=subprocess.DEVNULL)
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout, stderr.count("\n")) == (2, "", 1)

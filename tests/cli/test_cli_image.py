@@ -156,6 +156,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace draws which step made which token final"),
         (["digits-dit", "--class", "1", "--height", "32"], "--height is no argument of PixelDiTPipeline"),
         (["AMUSED", "--class", "1"], "AmusedPipeline does not take class_labels; give --prompt"),
+        (["digits-ar"], "either --prompt or --class"),
         (["digits-ar", "--class", "1", "--compare"], "--compare is for diffusion pipelines"),
         (["digits-ar", "--class", "1", "--steps", "4"], "--steps is not for 'digits-ar', which has samplers of family"),
         (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar, recap or cspd) takes"),

@@ -235,25 +235,16 @@ def random_schema(draw: random.Random, depth: int) -> Any:
     return chosen | ({"if": inner(), "then": inner(), "else": inner()} if draw.random() < 0.3 else {})
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
-def test_random_schemas_accept_nothing_that_is_invalid(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 15), *(pytest.param(seed, 40, marks=pytest.mark.full) for seed in range(8))]
+)
+def test_random_schemas_accept_nothing_that_is_invalid(seed: int, count: int) -> None:
     draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
     values: list[Any] = [None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 2.0, "", "a", "b", "ab", "bb", "aab", [], [[1]]]
     values += [[*items] for size in (1, 2) for items in itertools.product(SIMPLE[:4], repeat=size)] + [[1, "a", 1]]
-    for keys in (
-        ["a"],
-        ["b"],
-        ["a", "b"],
-        ["ab"],
-        ["c"],
-        ["a", "c"],
-        ["a", "b", "c"],
-        ["zz"],
-        ["a", "zz"],
-        ["ab", "c"],
-    ):
+    for keys in map(str.split, ("a", "b", "a b", "ab", "c", "a c", "a b c", "zz", "a zz", "ab c")):
         values += [dict(zip(keys, items * 2, strict=False)) for items in itertools.product(SIMPLE[:5], repeat=2)]
-    for _ in range(40):
+    for _ in range(count):
         schema = random_schema(draw, 3)
         try:
             automaton = automaton_of(schema, depth=1)
@@ -267,7 +258,7 @@ def test_random_schemas_accept_nothing_that_is_invalid(seed: int) -> None:
         for _ in range(4):
             if (text := some_text(automaton, steps)) is not None:
                 assert is_valid(json.loads(text, parse_float=Decimal), schema, schema), (schema, text)
-    assert counts[0] > 20 and counts[1] > 400
+    assert counts[0] > count / 2 and counts[1] > 10 * count
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 import functools
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -290,41 +287,6 @@ def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
         known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
         plain = reference_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
         assert (known - plain).abs().max() < 1e-6
-
-
-AHEAD_OF_TIME = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from paradec.kernels.block_sparse import triton as module
-
-POINTERS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | dict.fromkeys(("sums", "means"), "*fp32")
-POINTERS |= dict.fromkeys(("counts", "host", "tile_block", "tile_first", "tile_count", "bounds"), "*i32")
-query = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="meta")
-for kernel, more in (
-    (module._attention_kernel, {"SPLITS": 1, "DENSE": False}),
-    (module._logsumexp_kernel, {"AFTER": 1}),
-    (module._means_kernel, {"QUERIES": 128}),
-):
-    shapes = module._tile_shapes(query, 128)
-    constants = {name: value for name, value in ({"SIZE": 128} | shapes | more).items() if name in kernel.arg_names}
-    kinds = POINTERS | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    if kernel is module._attention_kernel:
-        kinds["blocks"] = "*i16"
-    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module._launch(query, shapes))
-    print(len(made.asm["cubin"]) > 0 and made.metadata.shared < 227 * 1024)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not has_triton(), reason="needs triton")
-def test_kernels_compile_for_an_h100() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * 3
 
 
 EVERYTHING = SparseD(select=1.0, block_size=8)

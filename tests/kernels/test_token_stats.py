@@ -2,9 +2,6 @@
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -551,35 +548,3 @@ def test_kernel_in_the_corners(splits: int) -> None:
         assert getattr(found, name)[5:].isnan().all(), name
         torch.testing.assert_close(getattr(found, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
     assert found.margin[0] == 0 and found.gap[1] == torch.inf and found.entropy[1] == 0
-
-
-AHEAD_OF_TIME = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from paradec.kernels.token_stats import triton as module
-
-triton = module.triton
-WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "num_segments", "num_ids"}
-FLOATS = {"scale", "temperature"}
-CONSTANTS = {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4, "SEGMENT": module.SEGMENT, "PADDED_SEGMENTS": 512}
-POINTERS = {"logits": "*bf16", "sums": "*fp32", "tops": "*fp32", "tokens": "*i64", "ids": "*i64"}
-for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
-    signature, constants = {}, {}
-    for name in kernel.arg_names:
-        kind = "i32" if name in WORDS else "fp32" if name in FLOATS else POINTERS.get(name, "*fp64")
-        signature[name] = "*i1" if name == "nonfinite" else kind
-        if name in CONSTANTS:
-            signature[name], constants[name] = "constexpr", CONSTANTS[name]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    print(len(made.asm["cubin"]) > 0)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-def test_kernels_compile_for_an_h100() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "True"]

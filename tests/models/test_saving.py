@@ -590,6 +590,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("fields", "message"), BOTH)
 def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     config = {name: value for name, value in read(source).items() if name not in ("rope_theta", "rope_scaling")}

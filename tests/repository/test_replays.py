@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from places import GOLDEN, ROOT
 
 
@@ -26,6 +27,7 @@ def change(path: Path, edit: Any) -> None:
     path.write_text(json.dumps(data))
 
 
+@pytest.mark.full
 def test_an_empty_folder_fails(tmp_path: Path) -> None:
     status, lines = run("sjd", tmp_path)
     assert status == 1 and lines[-1] == "0 replayed, 0 near ties, 0 refused, 0 wrong"
