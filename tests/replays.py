@@ -39,8 +39,7 @@ RECAP = {
     "models/images/test_mar.py": "replays_the_reference",
 }
 FORECASTS = {
-    "samplers/forecast/test_taylorseer.py": "schedules states_and_forecasts variants",
-    "samplers/forecast/test_step_masks.py": "equals_cache_dit",
+    "samplers/forecast/test_taylorseer.py": "schedules states_and_forecasts variants equals_cache_dit",
     "integrations/diffusers/test_accelerate.py": "latents_of_the_traces",
 }
 FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {

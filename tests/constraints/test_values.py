@@ -1,4 +1,4 @@
-"""What callers give: patterns, choices and schemas, as they are read, refused and spelt in tokens."""
+"""What callers give: patterns, choices and schemas, as they are read, refused, spelt in tokens and compiled."""
 
 import copy
 import datetime
@@ -9,22 +9,30 @@ import pickle
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from decoding import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
+<<<<<<< HEAD
 from tokenized_models import TOKENIZER, ids_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+=======
+from tokenized_models import TOKENIZER, VOCAB, ids_of
+>>>>>>> 6745f2b9 (Tests of one subject with one set-up stand in one file)
 
 import paradec
 from paradec.constraints import passes, spelling, values
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.automaton import ConstraintSizeError, TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.compiler import Compiler
 from paradec.constraints.spelling import spelling_of
-from paradec.constraints.values import Constraint, constraint_of, token_automaton
+from paradec.constraints.values import Constraint, JsonSchema, Regex, constraint_of, token_automaton
 from paradec.request import Request
 from paradec.samplers.features.spans import Span
 
@@ -547,3 +555,35 @@ def test_automata_are_kept_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "MAX_KEPT_BYTES", 1)
     token_automaton(paradec.Choice(["seven"]), TOKENIZER, 9000, (), ())
     assert [key[0].choices for key in kept] == [("seven",)]
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    made = Compiler(TOKENIZER, VOCAB, seconds=2, max_bytes=2**28)
+    yield made
+    made.close()
+
+
+def test_the_automaton_is_that_of_this_process(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: list[Constraint] = [Regex("[ab]{2,5}c?"), JsonSchema({"type": "array", "items": {"enum": [1, "two"]}})]
+    arguments = (Regex, "[ab]{2,5}c?"), (JsonSchema, {"type": "array", "items": {"enum": [1, "two"]}})
+    for value, (make, argument) in zip(values, arguments, strict=True):
+        expected = value.to_token_automaton(TOKENIZER, VOCAB)
+        assert compiler.compile(make, argument) == value
+        monkeypatch.setattr(type(value), "to_token_automaton", None)  # it is found
+        found = token_automaton(value, TOKENIZER, VOCAB, (), ())
+        for name in ("edges", "accept", "class_of"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    monkeypatch.setattr(compiler, "_ask", None)
+    assert compiler.compile(Regex, "[ab]{2,5}c?") == values[0]  # nothing is compiled again
+
+
+def test_time_and_memory_are_limited_and_others_go_on(compiler: Compiler) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        slow = pool.submit(compiler.compile, time.sleep, 60)
+        large = pool.submit(compiler.compile, bytearray, 2**29)
+        assert compiler.compile(Regex, "a{3}") == Regex("a{3}")
+        refuses(lambda: large.result(), "more than 256 MiB", ConstraintSizeError)
+        refuses(lambda: slow.result(), "more than 2 s or 256 MiB: give a smaller one", ConstraintSizeError)
+    assert compiler.compile(Regex, "b{3}") == Regex("b{3}")
+    refuses(lambda: compiler.compile(Regex, "("), "cannot be read|position|unbalanced|[(]")

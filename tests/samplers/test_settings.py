@@ -95,7 +95,13 @@ SAMPLERS: dict[str, list[dict[str, Any]]] = {
         {"masked_prefix": 1},
     ],
     "var": [{"top_ks": (-1,)}],
+    "mar": [
+        *({"local_steps": -1}, {"head_steps": 1001}, {"fast_ratio": 0}, {"temperature": -1}),
+        {"chunk_order": "random"},
+    ],
+    "nar": [{"cfg_interval": -2}],
     "groups": [
+        *({"order": 3}, {"guidance_schedule": "cosine"}),
         *({"verify": "sjd"}, {"window": 4}, {"lossless": 1}),
         *({"lossless": True, "verify": "gsd"}, {"lossless": True, "window": 0}),
     ],

@@ -1,4 +1,4 @@
-"""The entry point of pictures and the adapters after it."""
+"""The entry point of pictures and the adapters after it; wrong requests are named."""
 
 import json
 import warnings
@@ -274,3 +274,46 @@ def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
         torch.testing.assert_close(alone.tokens[0], both.tokens[row], atol=1e-9, rtol=1e-9)
     other = paradec.generate_images(model, class_labels=[1, 2], seed=[4, 6], **request)
     assert torch.equal(other.tokens[0], both.tokens[0]) and not torch.equal(other.tokens[1], both.tokens[1])
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "glm_image": {"prompts": [[100, 64]], "height": 64, "width": 64},
+    "janus": {"prompts": [[1, 9]]},
+    "emu3": {"prompts": [[1, 9]], "height": 24, "width": 24, "negative_prompt": [[1]]},
+}
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "glm_image": [
+        *({"height": 100}, {"guidance_scale": 2.0}, {"output_type": "pt"}, {"prompts": [[160, 64]]}),
+        *({"prompts": "a fox"}, {"prompts": [[64, 1, 2, 65, 100, 64]]}),
+    ],
+    "janus": [{"prompts": "a cat"}, {"height": 16}, {"prompts": [[1, 64]]}, {"negative_prompt": [[1]] * 3}],
+    "emu3": [{"negative_prompt": None}, {"class_labels": 1}],
+    "llamagen": [
+        *(
+            {"height": 16},
+            {"height": True},
+            {"width": 7},
+            {"class_labels": 10},
+            {"class_labels": []},
+            {"num_images": 0},
+        ),
+        *({"prompts": "a cat", "class_labels": None}, {"class_labels": None}, {"sampler": "threshold"}, {"chat": True}),
+        *(
+            {"guidance_scale": -1},
+            {"top_k": -1},
+            {"output_type": "np"},
+            {"negative_prompt": "x"},
+            {"max_new_tokens": 4},
+        ),
+    ],
+    "lpd": [{"class_labels": [5]}, {"class_labels": []}, {"height": 9}, {"height": 16}, {"sampler": "sjd"}],
+    "mar": [{"class_labels": None}, {"class_labels": [10]}, {"class_labels": []}, {"height": 16}, {"steps": 17}],
+    "nar": [{"guidance_scale": -1}, {"height": 32}, {"top_p": 0.0}, {"sampler": "sjd"}],
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, each in WRONG.items() for wrong in each])
+def test_the_argument_is_named(name: str, wrong: dict[str, Any]) -> None:
+    request = REQUESTS.get(name, {"class_labels": [1]})
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        paradec.generate_images(TINY[name](), **{"output_type": "latent"} | request | wrong)

@@ -1,4 +1,4 @@
-"""TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; the loop over outputs."""
+"""TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; cache-dit's step masks."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from diffusers import (
     HeunDiscreteScheduler,
 )
 from oracles.forecast import denoise, forecast_loop
-from pipelines import noise, tiny_dit
+from pipelines import dit_pipeline, flux_pipeline, noise, run_flux, tiny_dit
 from recorded import golden, is_packaged, read_head, read_json, replay, replays
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from paradec.samplers.forecast.forecast import RULES, Forecast
 from paradec.samplers.forecast.methods import TaylorSeer
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
 from paradec.samplers.forecast.rules import SeaCache
-from paradec.samplers.forecast.step_schedule import BlockSchedule, StepMask, StepSchedule
+from paradec.samplers.forecast.step_schedule import MASKS, BlockSchedule, StepMask, StepSchedule, step_mask
 from paradec.samplers.forecast.targets import Modules
 
 LABELS = [1, 2, 7]
@@ -454,3 +454,63 @@ def test_other_models_are_refused() -> None:
     refuses(lambda: TaylorSeer().start(torch.nn.Linear(1, 1), noise(2), scheduler=DDIMScheduler()), "Linear", TypeError)
     refuses(lambda: DiffusionModel(torch.nn.Linear(1, 1)), "DiTTransformer2DModel", TypeError)
     refuses(lambda: DiffusionModel(tiny_dit().train()), "eval")
+
+
+FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
+"""By name and number of steps: 1 where a step is evaluated."""
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path in FILES for name in read_head(path)["masks"]])
+def test_equals_cache_dit(path: Path, name: str) -> None:
+    masks = read_json(path)["masks"]
+    if is_packaged("diffusion"):
+        assert set(masks) == set(MASKS) and len(masks[name]) == 22
+    for steps in masks[name]:
+        with replay(f"{path.stem}, {name}, {steps} steps"):
+            flags = masks[name][steps]
+            assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1")
+
+
+def test_a_mask_is_a_schedule() -> None:
+    """Of every length that has one: from the first step to the last; and sparser by the name."""
+    for steps in (4, 6, *range(8, 120)):
+        made = {name: step_mask(name, steps) for name in MASKS}
+        for found in made.values():
+            assert found[0] == 0 and found[-1] == steps - 1 and list(found) == sorted(set(found))
+            assert paradec.Forecast(when=found).when.steps == found
+        counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
+        assert counts == sorted(counts, reverse=True)
+
+
+def test_in_a_pipeline() -> None:
+    pipe = flux_pipeline()
+    with paradec.accelerate(pipe, paradec.Forecast(when="fast")) as session:
+        for steps in (9, 16):
+            named = run_flux(pipe, steps)
+            assert tuple(session.report().full_steps) == step_mask("fast", steps)
+        with pytest.raises(ValueError, match="when='fast': there is no mask for 5 steps"):
+            run_flux(pipe, 5)
+        assert torch.equal(run_flux(pipe, 16), named)
+    with paradec.accelerate(pipe, paradec.Forecast(when=step_mask("fast", 16))):
+        assert torch.equal(run_flux(pipe, 16), named)
+
+
+def test_what_is_refused() -> None:
+    for wrong in ("fastest", "", "Slow"):
+        with pytest.raises(ValueError, match=f"when.*{wrong}"):
+            paradec.Forecast(when=wrong)
+    for steps in (0, -1, 2.5, True, None):
+        with pytest.raises(ValueError, match="steps="):
+            step_mask("slow", steps)
+    for steps in (1, 2, 3, 5, 7):
+        with pytest.raises(ValueError, match=f"no mask for {steps} steps"):
+            step_mask("slow", steps)
+    module = dit_pipeline().transformer
+    calls = []
+    module.transformer_blocks[0].register_forward_hook(lambda *call: calls.append(1))
+    with (
+        paradec.accelerate(module, paradec.Forecast(when="slow")),
+        pytest.raises(ValueError, match=r"step_mask\('slow', "),
+    ):
+        module(torch.zeros(1, 4, 8, 8), torch.tensor([5]), class_labels=torch.tensor([1]))
+    assert not calls

@@ -1,4 +1,4 @@
-"""Pages, animations and plots of traces: harmless, bounded, and what they say is what was recorded."""
+"""Pages, animations, plots and notebook views: harmless, bounded, and what they say is what was recorded."""
 
 import json
 import re
@@ -27,7 +27,7 @@ class Reader(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.data = ""
+        self.data = self.words = ""
         self.reading = False
         self.feed(text)
         self.close()
@@ -41,6 +41,7 @@ class Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.data += data if self.reading else ""
+        self.words += data
 
     def runs(self) -> list[dict[str, Any]]:
         return json.loads(self.data)["runs"]
@@ -218,3 +219,34 @@ def test_texts_of_a_model_with_a_tokenizer() -> None:
     words = [trace.texts[i] for i in ids[: trace.ends[0]] if i not in trace.special]
     assert " ".join(words) == f"sort : pear fig apple {out.text}"
     assert Reader(trace.to_html()).runs()[0]["texts"][str(trace.mask_id)] == trace.texts[trace.mask_id]
+
+
+def test_an_output_as_data() -> None:
+    model = paradec.load()
+    request = {"max_new_tokens": 16, "block_length": 8, "cache": "dual", "trace": True, "keep_prefix": False}
+    out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], **request)
+    data = json.loads(json.dumps(out.to_dict()))
+    assert data["text"] == out.text and data["sequences"] == out.sequences.tolist() and data["nfe"] == out.nfe
+    assert data["tokens_per_forward"] == out.tokens_per_forward and data["row_nfe"] == out.row_nfe
+    assert data["filled"] == out.filled.tolist() and data["cost"]["forwarded_tokens"] == out.cost.forwarded_tokens
+    assert paradec.core.trace.Trace.from_dict(data["trace"]).steps == out.trace.steps
+    assert "attention" not in data and "prefix" not in data
+    out = paradec.generate(tiny(1, "block_causal"), [1, 2, 3], max_new_tokens=8, cache="block", keep_prefix=True)
+    assert out.prefix is not None and "prefix" not in out.to_dict() and "trace" not in out.to_dict()
+
+
+def test_notebooks_see_answers_as_text() -> None:
+    model = paradec.load()
+    out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], max_new_tokens=8)
+    found = Reader(out._repr_html_())
+    assert (
+        "apple fig pear" in found.words
+        and f"{out.nfe} forwards, " in found.words
+        and "<iframe" not in out._repr_html_()
+    )
+    out.text = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>" * 1000]
+    found = Reader(out._repr_html_())
+    assert "<script>alert(1)</script>" in found.words and not {"script", "img"} & {tag for tag, _ in found.tags}
+    assert len(found.words) < 2500
+    traced = Reader(paradec.generate(model, "Sort: pear fig apple", max_new_tokens=8, trace=True)._repr_html_())
+    assert [tag for tag, _ in traced.tags].count("iframe") == 1 and "4 tokens, 1 forward, " in traced.words
