@@ -191,18 +191,20 @@ def peers_pictures_table(*results: Row) -> str:
 
 
 def settings_table() -> str:
-    """Every registered sampler's settings with their defaults, and its presets with what they change."""
-    from paradec import samplers
+    """The settings of all registered samplers and caches with their defaults, and presets with what they change."""
+    from paradec import caches, samplers
 
     def listed(values: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
     rows = []
-    for name in samplers.names():
-        cls = samplers.get(name)
-        presets = "; ".join(f"{preset}({listed(changes)})" for preset, changes in cls.presets.items())
-        rows.append({"name": name, "settings": listed(cls.settings()), "presets": presets})
-    return table(rows, "sampler | settings | presets", "{name} | {settings} | {presets}")
+    for registry in (samplers, caches):
+        for name in registry.names():
+            cls = registry.get(name)
+            presets = getattr(cls, "presets", {}).items()
+            presets = "; ".join(f"{preset}({listed(changes)})" for preset, changes in presets)
+            rows.append({"kind": cls.kind, "name": name, "settings": listed(cls.settings()), "presets": presets})
+    return table(rows, "kind | name | settings | presets", "{kind} | {name} | {settings} | {presets}")
 
 
 def _difference(name: str, digits: int) -> str:

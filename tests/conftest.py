@@ -6,7 +6,7 @@ import collections
 import gc
 import os
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from places import GOLDEN
@@ -89,32 +89,20 @@ def packaged64() -> Model:
     return paradec.load(dtype="float64")
 
 
-@pytest.fixture(scope="session")
-def llada() -> Model:
-    from traces import loaded
+def checkpoint(name: str, dtype: str) -> Any:
+    """A fixture: a small checkpoint of tests/golden in one precision."""
 
-    return loaded(GOLDEN / "llada-tiny", "float32")
+    @pytest.fixture(scope="session")
+    def model() -> Model:
+        from traces import loaded
 
+        return loaded(GOLDEN / name, dtype)
 
-@pytest.fixture(scope="session")
-def dream() -> Model:
-    from traces import loaded
-
-    return loaded(GOLDEN / "dream-tiny", "float32")
+    return model
 
 
-@pytest.fixture(scope="session")
-def llada64() -> Model:
-    from traces import loaded
-
-    return loaded(GOLDEN / "llada-tiny", "float64")
-
-
-@pytest.fixture(scope="session")
-def dream64() -> Model:
-    from traces import loaded
-
-    return loaded(GOLDEN / "dream-tiny", "float64")
+llada, llada64 = checkpoint("llada-tiny", "float32"), checkpoint("llada-tiny", "float64")
+dream, dream64 = checkpoint("dream-tiny", "float32"), checkpoint("dream-tiny", "float64")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Defaults are those of the papers or, where these leave them open, those of their public code.
 
-They are written down a second time: samplers' and their presets' in docs/tables/settings.csv, the others' here. Who
-changes a default changes it there as well, with its source.
+They are written down a second time: of samplers, caches and presets in docs/tables/settings.csv, of other values here.
+Who changes a default changes it there as well, with its source.
 """
 
 import dataclasses
@@ -14,18 +14,6 @@ import paradec
 from paradec import caches, samplers
 from paradec.models.adapter import Model
 from paradec.models.text import diffusion_gemma
-
-STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
-CACHES: dict[str, dict[str, Any]] = {
-    "none": {}, "prefix": STORE, "dual": STORE,
-    "vicinity": STORE | {"prefix_look": 16, "after_look": 16, "warmup_steps": 4, "cache_update_freq": None},
-    "delayed": STORE | {"cache_delay_iter": 1, "refresh_interval": 10000, "waiting": None},
-    "d2": STORE | {"current_k": 32, "sigma": 10.0, "inflate_w": 4},
-    "dkv_decode": STORE | {"refresh_interval": None, "shift_type": "un_right"},
-    "dkv_greedy": STORE | {"refresh_interval": 2, "window": 4}, "dkv_prefill": STORE,
-    "dkv_pd": STORE | {"refresh_interval": None, "shift_type": "un_right"}, "block": STORE, "hierarchical": STORE,
-    "recap": STORE | {"recompute_prompt": True},
-}  # fmt: skip
 
 VALUES: dict[str, dict[str, Any]] = {
     "AdaptiveBlocks": {
@@ -40,19 +28,13 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_samplers_and_presets() -> None:
+def test_samplers_caches_and_presets() -> None:
     """A window of None is SJD's 16, in all of its scripts; None of a canvas sampler follows the checkpoint."""
     tables = load_script("benchmarks/tables.py")
     published = (ROOT / "docs" / "tables" / "settings.csv").read_text(encoding="utf-8")
     assert tables.to_csv(tables.settings_table()).splitlines() == published.splitlines()
-    for name in samplers.names():
-        cls = samplers.get(name)
+    for cls in (registry.get(name) for registry in (samplers, caches) for name in registry.names()):
         assert cls.settings() == {field.name: field.default for field in dataclasses.fields(cls)}
-
-
-@pytest.mark.parametrize("name", caches.names())
-def test_caches(name: str) -> None:
-    assert caches.get(name).settings() == CACHES[name]
 
 
 @pytest.mark.parametrize("name", VALUES)
