@@ -18,13 +18,9 @@ import pytest
 from decoding import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-<<<<<<< HEAD
-from tokenized_models import TOKENIZER, ids_of
+from tokenized_models import TOKENIZER, VOCAB, ids_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-=======
-from tokenized_models import TOKENIZER, VOCAB, ids_of
->>>>>>> 6745f2b9 (Tests of one subject with one set-up stand in one file)
 
 import paradec
 from paradec.constraints import passes, spelling, values
