@@ -1,6 +1,7 @@
 """Measure JSON schemas: how many are accepted, whether their automata agree with instances, and what they cost.
 
     python benchmarks/schemas.py FOLDER [--limit N]
+    python benchmarks/schemas.py --steps
 
 FOLDER holds `real.jsonl.gz` (a schema a line: name, schema, tests with data and valid) and may hold `suite.jsonl.gz`
 (a test a line: file, group, schema, test, data, valid). A valid instance is missed if one of its two texts, with and
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import paradec
-from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.dfa import ByteAutomaton, byte_automaton
 from paradec.constraints.json_schema import MAX_LENGTHS
 from paradec.constraints.schema_document import SchemaDocument
 from paradec.constraints.schema_shapes import NO_VALUE, Goal, Goals
@@ -187,11 +188,57 @@ def measure_suite(tests: list[dict[str, Any]]) -> None:
     print("suite: " + ", ".join(f"{verdict} {count}" for verdict, count in total.most_common()))
 
 
+CALL = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city", "days"],
+}
+
+
+def measure_steps(vocab_size: int = 32_000) -> None:
+    """Print the CPU time of a step with and without a schema, for random models with a vocabulary of BPE tokens."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.set_num_threads(1)
+    files = sorted(str(path) for path in Path(os.__file__).parent.glob("*.py"))
+    trained = ByteLevelBPETokenizer()
+    trained.train(files, vocab_size, show_progress=False, special_tokens=["<mask>", "<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, mask_token="<mask>", eos_token="<end>")
+    shape = {"vocab_size": vocab_size, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    ways: dict[str, dict[str, Any]] = {
+        "threshold": {"mask_token_id": 0, "prediction": "same", "topology": "bidirectional"},
+        "sjd": {"prediction": "shifted", "topology": "causal"},
+    }
+    for sampler, ids in ways.items():
+        module = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
+        model = paradec.wrap(module, eos_token_id=1, tokenizer=tokenizer, **ids)
+        seconds = list[float]()
+        for constraint in (None, paradec.JsonSchema(CALL)):
+            for seed in (0, 1):  # the first makes the automaton
+                begin = time.process_time()
+                out = paradec.generate(model, [5, 6, 7], sampler=sampler, max_new_tokens=64, temperature=1.0,
+                                       seed=seed, constraint=constraint)  # fmt: skip
+                used = (time.process_time() - begin) / out.nfe
+            seconds.append(used)
+        print(f"{sampler}: {1000 * seconds[0]:.1f} ms a step, with a schema {1000 * seconds[1]:.1f} ms "
+              f"({seconds[1] / seconds[0]:.2f} times; {len(tokenizer)} tokens)")  # fmt: skip
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--steps", action="store_true", help="the cost of a step instead")
     parser.add_argument("--limit", type=int)
     options = parser.parse_args()
+    if options.steps or options.folder is None:
+        sys.exit(measure_steps())
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(ValueError(f"takes more than {LIMIT_S} s")))
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, Python {sys.version.split()[0]}")

@@ -1,48 +1,41 @@
 """Deterministic automata of expressions, over characters or over the bytes of UTF-8 texts.
 
-A nondeterministic automaton is built from its end, with equal states shared (hash-consing), then made deterministic
-by the subset construction and minimal by partition refinement.
+The positions of an expression are made deterministic by the subset construction, over characters, and minimal by
+partition refinement. Characters become bytes in the minimal automaton.
 """
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from paradec.constraints.expressions import (
     ANY,
-    EMPTY,
     LAST_CHARACTER,
+    MOST_STATES,
     NEVER,
     Characters,
-    Either,
-    Letter,
     Machine,
     Node,
     Ranges,
-    Repeated,
-    Sequence,
+    sequence,
+    too_large,
 )
 
-MOST_STATES = 2**16
-"""Maximum number of states: bounds the memory, with `MAX_WORK`."""
 MAX_WORK = 2**19
-"""Maximum number of parts that are built, and of entries of state sets; bounds time."""
-ACCEPT = 0
-"""The state that accepts, without moves."""
-Front: TypeAlias = tuple[int, ...]
-"""States in ascending order, in any of which an automaton may be."""
-Moves: TypeAlias = tuple[tuple[int, int, Front], ...]
-"""First letter, last letter, next states."""
+"""Maximum number of letters, positions and entries of sets of positions; bounds time."""
+END = 0
+"""The position after an expression."""
+State = TypeVar("State", bound=Hashable)
+Positions: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[tuple[int, int, int], ...]
 """Ascending, disjoint ranges of letters and their next states."""
-
-
-def too_large() -> ValueError:
-    return ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states: give a smaller one")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,366 +54,303 @@ class Dfa:
         return state >= 0 and self.accept[state]
 
 
+def explore(
+    start: State,
+    moves: Callable[[State], Iterable[tuple[Any, Any, State]]],
+    is_end: Callable[[State], bool],
+    max_moves: int = 2**20,
+) -> tuple[list[Any], list[bool]]:
+    """Number the states that are reached from a start, in order of discovery.
+
+    moves: called with a state: triples of what is read, in two parts, and the next state.
+
+    Returns the moves of each state, with numbers, and whether it is an end. Raises ValueError for more than
+    `MOST_STATES` or `max_moves`.
+    """
+    ids, todo, rows = {start: 0}, [start], list[tuple[tuple[Any, Any, int], ...]]()
+    for state in todo:
+        row = list[tuple[Any, Any, int]]()
+        for low, high, target in moves(state):
+            index = ids.get(target)
+            if index is None:
+                index = ids[target] = len(todo)
+                todo.append(target)
+            row.append((low, high, index))
+        rows.append(tuple(row))
+        max_moves -= len(row)
+        if len(todo) > MOST_STATES or max_moves < 0:
+            raise too_large()
+    return rows, [is_end(state) for state in todo]
+
+
+def join_ranges(moves: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
+    """Join ascending ranges next to each other with equal targets."""
+    row, begin = list[tuple[int, int, Any]](), -1
+    for low, high, target in moves:
+        if low == begin and row[-1][2] == target:
+            row[-1] = (row[-1][0], high, target)
+        else:
+            row.append((low, high, target))
+        begin = high + 1
+    return row
+
+
+# ---- expressions -----------------------------------------------------------------------------------------------------
+
+
 def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
     """Build the minimal automaton of an expression. Raises ValueError for more than `MOST_STATES` states."""
+    graph, collects = _Positions(), gc.isenabled()
+    gc.disable()  # many small tuples without cycles
     try:
-        graph = _Graph(over_bytes)
-        front = graph.build(node, (ACCEPT,))
-    except RecursionError:
-        raise ValueError("the constraint is nested too deeply") from None
-    return minimize(*_determinize(graph, front))
+        start = graph.reach((graph.add(sequence((node,)), 0, END),))
+        language = minimize(*explore(start, graph.moves, lambda positions: END in positions))
+        return to_bytes(language) if over_bytes else language
+    finally:
+        if collects:
+            gc.enable()
 
 
-class _Graph:
-    """A nondeterministic automaton over bytes or characters."""
+class _Positions:
+    """Positions in an expression: a state of an automaton, and the position that follows the automaton."""
 
-    def __init__(self, over_bytes: bool) -> None:
-        self.over_bytes = over_bytes
-        self.moves: list[Moves] = [()]
-        self.loops: dict[int, Front] = {}
-        """States that stand for a front."""
+    def __init__(self) -> None:
         self.work = 0
-        self._ids: dict[Moves, int] = {}
-        self._built: dict[tuple[Node, Front], Front] = {}
+        self._positions: list[tuple[Machine, int, int]] = [(Machine(((),), (True,)), 0, END)]
+        self._ids: dict[tuple[Machine, int, int], int] = {}
+        self._letters: dict[int, list[tuple[int, int, Positions]]] = {END: []}
+        self._inner: dict[int, list[int]] = {END: []}
+        self._reached: dict[Positions, Positions] = {}
 
     def count(self, work: int) -> None:
         self.work += work
-        if self.work > MAX_WORK or len(self.moves) > 2 * MOST_STATES:
+        if self.work > MAX_WORK:
             raise too_large()
 
-    def state(self, moves: Moves) -> int:
-        state = self._ids.get(moves)
-        if state is None:
-            state = self._ids[moves] = len(self.moves)
-            self.moves.append(moves)
-        return state
+    def add(self, machine: Node, state: int, then: int) -> int:
+        if isinstance(machine, Characters):
+            machine = Machine((((machine, 1),), ()), (False, True))
+        if machine.accept[state] and not machine.edges[state]:
+            return then
+        position = (machine, state, then)
+        if position not in self._ids:
+            self._ids[position] = len(self._positions)
+            self._positions.append(position)
+        return self._ids[position]
 
-    def build(self, node: Node, then: Front) -> Front:
-        """The front before an expression that `then` follows."""
-        front = self._built.get((node, then))
-        if front is None:
-            self.count(1 + len(then))
-            front = self._built[node, then] = self._build(node, then)
-        return front
+    def reach(self, positions: Positions) -> Positions:
+        """The positions with letters, and the end, that are reached without a letter."""
+        if positions not in self._reached:
+            stack, reached = [*positions], {*positions}
+            while stack:
+                new = [index for index in self._expand(stack.pop()) if index not in reached]
+                reached.update(new)
+                stack += new
+            self.count(1 + len(reached))
+            self._reached[positions] = tuple(sorted(i for i in reached if i == END or self._letters[i]))
+        return self._reached[positions]
 
-    def _build(self, node: Node, then: Front) -> Front:
-        match node:
-            case Characters(ranges):
-                if not self.over_bytes:
-                    return (self.state(tuple((low, high, then) for low, high in ranges)),)
-                return (self._instantiate(_utf8_states(ranges), then),)
-            case Letter(part):
-                return (self._instantiate(_letter_states(node), then),) if self.over_bytes else self.build(part, then)
-            case Sequence(parts):
-                for part in reversed(parts):
-                    then = self.build(part, then)
-                return then
-            case Either(parts):
-                return join(self.build(part, then) for part in parts)
-            case Repeated(part, least, None):
-                loop = self._reserve()
-                self.loops[loop] = join((then, self.build(part, (loop,))))
-                then = (loop,)
-                for _ in range(least):
-                    then = self.build(part, then)
-                return then
-            case Repeated(part, least, int(most)):
-                end = then
-                for count in range(most - 1, -1, -1):
-                    then = self.build(part, then)
-                    if count >= least:
-                        then = join((end, then))
-                    self.count(len(then))
-                return then
-            case Machine():
-                return self._build_machine(node, then)
-        raise AssertionError(node)
+    def _expand(self, index: int) -> list[int]:
+        """Find a position's letters; returns the positions that it is at as well."""
+        if index not in self._inner:
+            machine, state, then = self._positions[index]
+            self.count(1 + len(machine.edges[state]))
+            letters, inner = list[tuple[int, int, Positions]](), [then] if machine.accept[state] else []
+            for letter, target in machine.edges[state]:
+                position = self.add(machine, target, then)
+                if isinstance(letter, Characters):
+                    letters += [(low, high, (position,)) for low, high in letter.ranges]
+                else:
+                    inner.append(self.add(letter, 0, position))
+            self._letters[index], self._inner[index] = self._disjoint(letters), inner
+        return self._inner[index]
 
-    def _build_machine(self, node: Machine, then: Front) -> Front:
-        size = len(node.edges)
-        fronts, loops = dict[int, Front](), dict[int, int]()
-        for state in range(size - 1, -1, -1):
-            parts = list[Front]()
-            for letter, target in node.edges[state]:
-                if target not in fronts and target not in loops:
-                    loops[target] = self._reserve()
-                # one front for a state, so that what leads there is built once
-                parts.append(self.build(letter, (loops[target],) if target in loops else fronts[target]))
-            front = join(parts)
-            self.count(len(front))
-            if state and front and node.separator is not EMPTY:
-                front = self.build(node.separator, front)
-            fronts[state] = join((then, front)) if node.accept[state] else front
-            if state in loops:
-                self.loops[loops[state]] = fronts[state]
-        return fronts[0]
+    def moves(self, positions: Positions) -> Iterator[tuple[int, int, Positions]]:
+        """The letters of several positions, and what they reach."""
+        letters = [self._letters[index] for index in positions]
+        moves = letters[0] if len(letters) == 1 else self._disjoint([move for part in letters for move in part])
+        self.count(len(positions) + len(moves))
+        return ((low, high, self._reached.get(target) or self.reach(target)) for low, high, target in moves)
 
-    def _reserve(self) -> int:
-        self.moves.append(())
-        return len(self.moves) - 1
-
-    def _instantiate(self, states: tuple[tuple[tuple[int, int, int], ...], ...], then: Front) -> int:
-        """The first of states that each move to earlier ones, or (-1) to `then`."""
-        fronts = list[Front]()
-        for moves in states:
-            state = self.state(
-                tuple([(low, high, then if target < 0 else fronts[target]) for low, high, target in moves])
-            )
-            fronts.append((state,))
-        return fronts[-1][0]
-
-    def closure(self, front: Front) -> Front:
-        """The states with moves, and the accepting one, of a front."""
-        if self.loops.keys().isdisjoint(front):
-            return front
-        reached, stack = set(front), [*front]
-        while stack:
-            for state in self.loops.get(stack.pop(), ()):
-                if state not in reached:
-                    reached.add(state)
-                    stack.append(state)
-        self.count(len(reached))
-        return tuple(sorted(state for state in reached if state not in self.loops))
+    def _disjoint(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
+        """Ascending ranges, with the positions after each letter together."""
+        moves.sort()
+        if len(moves) < 2 or all(left[1] < right[0] for left, right in zip(moves, moves[1:], strict=False)):
+            return moves
+        cuts = sorted({cut for low, high, _ in moves for cut in (low, high + 1)})
+        targets: list[set[int]] = [set() for _ in cuts]
+        for low, high, target in moves:
+            for index in range(bisect_left(cuts, low), bisect_left(cuts, high + 1)):
+                targets[index].update(target)
+                self.count(len(target))
+        parts = zip(cuts, cuts[1:], targets, strict=False)
+        return join_ranges((low, high - 1, tuple(sorted(ids))) for low, high, ids in parts if ids)
 
 
-def join(fronts: Iterable[Front]) -> Front:
-    nonempty = [front for front in fronts if front]
-    if len(nonempty) <= 1:
-        return nonempty[0] if nonempty else ()
-    return tuple(sorted({state for front in nonempty for state in front}))
+def to_bytes(language: Dfa) -> Dfa:
+    """The automaton of the UTF-8 bytes of texts; minimal if theirs is."""
+
+    def moves(state: Any) -> Any:
+        if not isinstance(state, int):
+            return state
+        if not language.rows[state] or language.rows[state][-1][1] < 0x80:
+            return language.rows[state]
+        return _by_first((path, to) for low, high, to in language.rows[state] for path in _utf8(low, high))
+
+    return Dfa(*explore(0, moves, lambda state: isinstance(state, int) and language.accept[state]))
 
 
-@lru_cache(maxsize=1024)
-def _utf8_states(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """States that read the bytes of characters: moves to earlier states, or (-1) to the end."""
-    states: dict[tuple[tuple[int, int, int], ...], int] = {}
-
-    def add(paths: list[tuple[tuple[int, int], ...]]) -> int:
-        groups: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
-        for path in paths:
-            groups.setdefault(path[0], []).append(path[1:])
-        moves = tuple((*first, add(rest) if rest[0] else -1) for first, rest in sorted(groups.items()))
-        return states.setdefault(moves, len(states))
-
-    add([path for low, high in ranges for path in _utf8(low, high)])
-    return tuple(states)
+def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], ...]:
+    """The moves of paths of byte ranges; states within a character are the moves that are left."""
+    groups: dict[Any, list[tuple[Any, Any]]] = {}
+    for (first, *rest), target in paths:
+        groups.setdefault(first, []).append((rest, target))
+    moves = ((*first, tails[0][1] if not tails[0][0] else _by_first(tails)) for first, tails in sorted(groups.items()))
+    return tuple(join_ranges(moves))
 
 
-@lru_cache(maxsize=1024)
-def _letter_states(letter: Letter) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """The states of a letter over bytes, as `_utf8_states` has them."""
-    language, states = to_dfa(letter.part, over_bytes=True), dict[int, int]()
-    moves = list[tuple[tuple[int, int, int], ...]]()
-
-    def add(state: int) -> int:
-        if language.accept[state]:
-            return -1
-        if state not in states:
-            moves.append(tuple((low, high, add(target)) for low, high, target in language.rows[state]))
-            states[state] = len(moves) - 1
-        return states[state]
-
-    add(0)
-    return tuple(moves)
-
-
-def _utf8(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
+@lru_cache(maxsize=2**14)
+def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Split the characters from first to last into sequences of byte ranges."""
     for bound in (0x7F, 0x7FF, 0xFFFF):
         if first <= bound < last:
-            yield from _utf8(first, bound)
-            yield from _utf8(bound + 1, last)
-            return
+            return _utf8(first, bound) + _utf8(bound + 1, last)
     first_bytes, last_bytes = chr(first).encode("utf-8", "surrogatepass"), chr(last).encode("utf-8", "surrogatepass")
     for index in range(1, len(first_bytes)):  # up to here both share their bytes, or whole ranges follow
         bits = (1 << (6 * index)) - 1
         if first & ~bits != last & ~bits:
             if first & bits:
-                yield from _utf8(first, first | bits)
-                yield from _utf8((first | bits) + 1, last)
-                return
+                return _utf8(first, first | bits) + _utf8((first | bits) + 1, last)
             if last & bits != bits:
-                yield from _utf8(first, (last & ~bits) - 1)
-                yield from _utf8(last & ~bits, last)
-                return
-    yield tuple(zip(first_bytes, last_bytes, strict=True))
+                return _utf8(first, (last & ~bits) - 1) + _utf8(last & ~bits, last)
+    return (tuple(zip(first_bytes, last_bytes, strict=True)),)
 
 
-def _determinize(graph: _Graph, front: Front) -> tuple[list[Row], list[bool]]:
-    """Subset construction."""
-    start = graph.closure(front)
-    ids, todo, rows = {start: 0}, [start], list[Row]()
-    closures: dict[Front, int] = {}
-    for states in todo:
-        moves = [*graph.moves[states[0]]] if len(states) == 1 else _disjoint(graph, states)
-        row = list[tuple[int, int, int]]()
-        graph.count(len(moves) + len(states))
-        for low, high, target in moves:
-            state = closures.get(target)
-            if state is None:
-                closed = graph.closure(target)
-                state = ids.get(closed)
-                if state is None:
-                    state = ids[closed] = len(todo)
-                    todo.append(closed)
-                closures[target] = state
-            if row and row[-1][2] == state and row[-1][1] == low - 1:
-                row[-1] = (row[-1][0], high, state)
-            else:
-                row.append((low, high, state))
-        rows.append(tuple(row))
-        if len(todo) > MOST_STATES:
-            raise too_large()
-    return rows, [ACCEPT in states for states in todo]
+@dataclass(frozen=True)
+class ByteAutomaton:
+    """States 0 (where texts begin) to S - 1, of which each leads to an accepting one; S is 0 where no text matches.
+
+    With a marker before the texts, states below `begin` are those of free bytes; the marker leads to `begin` - 1, whose
+    place `begin` takes.
+    """
+
+    step: np.ndarray
+    """[S, L] int32: the next state after each letter, -1 where there is none."""
+    letter_of: np.ndarray
+    """[256] int32: the letter of each byte; bytes that no state tells apart are one letter."""
+    accept: np.ndarray
+    """[S] bool."""
+    begin: int = 0
+
+    def accepts(self, text: bytes) -> bool:
+        state = 0 if len(self.accept) else -1
+        for byte in text:
+            if state < 0:
+                return False
+            state = int(self.step[state, self.letter_of[byte]])
+            state += state == self.begin - 1 >= 0
+        return state >= 0 and bool(self.accept[state])
 
 
-def _disjoint(graph: _Graph, states: Front) -> list[tuple[int, int, Front]]:
-    """The moves of several states, with those of one letter joined."""
-    moves = sorted(move for state in states for move in graph.moves[state])
-    if all(left[1] < right[0] for left, right in zip(moves, moves[1:], strict=False)):
-        return moves
-    cuts = sorted({cut for low, high, _ in moves for cut in (low, high + 1)})
-    targets: list[list[Front]] = [[] for _ in cuts]
-    for low, high, target in moves:
-        for index in range(bisect_left(cuts, low), bisect_left(cuts, high + 1)):
-            targets[index].append(target)
-            graph.count(len(target))
-    return [
-        (cut, after - 1, join(fronts)) for cut, after, fronts in zip(cuts, cuts[1:], targets, strict=False) if fronts
-    ]
+def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
+    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`MOST_STATES`).
+
+    after: a marker; then free bytes up to the first one come before the texts (automaton of Knuth, Morris and Pratt).
+    """
+    language = to_dfa(node, over_bytes=True)
+    moves = np.array([(s, *move) for s, row in enumerate(language.rows) for move in row], np.int64).reshape(-1, 4)
+    source, low, high, target = moves.T
+    marks = np.unique(np.concatenate(([0], low, high + 1)))
+    marks = marks[marks < 256]
+    letter_of = np.searchsorted(marks, np.arange(256), side="right") - 1
+    first, sizes = letter_of[low], letter_of[high] - letter_of[low] + 1
+    letters = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes - first, sizes)
+    step = np.full((len(language.rows), len(marks)), -1, np.int32)
+    step[np.repeat(source, sizes), letters] = np.repeat(target, sizes)
+    columns = {column.tobytes(): index for index, column in reversed([*enumerate(step.T)])}
+    distinct = sorted(columns.values())
+    letter = np.array([distinct.index(columns[column.tobytes()]) for column in step.T])
+    step, letter_of, accept = step[:, distinct], letter[letter_of].astype(np.int32), np.array(language.accept, bool)
+    if after is None or not len(accept):
+        return ByteAutomaton(step, letter_of, accept)
+    marker = after.encode()
+    pairs = np.stack((letter_of, [marker.find(byte) for byte in range(256)]))
+    (old_letters, _), letter_of = np.unique(pairs, axis=1, return_inverse=True)
+    letter_of, begin, fallback = letter_of.ravel().astype(np.int32), len(marker) + 1, 0
+    free = np.zeros((begin, len(old_letters)), np.int32)
+    for state, new_letter in enumerate(letter_of[[*marker]]):
+        free[state] = free[fallback]
+        fallback, free[state, new_letter] = int(free[fallback, new_letter]), state + 1
+    free[-1] = -1
+    step = np.concatenate((free, np.where(step < 0, -1, step + begin).astype(np.int32)[:, old_letters]))
+    return ByteAutomaton(step, letter_of, np.append(np.zeros(begin, bool), accept), begin)
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
 
 
 def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
-    """Remove states that lead to no accepting one, and merge equivalent states."""
-    rows, sources, shortest = _trim(rows, accept)
-    if not shortest or shortest[0] < 0:
-        return Dfa([], [])
-    label, count = _equivalence_classes(rows, accept, sources, shortest)
-    if count == len(rows):
-        return Dfa(rows, accept)
-    return _renumber(rows, accept, label)
+    """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
-
-def _trim(rows: list[Row], accept: list[bool]) -> tuple[list[Row], list[list[int]], list[int]]:
-    """Remove the moves to states that lead to no accepting one.
-
-    Returns the rows, the states before each state, and the length of its shortest text (-1: none).
+    Partition refinement (Hopcroft 1971): a class is split by its members' next classes where one of these has changed;
+    its largest part keeps the number. At first states are apart if their shortest
+    texts, or their first or last letters, differ.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for _, _, target in row:
             sources[target].append(state)
-    shortest = [0 if accepts else -1 for accepts in accept]
     states = [state for state, accepts in enumerate(accept) if accepts]
+    shortest = dict.fromkeys(states, 0)
     for state in states:  # breadth first: it grows
         for source in sources[state]:
-            if shortest[source] < 0:
+            if source not in shortest:
                 shortest[source] = shortest[state] + 1
                 states.append(source)
+    if 0 not in shortest:
+        return Dfa([], [])
     if len(states) < len(rows):
-        rows = [
-            tuple(move for move in row if shortest[move[2]] >= 0) if length >= 0 else ()
-            for row, length in zip(rows, shortest, strict=True)
-        ]
-    return rows, sources, shortest
-
-
-def _renumber(rows: list[Row], accept: list[bool], label: list[int]) -> Dfa:
-    """Number classes of states in order of discovery."""
-    ids, order = {label[0]: 0}, [0]
-    merged = list[Row]()
-    for state in order:
-        row = list[tuple[int, int, int]]()
-        for low, high, target in rows[state]:
-            index = ids.get(label[target])
-            if index is None:
-                index = ids[label[target]] = len(order)
-                order.append(target)
-            if row and row[-1][2] == index and row[-1][1] == low - 1:
-                row[-1] = (row[-1][0], high, index)
-            else:
-                row.append((low, high, index))
-        merged.append(tuple(row))
-    return Dfa(merged, [accept[state] for state in order])
-
-
-def _longest(rows: list[Row], sources: list[list[int]], shortest: list[int]) -> list[int]:
-    """The length of each state's longest text; -1 where there is none, or no bound."""
-    waiting, longest = [len(row) for row in rows], [-1] * len(rows)
-    states = [state for state, count in enumerate(waiting) if not count and shortest[state] >= 0]
-    for state in states:
-        longest[state] = max((1 + longest[target] for _, _, target in rows[state]), default=0)
-        for source in sources[state]:
-            waiting[source] -= 1
-            if not waiting[source] and shortest[source] >= 0:
-                states.append(source)
-    return longest
-
-
-def _equivalence_classes(
-    rows: list[Row], accept: list[bool], sources: list[list[int]], shortest: list[int]
-) -> tuple[list[int], int]:
-    """[S]: the number of the class of each state, and of all: states of one class accept the same texts.
-
-    Partition refinement (Hopcroft 1971): a class is split by its members' next classes where one of these has changed;
-    its largest part keeps the number. At first states are apart if their texts differ in their first bytes, or in the
-    shortest or longest of them.
-    """
-    label, members = [-1] * len(rows), list[set[int]]()
-    groups: dict[object, list[int]] = {}
-    longest = _longest(rows, sources, shortest)
-    for state, row in enumerate(rows):
-        if shortest[state] >= 0:
-            letters = [shortest[state], longest[state], accept[state]]
-            for low, high, _ in row:
-                if letters[-1] == low and len(letters) > 3:
-                    letters[-1] = high + 1
-                else:
-                    letters += (low, high + 1)
-            groups.setdefault(tuple(letters), []).append(state)
-    for group in groups.values():
+        rows = [tuple(move for move in row if move[2] in shortest) for row in rows]
+    groups: dict[Any, set[int]] = {}
+    for state, length in shortest.items():
+        bounds = (rows[state][0][0], rows[state][-1][1]) if rows[state] else ()
+        groups.setdefault((length, accept[state], bounds), set()).add(state)
+    members, label = [*groups.values()], [-1] * len(rows)
+    for index, group in enumerate(members):
         for state in group:
-            label[state] = len(members)
-        members.append({*group})
-    changed = [state for group in members if len(group) > 1 for state in group]
+            label[state] = index
+    changed = {state for group in members if len(group) > 1 for state in group}
     while changed:
         dirty: dict[int, list[int]] = {}
         for state in changed:
             dirty.setdefault(label[state], []).append(state)
-        splits = list[tuple[int, list[set[int]]]]()
+        changed = set()
         for index, states in dirty.items():
-            parts: dict[object, set[int]] = {}
+            parts: dict[Any, set[int]] = {}
             for state in states:
                 signature = list[int]()
                 for low, high, target in rows[state]:
                     following = label[target]
-                    if not signature or signature[-1] != following or signature[-2] != low:
-                        signature += (low, high + 1, following)
-                    else:
+                    if signature and signature[-1] == following and signature[-2] == low:
                         signature[-2] = high + 1
+                    else:
+                        signature += (low, high + 1, following)
                 parts.setdefault(tuple(signature), set()).add(state)
-            unchanged = members[index].difference(states) if len(states) < len(members[index]) else set[int]()
-            splits.append((index, sorted((part for part in (*parts.values(), unchanged) if part), key=len)))
-        moved = list[int]()
-        for index, pieces in splits:
+            members[index].difference_update(states)
+            pieces = sorted((part for part in (*parts.values(), members[index]) if part), key=len)
             members[index] = pieces.pop()
             for piece in pieces:
                 for state in piece:
                     label[state] = len(members)
+                    changed.update(sources[state])
                 members.append(piece)
-                moved += piece
-        changed = list(
-            {
-                source
-                for state in moved
-                for source in sources[state]
-                if label[source] >= 0 and len(members[label[source]]) > 1
-            }
-        )
-    return label, len(members)
-
-
-# ---- operations ------------------------------------------------------------------------------------------------------
+        changed = {state for state in changed if label[state] >= 0 and len(members[label[state]]) > 1}
+    if len(members) == len(rows):
+        return Dfa(rows, accept)
+    first = sorted(map(min, members))
+    number = {label[state]: index for index, state in enumerate(first)}
+    merged = [tuple(join_ranges((low, high, number[label[to]]) for low, high, to in rows[state])) for state in first]
+    return Dfa(merged, [accept[state] for state in first])
 
 
 @lru_cache(maxsize=64)
@@ -430,35 +360,27 @@ def intersect(first: Dfa, second: Dfa) -> Dfa:
         return first
     if not second.rows:
         return second
-    ids, todo, rows = {(0, 0): 0}, [(0, 0)], list[Row]()
-    for a, b in todo:
-        row, left, right = list[tuple[int, int, int]](), first.rows[a], second.rows[b]
+
+    def moves(states: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        left, right = first.rows[states[0]], second.rows[states[1]]
         i = j = 0
         while i < len(left) and j < len(right):
             low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
             if low <= high:
-                pair = (left[i][2], right[j][2])
-                if pair not in ids:
-                    ids[pair] = len(todo)
-                    todo.append(pair)
-                row.append((low, high, ids[pair]))
+                yield low, high, (left[i][2], right[j][2])
             if left[i][1] <= right[j][1]:
                 i += 1
             else:
                 j += 1
-        rows.append(tuple(row))
-        if len(todo) > MOST_STATES // 4:
-            raise too_large()
-    return minimize(rows, [first.accept[a] and second.accept[b] for a, b in todo])
+
+    return minimize(*explore((0, 0), moves, lambda pair: first.accept[pair[0]] and second.accept[pair[1]], 2**17))
 
 
 @lru_cache(maxsize=64)
 def complement(language: Dfa) -> Dfa:
     """Texts of any characters that are not in the language."""
-    if not language.rows:
-        return ANY_TEXT
-    sink, rows = len(language.rows), list[Row]()
-    for row in (*language.rows, ()):
+    sink, rows = max(len(language.rows), 1), list[Row]()
+    for row in (*(language.rows or [()]), ()):
         full, begin = list[tuple[int, int, int]](), 0
         for low, high, target in (*row, (LAST_CHARACTER + 1, 0, 0)):
             full += [(max(a, begin), min(b, low - 1), sink) for a, b in ANY if max(a, begin) <= min(b, low - 1)]
@@ -466,17 +388,12 @@ def complement(language: Dfa) -> Dfa:
                 full.append((low, high, target))
                 begin = high + 1
         rows.append(tuple(full))
-    accept = [*(not accepts for accepts in language.accept), True]
-    rows, _, shortest = _trim(rows, accept)
-    return _renumber(rows, accept, [*range(len(rows))]) if shortest[0] >= 0 else Dfa([], [])
+    return minimize(rows, [*(not accepts for accepts in language.accept or [False]), True])
 
 
 def difference(first: Dfa, second: Dfa) -> Dfa:
     """Texts of the first language that are not in the second."""
     return intersect(first, complement(second))
-
-
-ANY_TEXT = Dfa([tuple((low, high, 0) for low, high in ANY)], [True])
 
 
 def to_node(language: Dfa, letter: Callable[[Ranges], Node] = Characters) -> Node:

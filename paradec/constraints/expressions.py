@@ -1,4 +1,4 @@
-"""Regular expressions as values: character sets, sequences, alternatives, repetitions."""
+"""Regular expressions as values: sets of characters, and automata whose letters are expressions."""
 
 from __future__ import annotations
 
@@ -23,73 +23,28 @@ class Characters:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
-    """Parts one after the other; none is the empty text."""
-
-    parts: tuple[Node, ...]
-    size: int = field(init=False, repr=False)
-    """Number of character sets, choices and repetitions, with repeated parts counted each time."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", sum(part.size for part in self.parts))
-
-
-@dataclass(frozen=True, eq=False)
-class Either:
-    """Alternatives; without any, no text matches."""
-
-    parts: tuple[Node, ...]
-    size: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", 1 + sum(1 + part.size for part in self.parts))
-
-
-@dataclass(frozen=True, eq=False)
-class Repeated:
-    """A part from `least` to `most` times (None: any number)."""
-
-    part: Node
-    least: int
-    most: int | None
-    size: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        copies = max(self.least, 1) if self.most is None else self.most
-        object.__setattr__(self, "size", 1 + copies * (1 + self.part.size))
-
-
-@dataclass(frozen=True, eq=False)
 class Machine:
-    """A finite automaton whose letters are expressions, with `separator` between two letters.
-
-    State 0 is the start; with a separator no edge leads there.
-    """
+    """A finite automaton whose letters are expressions; state 0 is the start."""
 
     edges: tuple[tuple[tuple[Node, int], ...], ...]
     """Of each state: letters and next states."""
     accept: tuple[bool, ...]
-    separator: Node = Sequence(())
     size: int = field(init=False, repr=False)
+    """Estimate of the states that this takes: letters that lead to one state from several are built once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", sum(1 + letter.size for edges in self.edges for letter, _ in edges))
+        object.__setattr__(self, "size", sum(letter.size for letter, _ in {edge for row in self.edges for edge in row}))
 
 
-@dataclass(frozen=True, eq=False)
-class Letter:
-    """A part that often occurs, none of whose texts begins another one: its automaton is made once, and copied."""
-
-    part: Node
-    size: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.part.size)
+Node: TypeAlias = Characters | Machine
+"""Compared by identity."""
+EMPTY, NEVER = Machine(((),), (True,)), Machine(((),), (False,))
+MOST_STATES = 2**16
+"""Maximum number of states: bounds the memory."""
 
 
-Node: TypeAlias = Characters | Sequence | Either | Repeated | Machine | Letter
-"""Compared by identity: a part that occurs in several places is built once for all that follow it alike."""
-EMPTY, NEVER = Sequence(()), Either(())
+def too_large() -> ValueError:
+    return ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states: give a smaller one")
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -134,30 +89,38 @@ def text(value: str) -> Node:
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    nonempty = tuple(part for part in parts if part is not EMPTY)
+    """Parts one after the other; none is the empty text."""
+    nonempty = [part for part in parts if part is not EMPTY]
     if NEVER in nonempty:
         return NEVER
-    return nonempty[0] if len(nonempty) == 1 else Sequence(nonempty) if nonempty else EMPTY
+    return nonempty[0] if len(nonempty) == 1 else chain(nonempty, len(nonempty))
 
 
 def either(parts: Iterable[Node]) -> Node:
-    branches = tuple(dict.fromkeys(part for part in parts if part is not NEVER))
-    return branches[0] if len(branches) == 1 else Either(branches) if branches else NEVER
+    """Alternatives; without any, no text matches."""
+    branches = [*dict.fromkeys(part for part in parts if part is not NEVER)]
+    if len(branches) <= 1:
+        return branches[0] if branches else NEVER
+    return Machine((tuple((branch, 1) for branch in branches), ()), (False, True))
 
 
 def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
+    """A part from `least` to `most` times (None: any number). Raises ValueError for more than `MOST_STATES` times."""
     if most == 0 or part is EMPTY:
         return EMPTY
     if part is NEVER:
         return NEVER if least else EMPTY
-    return part if least == most == 1 else Repeated(part, least, most)
+    if max(least, most or 0) > MOST_STATES:
+        raise too_large()
+    if most is not None:
+        return part if least == most == 1 else chain([part] * most, least)
+    edges = (*(((part, state + 1),) for state in range(least)), ((part, least),))
+    return Machine(edges, tuple(state == least for state in range(least + 1)))
 
 
-def machine(edges: list[tuple[tuple[Node, int], ...]], accept: list[bool], separator: Node) -> Node:
-    """A `Machine`; no text where no accepting state is reached."""
-    reached, todo = {0}, [0]
-    for state in todo:
-        new = {target for _, target in edges[state]} - reached
-        todo += new
-        reached |= new
-    return Machine(tuple(edges), tuple(accept), separator) if any(accept[state] for state in reached) else NEVER
+def chain(parts: list[Node], least: int) -> Node:
+    """At least the first `least` of parts in order."""
+    if not parts:
+        return EMPTY
+    edges = (*(((part, index + 1),) for index, part in enumerate(parts)), ())
+    return Machine(edges, tuple(index >= least for index in range(len(edges))))

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from paradec.constraints import expressions, languages
-from paradec.constraints.dfa import MOST_STATES, Dfa, complement, difference, intersect, to_dfa, to_node
-from paradec.constraints.expressions import ANY, NEVER, Characters, Node, Ranges, either, repeated, sequence, text
+from paradec.constraints.dfa import Dfa, complement, difference, explore, intersect, to_dfa, to_node
+from paradec.constraints.expressions import NEVER, Characters, Machine, Node, Ranges, either, repeated, sequence, text
 from paradec.constraints.regex import parse
 from paradec.constraints.schema_document import SchemaDocument
 from paradec.constraints.schema_shapes import NO_VALUE, OPEN, Goal, Goals, Shape
@@ -24,14 +24,18 @@ MAX_LENGTHS = 1024, 512, 256, 128, 64
 """Longest strings that are counted, and how many copies an array or object may have of its parts, in
 characters; the next smaller ones where the automaton would be too large."""
 MAX_MOVES = 2**18
-MAX_SIZE = 2 * MOST_STATES
-STATES_PER_CHARACTER = 16
+MAX_SIZE = 8000
+STATES_PER_CHARACTER = 10
+MAX_REORDERED = 1024
+"""Largest object whose required keys may come first."""
 UNIQUE_IN_ANY_ORDER = 6
 """Largest enumeration whose unique items may come in any order."""
-SHORT = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
+ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes of one character each, without surrogates."""
-PLAIN = expressions.without(ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
-CHARACTER = expressions.Letter(either((Characters(PLAIN), SHORT)))
+PLAIN = expressions.without(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
+CHARACTER = to_node(to_dfa(either((Characters(PLAIN), ESCAPE))))
+MAX_UNICODE_ESCAPES = 64
+"""Longest strings with a length or pattern whose characters may be escapes of six."""
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))
 BEYOND_ASCII = ((0x80, 0xD7FF), (0xE000, 0xFFFF))
@@ -194,8 +198,8 @@ class _Writer:
         return others
 
     def object(self, goal: Goal, shape: Shape, levels: int) -> Node:
-        required = {*shape.required}
-        entries = list[tuple[Node, bool]]()
+        required = dict.fromkeys(shape.required)
+        entries = dict[str, tuple[Node, bool]]()
         for name in shape.listed_names():
             child = self.goals.key_goal(shape, name)
             value = NEVER if NO_VALUE <= child else self.child(goal, child, levels)
@@ -203,7 +207,7 @@ class _Writer:
             if node is NEVER and name in required:
                 return NEVER
             if node is not NEVER:
-                entries.append((node, name in required))
+                entries[name] = (node, name in required)
         rest = either(
             entry(string(language), self.anything(self.depth - 1) if child == OPEN else self.child(goal, child, levels))
             for language, child in (self.other_keys(shape) if shape.most is None or shape.most > len(required) else [])
@@ -211,7 +215,12 @@ class _Writer:
         )
         if shape.least > len(entries) + (rest is not NEVER):
             self.goals.left_out["minProperties above the number of listed names and one other"] = None
-        return braces(_members(entries, rest, shape.least, shape.most, self.max_size))
+        members = _members([*entries.values()], rest, shape.least, shape.most, self.max_size)
+        first = {name: entries[name] for name in required} | entries
+        if [*first] != [*entries] and not shape.offered and members.size <= MAX_REORDERED:
+            other = _members([*first.values()], rest, shape.least, shape.most, self.max_size)
+            members = either((members, other))
+        return braces(members)
 
     def positions(self, shape: Shape) -> int:
         """Number of positions with schemas of their own."""
@@ -243,7 +252,7 @@ class _Writer:
             raise ValueError("schema: more than three contains in one place are not supported")
         last, most = max(size, shape.least, 1), shape.most
         if most is not None:
-            last = min(most, max(last, 8, self.max_size // max(node.size for node, _ in letters[-1])))
+            last = min(most, max(last, 8, self.max_size // max(1, *(node.size for node, _ in letters[-1]))))
         bounds = [(low, low if high is None else high, high is None) for *_, low, high in shape.contains]
 
         def moves(state: tuple[int, ...]) -> Iterable[tuple[Node, tuple[int, ...]]]:
@@ -303,20 +312,17 @@ def _explore(
     start: State, moves: Callable[[State], Iterable[tuple[Node, State]]], is_end: Callable[[State], bool]
 ) -> Node:
     """Parts with commas, one for each move of an automaton from its start to an end."""
-    ids, todo, edges, size = {start: 0}, [start], list[tuple[tuple[Node, int], ...]](), 0
-    for state in todo:
-        letters = list[tuple[Node, int]]()
-        for node, target in moves(state):
-            if node is not NEVER:
-                if target not in ids:
-                    ids[target] = len(todo)
-                    todo.append(target)
-                letters.append((node, ids[target]))
-        edges.append(tuple(letters))
-        size += 1 + len(letters)
-        if size > MAX_MOVES:
-            raise ValueError(f"an object or array of the schema has more than {MAX_MOVES} moves from part to part")
-    return expressions.machine(edges, [*map(is_end, todo)], COMMA)
+
+    def parts(state: tuple[State, bool | None]) -> list[tuple[Node, None, tuple[State, bool | None]]]:
+        """From the start (None), after a part (False), and after a comma (True)."""
+        if state[1] is False:
+            return [(COMMA, None, (state[0], True))]
+        return [(node, None, (target, False)) for node, target in moves(state[0]) if node is not NEVER]
+
+    begin: tuple[State, bool | None] = (start, None)
+    rows, accept = explore(begin, parts, lambda state: not state[1] and is_end(state[0]), MAX_MOVES)
+    edges = tuple(tuple((node, target) for node, _, target in row) for row in rows)
+    return Machine(edges, tuple(accept)) if any(accept) else NEVER
 
 
 def string(language: Dfa | None) -> Node:
@@ -326,16 +332,23 @@ def string(language: Dfa | None) -> Node:
 
 @lru_cache(maxsize=1024)
 def _content(language: Dfa) -> Node:
-    return to_node(language, _escaped)
+    return to_node(language, _short_escaped if len(language.rows) > MAX_UNICODE_ESCAPES else _escaped)
+
+
+@lru_cache(maxsize=1024)
+def _short_escaped(ranges: Ranges) -> Node:
+    """A character of a set in JSON: as it is, or an escape of two characters where JSON needs one."""
+    parts = [expressions.characters(expressions.without(ranges, expressions.without(expressions.ANY, PLAIN)))]
+    parts += [text("\\" + sign) for code, sign in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
+    return to_node(to_dfa(either(parts)))
 
 
 @lru_cache(maxsize=1024)
 def _escaped(ranges: Ranges) -> Node:
-    """A character of a set in JSON: plain ASCII as it is, others with escapes too."""
-    if ranges == ANY:
+    """A character of a set in JSON: plain ASCII as it is, others with all escapes too."""
+    if ranges == expressions.ANY:
         return CHARACTER
-    parts = [expressions.characters(expressions.without(ranges, expressions.without(ANY, PLAIN)))]
-    parts += [text("\\" + sign) for code, sign in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
+    parts = [_short_escaped(ranges)]
     parts += [text(f"\\u{code:04x}") for code in range(32) if any(a <= code <= b for a, b in ranges)]
     outside = expressions.without(BEYOND_ASCII, ranges)
     inside = expressions.without(BEYOND_ASCII, outside)
@@ -343,7 +356,7 @@ def _escaped(ranges: Ranges) -> Node:
         parts.append(to_node(difference(CODES, _codes(outside))))
     elif _count(inside) < 64:  # sets of a middle size: plain alone
         parts.append(to_node(_codes(inside)))
-    return expressions.Letter(either(parts))
+    return to_node(to_dfa(either(parts)))
 
 
 def _count(ranges: Ranges) -> int:
@@ -363,7 +376,7 @@ def _members(entries: list[tuple[Node, bool]], rest: Node, least: int, most: int
     if rest is NEVER and most is not None and most >= size:
         most = None
     elif most is not None:
-        most = min(most, size + max(8, max_size // rest.size))
+        most = min(most, size + max(8, max_size // max(1, rest.size)))
     cap = max(least, 1) if most is None else most
 
     def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from paradec.constraints.automaton import MAX_EDGES, MAX_STATES, TokenAutomaton
-from paradec.constraints.byte_automaton import ByteAutomaton
+from paradec.constraints.dfa import ByteAutomaton
 
 MOST_PAIRED = 400
 """Maximum number of tokens of a vocabulary that is examined pair by pair."""

@@ -9,15 +9,18 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from paradec.constraints.automaton import MAX_STATES, TokenAutomaton
+from paradec.constraints.dfa import ByteAutomaton, byte_automaton
+from paradec.constraints.expressions import Node, either, sequence
+from paradec.constraints.expressions import text as text_node
+from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
+from paradec.constraints.regex import parse
+from paradec.constraints.spelling import Encode, Spelling, lift, spell_texts, spelling_of
 from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
-
-if TYPE_CHECKING:
-    from paradec.constraints.automaton import TokenAutomaton
-    from paradec.constraints.byte_automaton import ByteAutomaton
-    from paradec.constraints.expressions import Node
-    from paradec.constraints.spelling import Encode, Spelling
 
 MAX_KEPT_BYTES = 2**28
 """Limit of the automata cached per tokenizer."""
@@ -81,8 +84,6 @@ class Constraint:
 
         Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown_name way.
         """
-        from paradec.constraints.spelling import spell_texts, spelling_of
-
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
@@ -93,15 +94,11 @@ class Constraint:
 
     def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
         """Build the automaton of the tokens of a spelling. Raises ValueError if it is too large."""
-        from paradec.constraints.spelling import lift
-
         return lift(_byte_automaton(self), spelling, vocab_size, encode if self.spells_literals else None)
 
 
 @lru_cache(maxsize=2)
 def _byte_automaton(value: Constraint) -> ByteAutomaton:
-    from paradec.constraints.byte_automaton import byte_automaton
-
     return byte_automaton(value.node(), value.after)
 
 
@@ -127,8 +124,6 @@ class Regex(Constraint):
         return {"regex": self.pattern} | self.marker_dict()
 
     def node(self) -> Node:
-        from paradec.constraints.regex import parse
-
         return parse(self.pattern)
 
 
@@ -160,9 +155,7 @@ class Choice(Constraint):
         return text in self.choices if self.after is None else super().accepts(text)
 
     def node(self) -> Node:
-        from paradec.constraints.expressions import either, text
-
-        return either(text(choice) for choice in self.choices)
+        return either(text_node(choice) for choice in self.choices)
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         """Build the automaton of the tokenizer's tokens of each text.
@@ -184,10 +177,6 @@ class Choice(Constraint):
 
 def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     """Build the automaton of some sequences of ids. Raises ValueError for more than `MAX_STATES` states."""
-    import numpy as np
-
-    from paradec.constraints.automaton import MAX_STATES, TokenAutomaton
-
     transitions: dict[tuple[int, int], int] = {}
     accept, classes = [False], dict[int, int]()
     for ids in sequences:
@@ -254,8 +243,6 @@ class JsonSchema(Constraint):
         object.__setattr__(self, "schema", text)
         object.__setattr__(self, "depth", int(depth))
         object.__setattr__(self, "spelling", spelling)
-        from paradec.constraints.json_schema import read_schema
-
         if ignored := read_schema(text, self.depth)[1]:
             warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
 
@@ -265,10 +252,6 @@ class JsonSchema(Constraint):
 
     def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
         """Build the automaton of the tokens of a spelling, with shorter strings where it is too large."""
-        from paradec.constraints.byte_automaton import byte_automaton
-        from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
-        from paradec.constraints.spelling import lift
-
         encode_literals = encode if self.spelling == "tokenizer" else None
         for max_length in MAX_LENGTHS[::2]:
             try:
@@ -280,8 +263,6 @@ class JsonSchema(Constraint):
         raise AssertionError("the last length returns or raises")
 
     def node(self) -> Node:
-        from paradec.constraints.json_schema import read_schema
-
         return read_schema(self.schema, self.depth)[0]
 
 
@@ -383,13 +364,10 @@ class ToolCalls(Constraint):
         return cls(tuple(tools), after=after)
 
     def node(self) -> Node:
-        from paradec.constraints.expressions import either, sequence, text
-        from paradec.constraints.json_schema import read_schema
-
         calls = []
         for name, parameters in self.tools:
             prefix = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            calls.append(sequence((text(prefix), read_schema(parameters, 3)[0], text("}\n</tool_call>"))))
+            calls.append(sequence((text_node(prefix), read_schema(parameters, 3)[0], text_node("}\n</tool_call>"))))
         return either(calls)
 
 
@@ -409,16 +387,13 @@ def token_automaton(
     Raises:
         ValueError: the automaton is too large, or the tokenizer does not fit.
     """
-    cache = _KEPT.setdefault(tokenizer, {})
-    key = (value, vocab_size, ends, suppressed)
-    with _LOCK:
-        automaton = cache.pop(key, None)  # reinserted below as the most recent
+    automaton = _KEPT.get(tokenizer, {}).get((value, vocab_size, ends, suppressed))
     if automaton is None and not ends and not suppressed:
         automaton = value.to_token_automaton(tokenizer, vocab_size)
     elif automaton is None:
         automaton = token_automaton(value, tokenizer, vocab_size, (), ())
         automaton = automaton.without_tokens(suppressed).with_end_tokens(ends)
-    _cache(cache, key, automaton)
+    cache_automaton(value, tokenizer, vocab_size, automaton, ends, suppressed)
     return automaton
 
 
@@ -427,14 +402,19 @@ def has_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
     return (value, vocab_size, (), ()) in _KEPT.get(tokenizer, {})
 
 
-def cache_automaton(value: Constraint, tokenizer: Any, vocab_size: int, automaton: TokenAutomaton) -> None:
-    """Cache an automaton that another process has built."""
-    _cache(_KEPT.setdefault(tokenizer, {}), (value, vocab_size, (), ()), automaton)
-
-
-def _cache(cache: dict[Any, TokenAutomaton], key: Any, automaton: TokenAutomaton) -> None:
+def cache_automaton(
+    value: Constraint,
+    tokenizer: Any,
+    vocab_size: int,
+    automaton: TokenAutomaton,
+    ends: tuple[int, ...] = (),
+    suppressed: tuple[int, ...] = (),
+) -> None:
+    """Cache an automaton as the most recent one; the oldest make room, beyond `MAX_KEPT_BYTES`."""
     with _LOCK:
-        cache[key] = automaton
+        cache = _KEPT.setdefault(tokenizer, {})
+        cache.pop((value, vocab_size, ends, suppressed), None)
+        cache[value, vocab_size, ends, suppressed] = automaton
         size = sum(entry.nbytes for entry in cache.values())
         while size > MAX_KEPT_BYTES and len(cache) > 1:
             size -= cache.pop(next(iter(cache))).nbytes

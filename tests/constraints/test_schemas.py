@@ -19,7 +19,7 @@ from tokenized_models import TOKENIZER, ids_of
 import paradec
 from paradec.constraints import spelling
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.dfa import ByteAutomaton, byte_automaton
 from paradec.constraints.values import constraint_of
 
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 import paradec
 from paradec.constraints import passes, spelling, values
 from paradec.constraints.automaton import ConstraintSizeError, TokenAutomaton
-from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
 from paradec.constraints.compiler import Compiler
+from paradec.constraints.dfa import ByteAutomaton, byte_automaton
 from paradec.constraints.spelling import spelling_of
 from paradec.constraints.values import Constraint, JsonSchema, Regex, constraint_of, token_automaton
 from paradec.request import Request
