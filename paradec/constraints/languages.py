@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 
-from paradec.constraints.dfa import Dfa, Row, difference, intersect, minimize, to_dfa, to_node
-from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, either, repeated, sequence, text
+from paradec.constraints.dfa import Dfa, Row, difference, explore, intersect, minimize, to_dfa, to_node
+from paradec.constraints.expressions import ANY, either, sequence, text
 from paradec.constraints.regex import parse
 
 MAX_COUNT = 2**12
@@ -19,7 +20,6 @@ PLAIN = to_dfa(parse(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:(?:0\.[0-9]*[1-9]|[1-9
 """Numbers without exponents and without negative zeros: bounds, multiples and exclusions are within these."""
 INTEGRAL = to_dfa(parse(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?"))
 BOOLEANS = to_dfa(parse("true|false"))
-DIGIT, DIGITS = parse("[0-9]"), parse("[0-9]*")
 SHORT_DIGITS = to_dfa(parse(r"-?(?:[0-9]\.?){1,15}"))
 """Numbers that differ as doubles if they differ."""
 EXACT = intersect(PLAIN, to_dfa(either((INTEGER_NODE, to_node(SHORT_DIGITS)))))
@@ -119,83 +119,55 @@ def of_texts(texts: list[str]) -> Dfa:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _split(value: Decimal) -> tuple[str, str]:
-    """Digits before and after the point of a magnitude, without zeros at the end."""
+def _magnitudes(value: Decimal, *orders: int) -> Dfa:
+    """Texts of magnitudes below (-1), equal to (0) or above (1) the one of a value."""
     whole, _, fraction = format(abs(value), "f").partition(".")
-    return whole.lstrip("0") or "0", fraction.rstrip("0")
+    digits = {False: whole.lstrip("0") or "0", True: fraction.rstrip("0")}
 
+    def after_whole(place: int, order: int) -> int:
+        return order if place == len(digits[False]) else 1 if place > len(digits[False]) else -1
 
-def _digit(low: int, high: int = 9) -> Node:
-    return Characters(((48 + low, 48 + high),)) if low <= high else either(())
+    def moves(state: tuple[bool, int, int]) -> Iterator[tuple[int, int, tuple[bool, int, int]]]:
+        """After the point or not, the digits on this side, and the order of those so far."""
+        is_fraction, place, order = state
+        if not is_fraction and place:
+            yield 46, 46, (True, 0, after_whole(place, order))
+        other, following = int(digits[is_fraction][place : place + 1] or 0), min(place, len(digits[is_fraction])) + 1
+        for digit in range(10):
+            yield 48 + digit, 48 + digit, (is_fraction, following, order or (digit > other) - (digit < other))
 
+    def is_end(state: tuple[bool, int, int]) -> bool:
+        is_fraction, place, order = state
+        order = order if is_fraction else after_whole(place, order)
+        return (order or -bool(digits[True][place if is_fraction else 0 :])) in orders
 
-def _below(digits: str, tail: Node) -> Node:
-    """Texts of as many digits as `digits` and below it, each followed by `tail`."""
-    parts = []
-    for index, sign in enumerate(digits):
-        first = 1 if index == 0 and len(digits) > 1 else 0
-        rest = len(digits) - index - 1
-        parts.append(sequence((text(digits[:index]), _digit(first, int(sign) - 1), repeated(DIGIT, rest, rest), tail)))
-    return either(parts)
-
-
-def _magnitude(value: Decimal, or_equal: bool) -> Node:
-    """Texts of magnitudes below a value from 0."""
-    whole, fraction = _split(value)
-    any_fraction = parse(r"(?:\.[0-9]+)?")
-    shorter = len(whole) - 1
-    parts = [_below(whole, any_fraction)]
-    if shorter:
-        parts += [sequence((text("0"), any_fraction))]
-        parts += [sequence((_digit(1), repeated(DIGIT, 0, shorter - 1), any_fraction))]
-    for index, sign in enumerate(fraction):  # the same digits up to one that is smaller, or none
-        parts.append(sequence((text(f"{whole}.{fraction[:index]}"), _digit(0, int(sign) - 1), DIGITS)))
-        parts.append(text(f"{whole}.{fraction[:index]}" if index else whole))
-    if or_equal:
-        parts.append(_same(value))
-    return either(parts)
-
-
-def _same(value: Decimal) -> Node:
-    """Texts of a magnitude."""
-    whole, fraction = _split(value)
-    if fraction:
-        return sequence((text(f"{whole}.{fraction}"), repeated(text("0"))))
-    return sequence((text(whole), parse(r"(?:\.0+)?")))
+    return minimize(*explore((False, 0, 0), moves, is_end))
 
 
 @lru_cache(maxsize=1024)
+def _up_to(value: float | int, or_equal: bool) -> Dfa:
+    number, equal = Decimal(str(value)), (0,) * or_equal
+    if number < 0:
+        return intersect(PLAIN, to_dfa(sequence((text("-"), to_node(_magnitudes(number, 1, *equal))))))
+    return intersect(PLAIN, to_dfa(either((parse("-[0-9.]+"), to_node(_magnitudes(number, -1, *equal))))))
+
+
 def at_most(value: float | int, is_strict: bool = False) -> Dfa:
     """Texts of `PLAIN` up to a value, or below it."""
-    number = Decimal(str(value))
-    minus = text("-")
-    if number > 0 or number == 0 and not is_strict:
-        node = either((sequence((minus, parse(r"[0-9.]+"))), _magnitude(number, not is_strict)))
-        language = intersect(PLAIN, to_dfa(node))
-    elif number == 0:
-        language = intersect(PLAIN, to_dfa(parse("-[0-9.]+")))
-    else:
-        larger = difference(to_dfa(parse("[0-9.]+")), to_dfa(_magnitude(number, is_strict)))
-        language = intersect(PLAIN, to_dfa(sequence((minus, to_node(larger)))))
-    return intersect(language, SHORT_DIGITS) if is_strict and number else language
-
-
-@lru_cache(maxsize=1024)
-def at_least(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` from a value on, or above it."""
-    language = difference(PLAIN, at_most(value, False)) if is_strict else difference(PLAIN, _below_exactly(value))
+    language = _up_to(value, not is_strict)
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
-def _below_exactly(value: float | int) -> Dfa:
-    return difference(at_most(value), equal_to(value))
+def at_least(value: float | int, is_strict: bool = False) -> Dfa:
+    """Texts of `PLAIN` from a value on, or above it."""
+    language = difference(PLAIN, _up_to(value, is_strict))
+    return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 @lru_cache(maxsize=1024)
 def equal_to(value: float | int) -> Dfa:
     """All texts of `PLAIN` of one number."""
-    number = Decimal(str(value))
-    return intersect(PLAIN, to_dfa(sequence((text("-") if number < 0 else EMPTY, _same(number)))))
+    return difference(_up_to(value, True), _up_to(value, False))
 
 
 def number_texts(value: float | int) -> list[str]:
@@ -212,25 +184,19 @@ def multiples(divisor: float | int) -> Dfa | None:
     modulus = int(number.scaleb(places))
     if modulus > MAX_COUNT or places > 16 or modulus * (places + 1) > 4 * MAX_COUNT:
         return None
-    # state (digits after the point, remainder of the digits); -1 before the point
-    size = modulus
 
-    def index(place: int, remainder: int) -> int:
-        return 1 + (place + 1) * size + remainder
+    def moves(state: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Of digits after the point, and the remainder; before the point -1, before a digit -2, before a sign -3."""
+        place, remainder = state
+        if place == -3:
+            yield 45, 45, (-2, 0)
+        if place == -1:
+            yield 46, 46, (0, remainder)
+        for digit in range(10 if place < places else 1):
+            following = (10 * remainder + digit) % modulus if place < places else remainder
+            yield 48 + digit, 48 + digit, (max(place, -1) + (0 <= place < places), following)
 
-    rows, accept = list[Row](), [False]
-    start = [(48 + digit, 48 + digit, index(-1, digit % size)) for digit in range(10)]
-    rows.append(((45, 45, index(places + 1, 0)), *start))
-    for place in range(-1, places + 1):
-        for remainder in range(size):
-            moves = list[tuple[int, int, int]]()
-            if place < 0:
-                moves.append((46, 46, index(0, remainder)))
-            for digit in range(10 if place < places else 1):
-                following = (10 * remainder + digit) % size if place < places else remainder
-                moves.append((48 + digit, 48 + digit, index(place + (0 <= place < places), following)))
-            rows.append(tuple(moves))
-            accept.append(remainder * 10 ** (places - max(place, 0)) % size == 0)
-    rows.append(tuple(start))  # after the sign
-    accept.append(False)
-    return intersect(EXACT, minimize(rows, accept))
+    def is_end(state: tuple[int, int]) -> bool:
+        return state[0] >= -1 and state[1] * 10 ** (places - max(state[0], 0)) % modulus == 0
+
+    return intersect(EXACT, minimize(*explore((-3, 0), moves, is_end)))
