@@ -140,7 +140,9 @@ class TokenAutomaton:
             return self.distance <= count
         states = self.accept
         for _ in range(count):
-            states = self.predecessors(states)
+            sources = self.edges[states[self.edges[:, 2]], 0]
+            states = np.zeros(self.states, bool)
+            states[sources] = True
         return states
 
     def in_time(self, budget: int) -> np.ndarray:
@@ -151,12 +153,6 @@ class TokenAutomaton:
         """Number of tokens up to the end of the marker."""
         states = accumulate(tokens, self.step, initial=0)
         return min(len(tokens), sum(1 for _ in takewhile(lambda state: state >= 0 and self.free[state], states)))
-
-    def predecessors(self, states: np.ndarray) -> np.ndarray:
-        """[S] bool: states with an edge into `states` [S] bool."""
-        sources = np.zeros(self.states, bool)
-        sources[self.edges[states[self.edges[:, 2]], 0]] = True
-        return sources
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""

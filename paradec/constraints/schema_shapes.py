@@ -417,22 +417,24 @@ class Goals:
             return only(kind, language=language) if language.rows else [s for s in ANYTHING if s.kind != kind]
         return violating(kind, language=complement(language) if opposite is None else opposite)
 
-    def length(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
+    def limits(self, schema: Any, noun: str) -> tuple[int, int | None]:
+        """The least and the largest number of a noun. Raises ValueError for a least one above `MAX_COUNT`."""
+        low, high = int(schema.get(f"min{noun}", 0)), schema.get(f"max{noun}")
         if low > languages.MAX_COUNT:
-            raise self.document.error(schema, "minLength", f"is {low}, and may be at most {languages.MAX_COUNT}")
+            raise self.document.error(schema, f"min{noun}", f"is {low}, and may be at most {languages.MAX_COUNT}")
+        return low, None if high is None else int(high)
+
+    def length(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        low, high = self.limits(schema, "Length")
         if sign:
-            high = None if high is None else min(int(high), max(self.max_length, low)) if high >= low else int(high)
-            return self.scalar("string", True, languages.of_length(low, high))
+            counted = high if high is None or high < low else min(high, max(self.max_length, low))
+            return self.scalar("string", True, languages.of_length(low, counted))
         shapes = [*violating("string", language=languages.of_length(0, low - 1))] if low else []
-        if high is not None:
-            long = high < languages.MAX_COUNT
-            shapes += (
-                violating("string", language=languages.of_length(int(high) + 1, None))
-                if long
-                else self.leave_out(schema, "maxLength")
-            )
-        return shapes
+        if high is None:
+            return shapes
+        if high >= languages.MAX_COUNT:
+            return [*shapes, *self.leave_out(schema, "maxLength")]
+        return [*shapes, *violating("string", language=languages.of_length(high + 1, None))]
 
     def pattern(self, schema: Any, sign: bool) -> Iterable[Shape]:
         return self.scalar("string", sign, self.search(schema, "pattern", schema["pattern"]))
@@ -500,11 +502,10 @@ class Goals:
         for name, part in listed.items():
             if (goal := self.goal(part, False)) != NO_VALUE:
                 shapes += self.present(name, goal)
-        languages = tuple(language for language, _ in patterns)
+        known = tuple(language for language, _ in patterns)
         keys = [(None, (language,), part, "patternProperties") for language, part in patterns]
-        for names, selected, part, key in (
-            *keys, (frozenset(listed), languages, True if others is None else others, "additionalProperties")
-        ):  # fmt: skip
+        rest = True if others is None else others
+        for names, selected, part, key in (*keys, (frozenset(listed), known, rest, "additionalProperties")):
             if (goal := self.goal(part, False)) != NO_VALUE:
                 self.leave_out(schema, key)
                 shapes += violating("object", some=(SomeKey(names, selected, goal),), least=1)
@@ -531,16 +532,14 @@ class Goals:
         return only("object", names=(goal,)) if sign else self.leave_out(schema, "propertyNames")
 
     def count(self, schema: Any, sign: bool, kind: str, noun: str) -> Iterable[Shape]:
-        low, high = int(schema.get(f"min{noun}", 0)), schema.get(f"max{noun}")
-        if low > languages.MAX_COUNT:
-            raise self.document.error(schema, f"min{noun}", f"is {low}, and may be at most {languages.MAX_COUNT}")
+        low, high = self.limits(schema, noun)
+        if sign and high is not None and high < low:
+            return [shape for shape in ANYTHING if shape.kind != kind]
         if sign:
-            if high is not None and high < low:
-                return [shape for shape in ANYTHING if shape.kind != kind]
-            return only(kind, least=low, most=None if high is None else int(high))
+            return only(kind, least=low, most=high)
         shapes = [*violating(kind, most=low - 1)] if low else []
         if high is not None and high < languages.MAX_COUNT:
-            shapes += violating(kind, least=int(high) + 1)
+            shapes += violating(kind, least=high + 1)
         return shapes
 
     def dependencies(self, schema: Any, sign: bool) -> Iterable[Shape]:
