@@ -67,12 +67,13 @@ class BlockCache(Attached, nn.Module):
                 "that paradec loaded or wrapped does as BlockCausalModule(model), of "
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
-        self.pipe, self.inner, self.block = pipe, model, int(config["block_length"])
+        self.pipe, self.inner = pipe, model
+        self.tested: set[int] = set()  # block lengths
         self.counts = BlockCacheReport()
         self.prefix: tuple[Any, Tensor] | None = (
             None  # keys and values before the open block; tokens and mask [2, B, n]
         )
-        self._probe(self.block)
+        self._probe(int(config["block_length"]))
         pipe.model = self
 
     def report(self) -> BlockCacheReport:
@@ -91,7 +92,7 @@ class BlockCache(Attached, nn.Module):
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:
-        """Raise ValueError unless the model is block-causal, with the same logits over a cache."""
+        """Raise ValueError unless the model is causal in such blocks, with the same logits over a cache."""
         model, device = self.inner, next(self.inner.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
@@ -121,22 +122,21 @@ class BlockCache(Attached, nn.Module):
         if (first_logits - full_logits[:, :block]).abs().max() > tolerance:
             raise ValueError(
                 f"cache='block' is exact for block-causal models only: in {type(model).__name__} a block's logits "
-                "depend on the block to its right"
+                f"depend on the block to its right at block_length={block}"
             )
         if (cached_logits[:, -block:] - full_logits[:, block:]).abs().max() > tolerance:
             raise ValueError(
                 f"{type(model).__name__} answers otherwise over a key/value cache than without: with one it seems to "
                 "mask its own block (causally, say); cache='block' cannot be used"
             )
+        self.tested.add(block)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate what is not cached, and return the open block's logits. Raises ValueError for other blocks."""
+        """Evaluate what is not cached, and return the open block's logits. Raises ValueError for blocks that see later
+        ones."""
         block = read_block_length(self.pipe.scheduler)
-        if block % self.block:
-            raise ValueError(
-                f"block_length={block} must be a multiple of {self.block}, the scheduler's when cache='block' was "
-                "attached: the model was found to be block-causal for that; detach the session first for others"
-            )
+        if block not in self.tested:
+            self._probe(block)
         inputs = torch.stack((input_ids, attention_mask))
         prefix, self.prefix = self.prefix, None  # an exception in the call leaves nothing behind
         if prefix is None or not torch.equal(prefix[1], inputs[..., :-block][..., : prefix[1].shape[-1]]):
