@@ -190,8 +190,8 @@ def read_constraint(
     body: Body, tools: list[Any], default: Any, after: str | None, model: Any, compiler: Compiler
 ) -> tuple[Any, Any]:
     """Build the constraint of an answer and its texts in the model's tokens, or None and None. tools: of which one must
-    be called. default: the constraint of the preset or the server. after: the end of the reasoning that the prompt opens,
-    where the body has no other marker. Raises ApiError."""
+    be called. default: the constraint of the preset or the server. after: the end of the reasoning that the prompt
+    opens, where the body has no other marker. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
