@@ -166,7 +166,7 @@ class Reply:
         if (size := len(self.rows) * self.n) > MAX_CHOICES:
             raise ApiError(f"{len(self.rows)} prompts with n={self.n} are more than {MAX_CHOICES} answers", 400, "n")
         default = self.changes.get("constraint", defaults.constraint)
-        constraint, self.texts = read_constraint(body, required, default, self.end, model, service.compiler)
+        constraint, self.texts = read_constraint(body, required, default, model, service.compiler, self.end)
         if constraint is not None:
             self.end = constraint.after if self.is_chat else None
         if constraint is not None and self.changes.get("stop_strings"):

@@ -187,7 +187,7 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_constraint(
-    body: Body, tools: list[Any], default: Any, after: str | None, model: Any, compiler: Compiler
+    body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler, after: str | None = None
 ) -> tuple[Any, Any]:
     """Build the constraint of an answer and its texts in the model's tokens, or None and None. tools: of which one must
     be called. default: the constraint of the preset or the server. after: the end of the reasoning that the prompt
