@@ -14,7 +14,7 @@ from small_models import tiny
 import paradec
 from paradec import caches, samplers
 from paradec.api import images
-from paradec.core.request_fields import NAMES_ELSEWHERE
+from paradec.core.other_names import REQUEST_FIELDS
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import FIELDS, LIVE, Arguments, Request
@@ -176,7 +176,7 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
         return getattr(paradec, entry)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
 
     refuses(lambda: call(temprature=1), "'temprature' .did you mean 'temperature'", TypeError)
-    for name, here in [(name, here) for here, names in NAMES_ELSEWHERE.items() for name in names]:
+    for name, here in [(name, here) for here, names in REQUEST_FIELDS.items() for name in names]:
         with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
             call(**{name: 1})
     refuses(lambda: call(cfg_scale=0.5), r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1", TypeError)

@@ -12,30 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from paradec.core.checks import check_choice, shown, unknown_name
+from paradec.core.other_names import COMPONENTS
 
-OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "sampler": {
-        "creditdecoding": "credit",
-        "fastdllm": "threshold",
-        "confidence": "low_confidence",
-        "dparallel": "entropy_threshold",
-        "ebsampler": "entropy_bound",
-        "coradiff": "persistence",
-        "mcsjd": "scd",
-        "haltonmaskgit": "halton",
-        "adablockdllm": "adablock",
-    },
-    "cache": {
-        "dkv": "dkv_decode",
-        "dkvcache": "dkv_decode",
-        "fastdllm": "dual",
-        "fastdllmv2": "hierarchical",
-        "d2cache": "d2",
-        "d3llm": "delayed",
-        "kvcache": "prefix",
-    },
-}
-"""Names in papers and in other tools, by `plain_name`."""
 PIPELINE_METHOD = "paradec.samplers.forecast.methods:method_called"
 
 
@@ -180,7 +158,7 @@ class Registry:
             call = f"paradec.accelerate(pipeline, {method!r})"
             return ValueError(f"unknown sampler: {shown(name)}; it is for pipelines of diffusers: {call}")
         listing = f"paradec.{self._module}.names()"
-        return ValueError(unknown_name(self.kind, name, self._targets, listing, OTHER_NAMES.get(self.kind, {})))
+        return ValueError(unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {})))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make a component by name. Settings win over the preset, which wins over the defaults. The name may hold

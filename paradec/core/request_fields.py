@@ -7,19 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from paradec.core.checks import check_int, check_number, shown, unknown_name
+from paradec.core.other_names import CONSTRAINTS, REQUEST_FIELDS
 from paradec.core.registry import Registry, import_lazily, to_data
-
-NAMES_ELSEWHERE = {
-    "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
-    "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
-    "block_length": ("block_size", "block_len"),
-    "steps": ("diffusion_steps", "num_inference_steps"),
-    "sampler": ("alg", "algorithm", "remasking"),
-    "min_new_tokens": ("min_tokens",),
-    "bad_words": ("bad_words_ids",),
-    "num_return_sequences": ("num_samples", "n"),
-}
-"""Names of fields in other libraries."""
 
 
 def check_lazily(target: str) -> Callable[[str, Any], Any]:
@@ -105,20 +94,9 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     return data
 
 
-CONSTRAINTS = {
-    "json_schema": "paradec.JsonSchema(schema)",
-    "choice": 'paradec.Choice(["yes", "no"])',
-    "choices": 'paradec.Choice(["yes", "no"])',
-    "regex": 'paradec.Regex("[0-9]+")',
-    "grammar": "paradec.Grammar(text)",
-    "response_format": "paradec.JsonSchema(schema), or a class of pydantic",
-}
-"""What other libraries call constraints, and what to write."""
-
-
 def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
     """Make the error for a name that is not in `allowed`, with the likely one."""
-    for field, other_names in NAMES_ELSEWHERE.items():
+    for field, other_names in REQUEST_FIELDS.items():
         if name in other_names and field in allowed:
             # of text; the codes of image models add 1 or not
             conversion = f", and {field} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
+from paradec.core.other_names import LOAD_ARGUMENTS
 from paradec.models import causal, gguf, lora
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
@@ -32,18 +33,6 @@ MAX_COPIED = 2**28
 """Bytes of matrices that are copied at most: a quarter of a second."""
 LINE = 16
 """Numbers of float32 in a cache line."""
-NAMES_ELSEWHERE = {
-    "torch_dtype": "write dtype=",
-    "trust_remote_code": "remote code is never executed; leave it out (docs/models.md has the formats)",
-    "load_in_8bit": 'write quantization="int8"',
-    "load_in_4bit": "write quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)",
-    "eos_token_id": "the end ids are the checkpoint's; set eos_token_id in its generation_config.json",
-    "pad_token_id": "the padding id is the checkpoint's; set pad_token_id in its generation_config.json",
-    "mask_id": "write mask_token_id=",
-    "block_size": "write block_length=",
-    "attention": "write attn_implementation=, or attention= in a request",
-}
-"""Arguments of other libraries, and what to do instead."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -116,8 +105,8 @@ def load(
             configuration, no mask id. ValueError: an argument out of its range.
     """
     for name in image_options:
-        if name in NAMES_ELSEWHERE:
-            raise TypeError(f"load has no argument {name!r}: {NAMES_ELSEWHERE[name]}")
+        if name in LOAD_ARGUMENTS:
+            raise TypeError(f"load has no argument {name!r}: {LOAD_ARGUMENTS[name]}")
     text_options = {
         "device_map": device_map,
         "tp_plan": tp_plan,

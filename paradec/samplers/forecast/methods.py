@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Self
 
 from paradec.core.checks import check_choice, plain_name, shown, unknown_name
 from paradec.core.component_text import parse_component
+from paradec.core.other_names import PIPELINE_METHODS, check_setting_name
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
-from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification, check_setting_name
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
 from paradec.samplers.forecast.rules import FirstBlock, MagCache, SeaCache
 from paradec.samplers.forecast.targets import Modules
 
@@ -140,27 +141,18 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 }
 """By name; case, "_" and "-" do not count."""
 
-# names of other tools, as `plain_name` writes them
-NAMES = {
-    "fbcache": "first_block",
-    "fbc": "first_block",
-    "blockcache": "first_block",
-    "firstblockcache": "first_block",
-    "cachedit": "dbcache",
-}
-
 
 def method_called(name: str) -> str | None:
     """The method of a name here or in other tools, whatever its case; None for other names."""
-    methods = NAMES | {plain_name(method): method for method in METHODS}
+    methods = PIPELINE_METHODS | {plain_name(method): method for method in METHODS}
     return methods.get(plain_name(name))
 
 
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """Make the sampler or rule of a name, with settings in it: "taylorseer(interval=3)". Others are a ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    if plain_name(name) in NAMES:
-        raise ValueError(f"sampler={name!r} is called {NAMES[plain_name(name)]!r} here")
+    if plain_name(name) in PIPELINE_METHODS:
+        raise ValueError(f"sampler={name!r} is called {PIPELINE_METHODS[plain_name(name)]!r} here")
     method = method_called(name)
     if method is None:
         raise ValueError(unknown_name("sampler", name, METHODS))

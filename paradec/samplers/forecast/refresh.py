@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
+from paradec.core.other_names import check_setting_name
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
@@ -65,29 +66,6 @@ def integer(default: int | None, **bounds: Any) -> Any:
 def choice(default: Any, *allowed: Any) -> Any:
     """Declare a setting that `check_choice` checks."""
     return field(default=default, metadata={"check": partial(check_choice, allowed=allowed)})
-
-
-OTHER_SETTINGS = {
-    "cache_interval": ("interval",),
-    "fresh_threshold": ("interval",),
-    "max_order": ("order",),
-    "n_derivatives": ("order",),
-    "disable_cache_before_step": ("first_enhance",),
-    "max_warmup_steps": ("first_enhance", "retention_steps"),
-    "residual_diff_threshold": ("threshold",),
-    "rel_l1_thresh": ("threshold",),
-    "refresh": ("when",),
-    "basis": ("how",),
-    "target": ("where",),
-}
-"""Settings of other tools: their names here."""
-
-
-def check_setting_name(method: str, name: str, allowed: Collection[str]) -> None:
-    """Raise ValueError for a setting of other tools that has another name here."""
-    name_here = next((known for known in OTHER_SETTINGS.get(name, ()) if known in allowed), None)
-    if name not in allowed and name_here is not None:
-        raise ValueError(f"{method} has no setting {name!r}; it is called {name_here!r} here")
 
 
 class Checked:
