@@ -7,7 +7,7 @@ import json
 import math
 import os
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -156,31 +156,25 @@ class Decision:
     """Log-probabilities of the labels, minus the prior's, before the temperature."""
 
 
-@dataclass(frozen=True)
-class Decisions(Mapping[str, Decision]):
-    """Result of `decide`: a `Decision` for each question, by its name."""
+class Decisions(dict[str, Decision]):
+    """Result of `decide`: a `Decision` for each question, by its name.
 
-    answers: Mapping[str, Decision]
-    forwards: int
-    """Calls of the model."""
-    input_tokens: int
-    """Tokens of the rows of all questions."""
+    forwards: calls of the model. input_tokens: tokens of the rows of all questions."""
 
-    def __getitem__(self, name: str) -> Decision:
-        return self.answers[name]
+    def __init__(self, answers: Mapping[str, Decision], forwards: int, input_tokens: int):
+        super().__init__(answers)
+        self.forwards, self.input_tokens = forwards, input_tokens
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.answers)
-
-    def __len__(self) -> int:
-        return len(self.answers)
+    def __str__(self) -> str:
+        lines = [f"{k}: {d.value} (confidence {d.confidence:.3f}, mass {d.mass:.3f})" for k, d in self.items()]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data; probabilities become pairs, since their keys may not be texts."""
-        data = asdict(self)
-        for answer in data["answers"].values():
+        answers = {name: asdict(answer) for name, answer in self.items()}
+        for answer in answers.values():
             answer["probabilities"] = [[*pair] for pair in answer["probabilities"].items()]
-        return data
+        return {"answers": answers, "forwards": self.forwards, "input_tokens": self.input_tokens}
 
 
 def decide(
