@@ -52,6 +52,12 @@ def test_generate_s_folder(tmp_path: Path) -> None:
         generate(ids, model=model, max_new_tokens=9, sampler="scdd")
 
 
+def test_the_packaged_pipeline_has_a_folder_too(tmp_path: Path) -> None:
+    export_folder("pipeline", tmp_path / "out", model="digits-dit", sampler="taylorseer(interval=4)")
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index["_class_name"][0] == "pipeline" and (tmp_path / "out" / "pipeline.py").is_file()
+
+
 def test_pipeline_s_folder(tmp_path: Path) -> None:
     out = tmp_path / "own"
     export_folder("pipeline", out, model=str(DIGITS), sampler="easycache(threshold=0.1)")

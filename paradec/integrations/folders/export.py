@@ -11,6 +11,8 @@ from typing import Any
 from paradec.core.checks import check_choice, shown
 from paradec.core.text_files import read_json, write_bytes, write_json
 from paradec.core.version import __version__
+from paradec.models.images.loading import PACKAGED_PIPELINES as PACKAGED_FOLDERS
+from paradec.models.images.loading import packaged_image
 
 KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
@@ -99,8 +101,9 @@ def _generate_files(model: str | None, sampler: str | None) -> dict[str, Any]:
 def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     if model is None:
         raise ValueError("model=None: a pipeline's folder must say which class it is; give a pipeline's folder")
+    packaged = model in PACKAGED_FOLDERS and not Path(model).exists()
     try:
-        index = read_json(Path(model) / "model_index.json")
+        index = read_json(Path(packaged_image(model) if packaged else model) / "model_index.json")
     except OSError:
         raise ValueError(f"model={model!r} has no model_index.json: it is no folder of a pipeline") from None
     base = index.get("_class_name")
