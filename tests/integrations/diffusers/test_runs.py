@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -341,6 +342,23 @@ def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:
         assert [call.kind for call in session.report().calls] == calls
     assert not torch.allclose(plain, expected)
     assert not [name for name, module in pipe.transformer.named_modules() if "_diffusers_hook" in vars(module) and name]
+
+
+def test_a_request_has_its_own_lora() -> None:
+    pipe = flux_pipeline()
+    pipe.load_lora_weights(lora(pipe, ["to_q"]), adapter_name="a")
+    pipe.load_lora_weights(lora(pipe, ["proj_out"]), adapter_name="b")
+    requests = [("a", 1.0), ("b", 1.0), ("a", 0.3), (["a", "b"], [0.5, 0.5])]
+    expected = []
+    for names, scales in requests:
+        pipe.set_adapters(names, scales)
+        with accelerate(pipe, SAMPLER):
+            expected.append(run_flux(pipe, STEPS))
+    with accelerate(pipe, SAMPLER) as session:
+        for (names, scales), latents in zip(requests, expected, strict=True):
+            pipe.set_adapters(names, scales)
+            assert torch.equal(run_flux(pipe, STEPS), latents) and session.report().full_steps == [0, 1, 4]
+    assert all(not torch.allclose(a, b) for a, b in itertools.combinations(expected, 2))
 
 
 def test_another_transformer() -> None:
