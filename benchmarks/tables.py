@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # a test reads this file by its path
 
+from laptop import build_table  # noqa: E402
 from provenance import RESULTS, read_result  # noqa: E402
 
 Row = dict[str, Any]
@@ -647,12 +648,14 @@ def rendered() -> dict[str, str]:
     ranking = {name: _result(f"ranking_{name}") for name in ("packaged-64", "packaged-256", "antibody")}
     peers, proteins = _result("peers_text"), _result("protein_exact")
     pages = {
-        "README.md": {"numbers": numbers_table(headline, peers, proteins, digits)},
+        "README.md": {"laptop": build_table(_result("laptop")["runs"])},
+        "docs/own_machine.md": {"laptop": build_table(_result("laptop")["runs"])},
         "docs/serving.md": {
             "server": server_table(_result("server")),
             "conversations": conversations_table(_result("conversations")),
         },
         "docs/results.md": {
+            "numbers": numbers_table(headline, peers, proteins, digits),
             "headline_rows": schedules_table([*headline["reporting"][:2], headline["reporting"][-1]]),
             "digits": digits_table(digits, short=True),
         },
