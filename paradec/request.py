@@ -29,6 +29,7 @@ from paradec.core.request_fields import (
     check_texts,
     check_words,
     field_data,
+    read_number,
     unknown_argument_error,
 )
 from paradec.core.text_files import read_json, write_json
@@ -78,8 +79,8 @@ _count, _positive = partial(check_int, low=0), partial(check_int, low=1)
 _seeds = partial(check_integers, can_be_single=True, high=2**63 - 1)
 _share = partial(check_number, low=0, high=1, open_low=True)
 _scale = partial(check_number, low=0, high=1e6)
-_penalty = partial(check_number, low=-2, high=2)
-_factor = partial(check_number, low=0, high=10, open_low=True)
+_penalty = partial(read_number, low=-2, high=2)
+_factor = partial(read_number, low=0, high=10, open_low=True)
 _up_to_million = partial(check_int, low=1, high=1_000_000)
 
 
@@ -186,7 +187,10 @@ class Request:
     )
     top_k: int | None = argument(None, _positive, int | None, "Draw from this many of the likeliest tokens.")
     min_p: float | None = argument(
-        None, _share, float | None, "Draw from tokens at least this share as likely as the best."
+        None,
+        partial(read_number, low=0, high=1, open_low=True),
+        float | None,
+        "Draw from tokens at least this share as likely as the best.",
     )
     guidance_scale: float = argument(1.0, _scale, float, "Classifier-free guidance; 1 is off.")
     seed: int | Sequence[int] | None = argument(None, _seeds, int | None, "Seed of the random draws.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import numbers
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,8 @@ def to_data(value: Any) -> Any:
         return value.facts.name
     if isinstance(value, tuple):
         return [to_data(entry) for entry in value]
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's
+        return value.item()
     return value.__name__ if callable(value) and hasattr(value, "__name__") else value
 
 

@@ -50,6 +50,12 @@ def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
     return value if isinstance(value, str) else tuple(texts)
 
 
+def read_number(name: str, value: Any, **bounds: Any) -> float:
+    """Check a number as `check_number`, and convert it, so that 0 and 0.0 are one value of a field."""
+    check_number(name, value, **bounds)
+    return float(value)
+
+
 def check_bias(name: str, value: Any) -> dict[int, float]:
     """Check a mapping of ids to numbers; keys may be digits, as JSON has them."""
     if not isinstance(value, Mapping):
@@ -57,11 +63,10 @@ def check_bias(name: str, value: Any) -> dict[int, float]:
     for number in value.values():
         check_number(name, number, low=-100, high=100)
     try:
-        ids = [int(token) for token in value]
-    except (TypeError, ValueError):
+        ids = [int(token) if isinstance(token, str) else token for token in value]
+    except ValueError:
         raise ValueError(f"{name}={shown(value)} must have token ids as keys") from None
-    check_integers(name, ids)
-    return dict(zip(ids, map(float, value.values()), strict=True))
+    return dict(zip(map(int, check_integers(name, ids)), map(float, value.values()), strict=True))
 
 
 def check_words(name: str, value: Any) -> tuple[Any, ...]:

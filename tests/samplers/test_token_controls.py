@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,25 @@ def test_masked_rows_are_what_they_are_alone(sampler: str, cache: str) -> None:
     assert not (together.new_tokens == 7).any()
 
 
+MASKED = [name for name in samplers.names() if samplers.registry.get(name).family == "masked"]
+
+
+@pytest.mark.parametrize("sampler", MASKED)
+def test_excluded_words_of_one_token_are_never_proposed(sampler: str) -> None:
+    method = samplers.create(sampler)
+    model = tiny(1, (*method.needs.topologies, "bidirectional")[0])
+    request: dict[str, Any] = {"sampler": method, "max_new_tokens": 8, "seed": 3}
+    request |= {"temperature": 0.0 if "temperature" in method.unsupported else 0.7}
+    expected = paradec.generate(model, PROMPTS[:3], suppress_tokens=[4, END], **request)
+    controls: dict[str, Any] = {"bad_words": [[4]], "ignore_eos": True, "suppress_tokens": []}
+    if "bad_words" in method.unsupported:
+        with pytest.raises(ValueError, match="bad_words=.* has no meaning"):
+            paradec.generate(model, PROMPTS[:3], **controls, **request)
+    else:
+        found = paradec.generate(model, PROMPTS[:3], **controls, **request)
+        assert torch.equal(found.new_tokens, expected.new_tokens)
+
+
 def test_canvases_count_what_is_final() -> None:
     model = paradec.wrap(tiny_gemma())
     plain = paradec.generate(model, [[5, 6, 7]], max_new_tokens=16, seed=0)
@@ -216,10 +236,12 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
         ({"logit_bias": {1: 101.0}}, "logit_bias=101.0 .*-100.* 100"),
         ({"logit_bias": [1, 2]}, "logit_bias=.* mapping"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias=.* ids"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias=1.5 must be an integer"),
+        ({"bad_words": [[token] for token in range(VOCAB)]}, "bad_words=.*excludes all"),
         ({"bad_words": ["pear"]}, "bad_words='pear' .* tokenizer"),
         ({"bad_words": "pear"}, "bad_words='pear' .* sequence"),
         ({"bad_words": [[]]}, "bad_words=.* empty"),
-        ({"bad_words": [[1, 2]]}, "bad_words: .*'threshold'.* one token"),
+        ({"bad_words": [[1, 2]]}, "bad_words=.*'threshold'.* one token"),
         ({"bad_words": [[VOCAB]]}, "bad_words"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1 .* from 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
@@ -230,7 +252,7 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
         ({"repetition_penalty": 1.2, "rollout": True}, "repetition_penalty=1.2: rollout"),
         ({"ignore_eos": True, "constraint": paradec.Choice(["a"])}, "ignore_eos=True: constraint"),
         ({"repetition_penalty": 1.2, "sampler": "freedave"}, "repetition_penalty=1.2 .*'freedave'"),
-        ({"presence_penalty": 1.2, "sampler": "wino"}, "presence_penalty .*'wino'"),
+        ({"presence_penalty": 1.2, "sampler": "wino"}, "presence_penalty=1.2 .*'wino'"),
     ],
 )
 def test_wrong_controls_are_refused(request_: dict[str, Any], words: str) -> None:
@@ -239,6 +261,18 @@ def test_wrong_controls_are_refused(request_: dict[str, Any], words: str) -> Non
 
 
 def test_a_request_with_controls_is_saved_and_read(tmp_path: Any) -> None:
-    request = paradec.Request(logit_bias={5: 1.5}, bad_words=[[1], "pear"], min_p=0.1, repetition_penalty=1.2)
-    request.save(tmp_path / "request.json")
-    assert paradec.Request.load(tmp_path / "request.json") == request
+    request = paradec.Request(logit_bias={5: 1.5}, bad_words=[[1], "pear"], min_p=0.25, repetition_penalty=1.5)
+    numbers: dict[str, Any] = {"min_p": np.float32(0.25), "repetition_penalty": np.float16(1.5)}
+    words = [np.array([1]), "pear"]
+    numpy_request = paradec.Request(logit_bias={np.int64(5): np.float32(1.5)}, bad_words=words, **numbers)
+    for saved in (request, numpy_request, replace(numpy_request, min_new_tokens=np.int64(0))):
+        saved.save(tmp_path / "request.json")
+        assert paradec.Request.load(tmp_path / "request.json") == request
+
+
+def test_values_that_change_nothing_are_no_controls() -> None:
+    neutral: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    neutral |= {"logit_bias": {}, "bad_words": [], "min_new_tokens": 0, "ignore_eos": False}
+    for sampler in ("threshold", "wino"):
+        state = samplers.create(sampler).start(tiny(1), PROMPTS, max_new_tokens=4, **neutral)
+        assert "controls" not in state.features

@@ -33,8 +33,10 @@ class TokenControls(Feature):
     request: Any
     bias: tuple[Tensor, Tensor]
     """Ids [N] int64 and what is added to their logits [N]."""
+    excluded: Tensor
+    """Ids [N] int64 that are never proposed."""
     words: list[list[int]]
-    """Token ids of texts that an answer must not have."""
+    """Sequences of several ids that an answer must not have."""
     ends: tuple[int, ...]
 
     host_only = "biases and penalties of tokens are applied on the host"
@@ -45,7 +47,7 @@ class TokenControls(Feature):
         tokenizer, and controls that the sampler or the rest of the request cannot take.
 
         in_order: whether tokens become final from left to right."""
-        active = [name for name in CONTROLS if name in request.changes()]
+        active = [name for name in CONTROLS if request.changes().get(name)]
         if not active:
             return None
         for field, why in (("rollout", "replays the model's own probabilities"), ("constraint", "ends an answer")):
@@ -54,9 +56,13 @@ class TokenControls(Feature):
                 raise ValueError(f"{refused[0]}={shown(getattr(request, refused[0]))}: {field} {why}; leave one out")
         counting = next((name for name in PENALTIES if name in active), None)
         if counting is not None and getattr(getattr(sampler, "needs", None), "revises", False):
-            raise ValueError(f"{counting} counts final tokens, and sampler {sampler.name!r} takes tokens back")
+            value = shown(getattr(request, counting))
+            raise ValueError(f"{counting}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
-            raise ValueError(f"{active[0]} needs an answer written from left to right; this order is another one")
+            value = shown(getattr(request, active[0]))
+            raise ValueError(
+                f"{active[0]}={value} needs an answer written from left to right; this order is another one"
+            )
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())
         for token in bias:
@@ -65,20 +71,27 @@ class TokenControls(Feature):
         long_words = [word for word in words if len(word) > 1]
         if long_words and not in_order:
             raise ValueError(
-                f"bad_words: sampler {sampler.name!r} decides positions in any order and takes words of one token; one "
-                f"has {len(long_words[0])}"
+                f"bad_words={shown(request.bad_words)}: sampler {sampler.name!r} decides positions in any order and "
+                f"takes words of one token; one has {len(long_words[0])}"
             )
+        facts, singles = model.facts, [word[0] for word in words if len(word) == 1]
+        ends = facts.eos_token_ids if request.ignore_eos or request.min_new_tokens else ()
+        suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
+        if len({*singles, *ends, *suppressed, facts.mask_token_id} - {None}) >= size:
+            raise ValueError(f"bad_words={shown(request.bad_words)} with suppress_tokens excludes all {size} tokens")
         ids = torch.tensor(list(bias), dtype=torch.int64, device=model.device)
         values = torch.tensor(list(bias.values()), device=model.device)
-        return cls(request.without_objects(), (ids, values), words, model.facts.eos_token_ids)
+        excluded = torch.tensor(singles, dtype=torch.int64, device=model.device)
+        return cls(request.without_objects(), (ids, values), excluded, long_words, facts.eos_token_ids)
 
     def adjust(self, logits: Tensor, prompt: Sequence[int], answer: Sequence[int], offsets: Tensor) -> None:
         """Adjust logits [W, V] in place after the final tokens `prompt` and `answer`.
 
         offsets: [W] int64: places in the answer that the logits are for; below 0 in the prompt, where no end is
         excluded."""
+        logits[:, self.excluded] = -torch.inf
         for word in self.words:
-            if len(word) == 1 or list(answer[1 - len(word) :]) == word[:-1]:
+            if list(answer[1 - len(word) :]) == word[:-1]:
                 logits[:, word[-1]] = -torch.inf
         ids, values = self.bias
         logits[:, ids] += values.to(logits.dtype)
@@ -95,7 +108,10 @@ class TokenControls(Feature):
             logits[:, ids] = values
 
     def adjust_rows(self, state: Any, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Adjust logits [R, W, V] of positions [R, W] of a masked model's rows, or of canvases of noise: a copy."""
+        """Adjust logits [R, W, V] of positions [R, W] of a masked model's rows, or of canvases of noise: a copy.
+
+        Logits [R, 2 W, V] are followed by those of the same positions as masks (`Needs.mask_probes`)."""
+        positions = positions.repeat(1, logits.shape[1] // positions.shape[1])
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for index, row in enumerate(rows.tolist()):
             length = int(state.length[row])
@@ -130,15 +146,15 @@ class TokenControls(Feature):
 
 def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
     """Token ids of `bad_words`; a text also with a space before it, as it stands within an answer."""
-    sequences: list[list[int]] = []
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str):
-            sequences.append([int(token) for token in word])
+            sequences[tuple(map(int, word))] = None
             continue
         if model.tokenizer is None:
             raise ValueError(f"bad_words={shown(word)} needs a tokenizer, and {model.facts.name} has none; give ids")
-        spellings = [model.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
-        sequences += [ids for ids in spellings if ids and ids not in sequences]
+        for text in (word, f" {word.lstrip()}"):
+            sequences[tuple(model.tokenizer.encode(text, add_special_tokens=False))] = None
     for token in (token for sequence in sequences for token in sequence):
         check_int("bad_words", token, low=0, high=model.facts.vocab_size - 1)
-    return sequences
+    return [list(sequence) for sequence in sequences if sequence]
