@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from fastapi.responses import Response, StreamingResponse
 from openai.types import Completion, CompletionChoice
@@ -32,8 +32,6 @@ from paradec.integrations.server.limits import ApiError, Call, to_api_error
 from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
 from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody, read_changes, read_constraint
 
-OBJECTS: Any = {Completion: "text_completion", ChatCompletion: "chat.completion"}
-OBJECTS |= {ChatCompletionChunk: "chat.completion.chunk"}
 MAX_CHOICES = 1024  # answers to one body
 MAX_DRAFTS = 4  # waiting events beyond which no draft is added
 
@@ -265,7 +263,8 @@ class Reply:
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             response["usage"] = {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
         kind: Any = (ChatCompletionChunk if self.body.stream else ChatCompletion) if self.is_chat else Completion
-        return str(kind(object=OBJECTS[kind], **response).model_dump_json(exclude_unset=True, warnings=False))
+        (name,) = get_args(kind.model_fields["object"].annotation)
+        return str(kind(object=name, **response).model_dump_json(exclude_unset=True, warnings=False))
 
     def _build_choice(self, answer: Answer, piece: Piece) -> Any:
         stream, scores = self.body.stream, piece.scores
@@ -298,10 +297,9 @@ class Decisions:
     def __init__(self, engine: Engine):
         self.model, self._turn = engine.model, asyncio.Lock()
         self.config: Any = None
-        folder = getattr(self.model.module, "name_or_path", None)
-        folder = folder if isinstance(folder, str) and os.path.isdir(folder) else ""
+        folder = str(getattr(self.model.module, "name_or_path", ""))
         try:
-            self.config = import_decision().DecisionConfig.from_pretrained(folder)
+            self.config = import_decision().DecisionConfig.from_pretrained(folder if os.path.isdir(folder) else "")
         except ImportError:  # `answer` says so
             pass
         except Exception as error:  # of any kind: the file can hold anything

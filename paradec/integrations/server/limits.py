@@ -28,7 +28,7 @@ MAX_DRAINED = 64 * 2**20  # bytes of a body that is too long, which are read so 
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}  # fields of the body by those of a Request
+CLIENT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}  # of fields
 
 
 class ApiError(Exception):

@@ -16,28 +16,27 @@ from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
 from paradec.core.checks import shown, unknown_name
 from paradec.core.component_text import parse_components
-from paradec.integrations.server.limits import ApiError
+from paradec.integrations.server.limits import CLIENT_NAMES, ApiError
 from paradec.request import FIELDS as REQUEST_FIELDS
 from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
+from paradec.samplers.features.token_controls import CONTROLS
 
 OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts`; `extra_body` of OpenAI's clients
-# fields of `paradec.Request` that no body sets
-HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")
+HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # fields that no body sets
 FIELDS = tuple(name for name in REQUEST_FIELDS if name not in HIDDEN)
 SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they set, which checks them
-    **{name: name for name in ("temperature", "top_p", "top_k", "seed")},
-    **{"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"},
-}
+    CLIENT_NAMES.get(name, name): name
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_strings", *CONTROLS)
+} | {"max_completion_tokens": "max_new_tokens"}
+OFF = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # other values for null
 INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing; ... is any
-    **{"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0},
-    **{"min_tokens": 0, "ignore_eos": False, "logit_bias": {}, "modalities": ["text"], "skip_special_tokens": True},
-    **{"verbosity": "medium", "suffix": "", "echo": False, "user": ..., "metadata": ..., "store": ...},
-    **{"service_tier": ..., "safety_identifier": ..., "prompt_cache_key": ..., "prompt_cache_retention": ...},
-    "parallel_tool_calls": ...,
+    **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
+    **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
+    **{"prompt_cache_key": ..., "prompt_cache_retention": ..., "parallel_tool_calls": ...},
 }
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_ENTRIES, MAX_LENGTH = {"stop": 16, "bad_words": 256, "logit_bias": 1024}, 256
 
 
 def _check_own(name: str, value: Any) -> None:
@@ -145,12 +144,19 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     """Read the fields of `paradec.Request`, those of the body over its preset's; a constraint is the preset's. Raises
     ApiError, ValueError or TypeError for a field, a value or a preset that is not supported."""
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT)
-    extra = body.model_extra or {}
-    for name, value in extra.items():
+    changes = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
+    sources = dict.fromkeys(changes, OWN)  # fields of the body
+    for name, value in (body.model_extra or {}).items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
         if INERT.get(name, ...) is not ... and value not in (None, INERT[name]):
             raise ApiError(f"{name}={shown(value)} is not supported; give {json.dumps(INERT[name])}", 422, name)
+        if value is None or (field := SAMPLING.get(name)) is None:
+            continue
+        value = None if value in OFF.get(name, ()) else value
+        if field in sources and (sources[field] == OWN or changes[field] != value):
+            raise ApiError(f"{name} and {sources[field]} say the same; give one", 400, name)
+        changes[field], sources[field] = value, name
     if body.preset is not None and body.preset not in presets:
         raise ApiError(f"preset={shown(body.preset)} must be one of {', '.join(presets) or 'none'}", 400, "preset")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
@@ -161,22 +167,16 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
-    changes = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
-    sources = dict.fromkeys(changes, OWN)  # fields of the body
-    for name, changed in SAMPLING.items():
-        value = extra.get(name)
-        if value is None or (name == "top_k" and value in (-1, 0)):
-            continue
-        if changed in sources and (sources[changed] == OWN or changes[changed] != value):
-            raise ApiError(f"{name} and {sources[changed]} say the same; give one", 400, name)
-        changes[changed], sources[changed] = value, name
     stops = changes.get("stop_strings")
-    stops = [stops] if isinstance(stops, str) else [] if stops is None else stops
-    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+    if not isinstance(stops, str | list | None) or not all(isinstance(text, str) for text in stops or ()):
         raise ApiError(f"stop={shown(stops)} must be a text or a list of texts", 422, "stop")
-    if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stops):
-        raise ApiError(f"stop must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters", 400, "stop")
-    return {**(presets[body.preset] if body.preset else {}), **Request.from_dict(changes)}
+    arguments = Request.from_dict(changes)
+    for name, most in MAX_ENTRIES.items():
+        entries = arguments.get(SAMPLING[name]) or ()
+        entries = [entries] if isinstance(entries, str) else entries
+        if len(entries) > most or any(len(str(entry)) > MAX_LENGTH for entry in entries):
+            raise ApiError(f"{name} must have at most {most} entries of at most {MAX_LENGTH} characters", 400, name)
+    return {**(presets[body.preset] if body.preset else {}), **arguments}
 
 
 def read_presets(folder: Path) -> dict[str, dict[str, Any]]:

@@ -236,7 +236,14 @@ def test_lists_of_prompts_and_echo() -> None:
 
 
 INERT: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.0, "min_p": 0.0, "ignore_eos": False, "min_tokens": 0, "presence_penalty": 0},
+    {
+        "repetition_penalty": 1,
+        "min_p": 0.0,
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "presence_penalty": 0,
+        "bad_words": [],
+    },
     {"frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "skip_special_tokens": True, "user": "x"},
     {"stream": True, "stream_options": {"include_obfuscation": False}, "prompt_cache_retention": "24h"},
     {"max_tokens": 8, "max_completion_tokens": 8, "top_k": 20, "temperature": 0.7},
@@ -247,18 +254,69 @@ def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
     with scripted("hello") as (server, _, _):
         for more in INERT:
             assert server.post(chat(**more))[0] == 200, more
-        for name, value in {
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "ignore_eos": True,
-            "reasoning_effort": "none",
-        }.items():
+        for name, value in {"best_of": 2, "suffix": "x", "reasoning_effort": "none"}.items():
             status, _, text = server.post(chat(**{name: value}))
             assert status == 422 and json.loads(text)["error"]["param"] == name
         for name, value in {"stop": "", "seed": -1, "temperature": "0.5", "top_p": 0, "max_tokens": 0}.items():
             status, _, text = server.post(chat(**{name: value}))
             error = json.loads(text)["error"]
             assert status == 400 and error["param"] == name and error["message"].startswith(f"{name}={value!r}"), text
+
+
+def test_fields_of_single_tokens_shape_the_answer() -> None:
+    with scripted("hello") as (server, client, _):
+        (token,) = token_ids(server.engine.model.tokenizer, "#")
+        assert both(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
+        assert both(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
+        end, end_id = {"ignore_eos": True}, server.engine.model.tokenizer.eos_token_id
+        assert both(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
+        early = {"logit_bias": {str(end_id): 100}}
+        assert both(client, **early) == [("", "", [], "stop")] * 2
+        assert both(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
+        assert both(client, **early, extra_body={"paradec": {"min_new_tokens": 4}}) == [("hell", "", [], "stop")] * 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("min_tokens", -1, "min_tokens=-1 must be an integer from 0"),
+        ("min_tokens", "3", "min_tokens='3' must be an integer"),
+        ("min_p", 1.5, "min_p=1.5 must be a number in"),
+        ("ignore_eos", 1, "ignore_eos=1 must be True or False"),
+        ("repetition_penalty", 0, "repetition_penalty=0 must be"),
+        ("presence_penalty", 2.5, "presence_penalty=2.5 must be"),
+        ("frequency_penalty", [1], "frequency_penalty=\\[1\\] must be"),
+        ("logit_bias", {"5": 101}, "logit_bias=101 must be"),
+        ("logit_bias", {"x": 1}, "must have token ids as keys"),
+        ("logit_bias", {"9" * 30: 1}, "logit_bias=9+ must be an integer from 0"),
+        ("logit_bias", {"9" * 5000: 1}, "must have token ids as keys"),
+        ("logit_bias", {"999999": 1}, "logit_bias=999999 must be an integer from 0"),
+        ("logit_bias", {"1": {"a": [1]}}, "must be a number"),
+        ("logit_bias", {str(token): 1 for token in range(2000)}, "logit_bias must have at most 1024"),
+        ("bad_words", "h", "bad_words='h' must be a sequence"),
+        ("bad_words", [""], "has an empty word"),
+        ("bad_words", [[999999]], "bad_words=999999 must be"),
+        ("bad_words", ["a"] * 2000, "bad_words must have at most 256"),
+        ("bad_words", ["a" * 300], "of at most 256 characters"),
+    ],
+)
+def test_wrong_fields_of_single_tokens_are_named(field: str, value: Any, reason: str) -> None:
+    with scripted("hello") as (server, client, _):
+        for body in ({field: value}, {"paradec": {field.replace("min_tokens", "min_new_tokens"): value}}):
+            with pytest.raises(openai.BadRequestError, match=reason) as raised:
+                both(client, extra_body=body)
+            assert raised.value.param == field
+        assert server.engine.alive and server.post(chat())[0] == 200
+
+
+def test_least_lengths_and_forms_of_answers_exclude_each_other() -> None:
+    with scripted("hello") as (_, client, _):
+        for field, value in {"min_tokens": 3, "ignore_eos": True}.items():
+            with pytest.raises(openai.BadRequestError, match=f"{field}={value}: constraint") as raised:
+                both(client, extra_body={field: value, "guided_choice": ["yes"]})
+            assert raised.value.param == field
+        with pytest.raises(openai.BadRequestError, match="min_tokens and paradec say the same"):
+            both(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
 
 
 @pytest.mark.parametrize(

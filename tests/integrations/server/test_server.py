@@ -37,6 +37,8 @@ def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     folder = tmp_path_factory.mktemp("presets")
     paradec.Request(sampler="low_confidence", max_new_tokens=12).save(folder / "slowly.json")
     (folder / "warm.json").write_text('{"temperature": 1.5, "max_new_tokens": 12}')
+    narrow = '{"temperature": 1.5, "max_new_tokens": 12, "min_p": 1.0, "top_k": 1}'
+    (folder / "warm_narrow.json").write_text(narrow)
     with running(model, presets=read_presets(folder)) as found:
         yield found
 
@@ -121,6 +123,34 @@ def test_presets_are_overruled_by_what_stands_beside_them(client: openai.OpenAI,
     assert said(client, SHUFFLE, temperature=0.0, extra_body={"preset": "warm"}) == cold
     warm = {paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, **usual).text for seed in range(3)}
     assert {said(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
+
+
+CONTROLS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"frequency_penalty": -1.0},
+    {"min_p": 0.9},
+    {},
+]
+
+
+def test_answers_with_penalties_are_those_of_generate_alone(model: Any, client: openai.OpenAI) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
+    with ThreadPoolExecutor(len(CONTROLS)) as pool:
+        texts = list(pool.map(lambda more: said(client, SHUFFLE, **sampling, extra_body=more), CONTROLS))
+    usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.0, "seed": 5}
+    assert texts == [paradec.generate(model, SHUFFLE, **usual, **more).text for more in CONTROLS]
+    assert len({*texts}) > 2
+
+
+def test_a_body_turns_filters_of_its_preset_off(model: Any, client: openai.OpenAI) -> None:
+    usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.5}
+    free = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
+    narrow = {"preset": "warm_narrow"}
+    assert [
+        said(client, SHUFFLE, seed=seed, extra_body=narrow | {"min_p": 0, "top_k": -1}) for seed in range(3)
+    ] == free
+    assert len({said(client, SHUFFLE, seed=seed, extra_body=narrow) for seed in range(3)}) == 1 < len({*free})
 
 
 def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model: Any) -> None:
