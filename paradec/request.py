@@ -69,7 +69,8 @@ def _component(name: str, value: Any) -> Any:
     elif isinstance(value, str):
         registry.check(value)
     elif name == "sampler" and not isinstance(value, import_lazily("paradec.core.protocol:Sampler")):
-        raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create")
+        hint = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
+        raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create{hint}")
     elif name == "cache" and not isinstance(value, import_lazily("paradec.caches.base:Cache")):
         raise ValueError(f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create")
     return None

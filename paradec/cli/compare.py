@@ -77,7 +77,7 @@ def parallel(
 
     from paradec.tools.evaluation import parallel as benches
 
-    names = options.names(samplers)
+    names = options.sampler_names(samplers)
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
     shared["tasks"] = options.names(shared["tasks"])

@@ -160,6 +160,8 @@ class Registry:
         if self.kind == "sampler" and (method := import_lazily(PIPELINE_METHOD)(str(name))) is not None:
             call = f"paradec.accelerate(pipeline, {method!r})"
             return ValueError(f"unknown sampler: {shown(name)}; it is for pipelines of diffusers: {call}")
+        if isinstance(name, str) and ".py" in name:
+            return ValueError(f"{self.kind}={shown(name)}: a file's class is FILE.py:CLASS, and for commands alone")
         listing = f"paradec.{self._module}.names()"
         return ValueError(unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {})))
 
