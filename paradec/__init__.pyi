@@ -35,6 +35,9 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline as PixelDiTPipeline
 from paradec.models.load_drafter import load_drafter as load_drafter
 from paradec.models.loading import load as load
 from paradec.models.proteins.mpnn import load_protein_mpnn as load_protein_mpnn
+from paradec.models.proteins.rules import DesignRules as DesignRules
+from paradec.models.proteins.structure import Structure as Structure
+from paradec.models.proteins.structure import read_structure as read_structure
 from paradec.models.wrapping import wrap as wrap
 from paradec.request import Request as Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks as AdaptiveBlocks

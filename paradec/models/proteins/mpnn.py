@@ -368,6 +368,8 @@ def load_protein_mpnn(
     Raises:
         CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read.
     """
+    if isinstance(structures, (str, os.PathLike)) and os.fspath(structures).endswith(".pt"):
+        raise ValueError(f"weights come first, then structures: {os.fspath(structures)!r} would be a structure")
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
     backbones = [
         read_structure(entry) if isinstance(entry, (str, os.PathLike)) else entry

@@ -51,6 +51,8 @@ class DesignRules:
         for name, letters in (("omit", self.omit), *((f"omit_at[{key}]", omit) for key, omit in self.omit_at.items())):
             for letter in letters:
                 _check_letter(name, letter)
+        if not all(isinstance(tie, Sequence) and not isinstance(tie, str) for tie in self.ties):
+            raise ValueError(f"ties={shown(self.ties)} must be groups of residues, like [(3, 10)]")
         ties = tuple(tuple(tie) for tie in self.ties)
         residues = [residue for tie in ties for residue in tie]
         for residue in residues:

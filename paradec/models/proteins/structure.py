@@ -113,6 +113,10 @@ class Structure:
         object.__setattr__(self, "atoms", atoms)
         object.__setattr__(self, "elements", elements)
 
+    def __repr__(self) -> str:
+        chains, atoms = ", ".join(dict.fromkeys(self.chains or ())), len(self.elements)
+        return f"Structure({self.name!r}: {len(self)} residues, chains {chains}, {atoms} other atoms)"
+
     def __len__(self) -> int:
         return len(self.sequence)
 

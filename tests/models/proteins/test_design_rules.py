@@ -231,6 +231,8 @@ def test_copies() -> None:
         ({"ties": [(0, 1)], "tie_weights": [(0.5,)]}, ValueError, "tie_weights=.* a number for each residue"),
         ({"ties": [(0, 1)], "tie_weights": [None, (1, 2)]}, ValueError, "tie_weights=.* each tie"),
         ({"ties": [(0, 1)], "tie_weights": [(0.5, "x")]}, (ValueError, TypeError), "tie_weights='x'"),
+        ({"ties": [3, 10]}, ValueError, r"ties=.* must be groups"),
+        ({"ties": "A4=A11"}, ValueError, r"ties='A4=A11' must be groups"),
         ({"ties": [(0.5, 1)]}, (ValueError, TypeError), "ties=0.5 must be"),
     ],
 )

@@ -84,7 +84,7 @@ class Report:
         steps = len({call.step for call in self.calls})
         rule = next(iter(self.settings.values())).rule
         if not self.calls:
-            why = "no transformer was called in a run; attach before set_timesteps"
+            why = "no transformer was called in a run" if self.runs else "there was no run yet: call the pipeline"
         elif steps == 1 and len(self.calls) > 2:
             why = "neither the scheduler's step nor a timestep told one step from the next"
         elif isinstance(rule, (StepSchedule, StepMask, Every)):
@@ -111,9 +111,7 @@ class Report:
                 f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )
         if self.speedup is not None and self.why_nothing is None:
-            lines.append(
-                f"the transformer's calls took 1/{self.speedup:.2f} of what full calls alone take (this run's medians)"
-            )
+            lines.append(f"the transformer was {self.speedup:.2f} times as fast as with full calls alone (by medians)")
         return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing]), self.short])
 
     @property
