@@ -112,9 +112,7 @@ class _Writer:
                     children += [self.goals.key_goal(shape, name) for name in shape.listed_names()]
                     children += [cell for _, cell in self.other_keys(shape)]
                 elif shape.kind == "array":
-                    children += [
-                        item for index in range(self.positions(shape) + 1) for item, _ in self.items(shape, index)
-                    ]
+                    children += [self.goals.item_goal(shape, index) for index in range(self.positions(shape) + 1)]
             self._children[goal] = {child: None for child in children if child not in (OPEN, NO_VALUE)}
         return self._children[goal]
 
@@ -175,9 +173,6 @@ class _Writer:
             return others
         known = {*listed, *(name for part in shape.members for name in part.listed)}
         keys = complement(languages.of_texts([*known])) if known else None
-        for goal in shape.names:
-            if (names := self.goals.strings(goal)) is not None:
-                keys = names if keys is None else intersect(keys, names)
         cells: list[tuple[Dfa | None, frozenset[Dfa]]] = [(keys, frozenset())]
         for pattern in patterns:
             split = list[tuple[Dfa | None, frozenset[Dfa]]]()
@@ -226,65 +221,35 @@ class _Writer:
         """Number of positions with schemas of their own."""
         return max((1 + index for part in shape.members for index in part.listed), default=0)
 
-    def items(self, shape: Shape, index: int) -> list[tuple[Goal, tuple[int, ...]]]:
-        """Goals of an item, and for each entry of `contains` whether the item counts (1)."""
-        goals: list[tuple[Goal, tuple[int, ...]]] = [(self.goals.item_goal(shape, index), ())]
-        for counted, other, _, most in shape.contains:
-            goals = [
-                (goal | part, (*counts, is_counted))
-                for goal, counts in goals
-                # without an upper bound an item that is not counted may be any
-                for part, is_counted in ((counted, 1), (OPEN if most is None else other, 0))
-            ]
-        return goals
-
     def array(self, goal: Goal, shape: Shape, levels: int) -> Node:
         def item(child: Goal) -> Node:
             if child == OPEN:
                 return self.anything(self.depth - 1) if self.depth > 0 else NEVER
             return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
-        if shape.unique is not None and (shape.most is None or shape.most > 1):
+        if shape.unique and (shape.most is None or shape.most > 1):
             return self.unique_items(shape)
-        size = self.positions(shape)
-        letters = [[(item(child), counts) for child, counts in self.items(shape, index)] for index in range(size + 1)]
-        if len(shape.contains) > 3:
-            raise ValueError("schema: more than three contains in one place are not supported")
-        last, most = max(size, shape.least, 1), shape.most
+        size, most = self.positions(shape), shape.most
+        items = [item(self.goals.item_goal(shape, index)) for index in range(size + 1)]
+        last = max(size, shape.least, 1)
         if most is not None:
-            last = min(most, max(last, 8, self.max_size // max(1, *(node.size for node, _ in letters[-1]))))
-        bounds = [(low, low if high is None else high, high is None) for *_, low, high in shape.contains]
+            last = min(most, max(last, 8, self.max_size // max(1, items[-1].size)))
 
-        def moves(state: tuple[int, ...]) -> Iterable[tuple[Node, tuple[int, ...]]]:
-            index, *counts = state
-            for node, adds in letters[min(index, size)] if index < last or most is None else []:
-                sums = [count + add for count, add in zip(counts, adds, strict=True)]
-                if all(count <= cap or is_open for count, (_, cap, is_open) in zip(sums, bounds, strict=True)):
-                    caps = (min(count, cap) for count, (_, cap, _) in zip(sums, bounds, strict=True))
-                    yield node, (min(index + 1, max(last, 1)), *caps)
+        def moves(index: int) -> Iterable[tuple[Node, int]]:
+            if index < last or most is None:
+                yield items[min(index, size)], min(index + 1, max(last, 1))
 
-        def is_end(state: tuple[int, ...]) -> bool:
-            return state[0] >= shape.least and all(c >= low for c, (low, *_) in zip(state[1:], bounds, strict=True))
-
-        return array(_explore((0, *(0 for _ in bounds)), moves, is_end))
+        return array(_explore(0, moves, lambda index: index >= shape.least))
 
     def unique_items(self, shape: Shape) -> Node:
         """Arrays of different values of an enumeration, in its order where it is large."""
-        values = dict[str, Node]()
-        for item in self.goals.shapes(self.goals.item_goal(shape, 0)):
-            language = languages.BOOLEANS if item.kind == "boolean" and item.language is None else item.language
-            texts = _finite_texts(language) if language is not None else ["null"] if item.kind == "null" else None
-            if texts is None or self.positions(shape) or shape.contains or item.kind in ("object", "array"):
-                raise ValueError(f"{shape.unique} is supported for enumerations of up to 64 simple values alone")
-            for value in texts:
-                key = f"{item.kind} {float(value) if item.kind == 'number' else value}"
-                values.setdefault(key, string(languages.of_texts([value])) if item.kind == "string" else text(value))
-        nodes, most = [*values.values()], len(values) if shape.most is None else min(shape.most, len(values))
-        in_order = len(nodes) > UNIQUE_IN_ANY_ORDER
+        goals = [self.goals.item_goal(shape, 0) | value for value in shape.unique]
+        nodes = [node for goal in goals if (node := self.value(goal, 1)) is not NEVER]
+        most, in_order = shape.most, len(nodes) > UNIQUE_IN_ANY_ORDER
 
         def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:
             count, used = state  # how many, and their bits, or the number of values that are over
-            for index, node in enumerate(nodes) if count < most else ():
+            for index, node in enumerate(nodes) if count != most else ():
                 if index >= used if in_order else not used >> index & 1:
                     yield node, (count + 1, index + 1 if in_order else used | 1 << index)
 
@@ -396,16 +361,3 @@ def _members(entries: list[tuple[Node, bool]], rest: Node, least: int, most: int
         return state[1] >= least and not any(is_required for _, is_required in entries[state[0] :])
 
     return _explore((0, 0), moves, is_end)
-
-
-def _finite_texts(language: Dfa, limit: int = 64) -> list[str] | None:
-    """The texts of a small language in order of length; None for others."""
-    texts, todo = list[str](), [("", 0)]
-    for text_, state in todo:
-        if language.accept[state]:
-            texts.append(text_)
-        for low, high, target in language.rows[state]:
-            if len(todo) > 4096 or high - low > limit:
-                return None
-            todo += [(text_ + chr(code), target) for code in range(low, high + 1)]
-    return texts if len(texts) <= limit else None

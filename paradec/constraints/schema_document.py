@@ -48,11 +48,10 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "enum": (lambda value: isinstance(value, list) and value, "a list of values"),
     **dict.fromkeys(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"), MAP),
-    **dict.fromkeys(("additionalProperties", "additionalItems", "contains", "propertyNames", "not"), SCHEMA),
+    **dict.fromkeys(("additionalProperties", "additionalItems", "not"), SCHEMA),
     **dict.fromkeys(("if", "then", "else"), SCHEMA),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), SCHEMAS),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNT),
-    **dict.fromkeys(("minContains", "maxContains"), COUNT),
     **dict.fromkeys(("$ref", "pattern", "format"), TEXT),
     "minimum": (is_number, "a number"),
     "maximum": (is_number, "a number"),
@@ -70,7 +69,11 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "items": (lambda value: is_schema(value) or _is_schemas(value), "a schema or a list of schemas"),
 }
 """Of each keyword: whether a value has its shape, and the shape in words."""
-CONST, UNSUPPORTED = "const", {"$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"}
+CONST = "const"
+UNSUPPORTED = {
+    *("$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"),
+    *("contains", "minContains", "maxContains", "propertyNames"),
+}
 CONSTRAINING = {*SHAPES, CONST} - {"$defs", "definitions"} | UNSUPPORTED
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "id", "$id"),

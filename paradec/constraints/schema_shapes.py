@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from paradec.constraints import languages
@@ -51,19 +52,6 @@ class Members:
 
 
 @dataclass(frozen=True)
-class SomeKey:
-    """A key that an object must have, of a pattern or outside of listed names and patterns, and its value's goal."""
-
-    listed: frozenset[str] | None
-    patterns: tuple[Dfa, ...]
-    goal: Goal
-
-    def selects(self, name: str) -> bool:
-        matched = any(pattern.accepts(map(ord, name)) for pattern in self.patterns)
-        return matched if self.listed is None else not matched and name not in self.listed
-
-
-@dataclass(frozen=True)
 class Shape:
     """Values of one type."""
 
@@ -79,13 +67,10 @@ class Shape:
     required: tuple[str, ...] = ()
     offered: frozenset[str] = frozenset()
     """Names that are required only for the sake of an excluded schema."""
-    some: tuple[SomeKey, ...] = ()
-    names: tuple[Goal, ...] = ()
-    """Of an object's keys."""
-    contains: tuple[tuple[Goal, Goal, int, int | None], ...] = ()
-    """Goals of items that are counted and of those that are not, and the bounds of their number."""
-    unique: str | None = None
-    """The path of `uniqueItems`."""
+    some: tuple[Members, ...] = ()
+    """For each, some key has to have a value of its goal."""
+    unique: tuple[Goal, ...] = ()
+    """The different values of an array's items."""
 
     def listed_names(self) -> dict[str, None]:
         """Names of keys in order."""
@@ -123,14 +108,19 @@ def merge(first: Shape, second: Shape) -> Shape | None:
         required,
         (first.offered | second.offered) - plain,
         tuple(dict.fromkeys((*first.some, *second.some))),
-        tuple(dict.fromkeys((*first.names, *second.names))),
-        tuple(dict.fromkeys((*first.contains, *second.contains))),
         first.unique or second.unique,
     )
 
 
 PLAIN_SHAPES = {shape.kind: shape for shape in ANYTHING}
 EXPLICIT = {kind: Shape(kind, True) for kind in TYPES}
+SCALARS = {
+    "string": languages.of_length(0, None),
+    "number": languages.EXACT,
+    "boolean": languages.BOOLEANS,
+    "null": languages.of_texts(["null"]),
+}
+"""What enumerated values are excluded from."""
 
 
 def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
@@ -195,10 +185,10 @@ class Goals:
         return self._shapes[goal]
 
     def _choose_keys(self, shape: Shape) -> list[Shape]:
-        """The alternatives of a shape that must have some key, by the offered key that it is."""
+        """The alternatives of a shape that must have some key, by the listed key that it is."""
         choices = [dataclasses.replace(shape, some=())]
         for some in shape.some:
-            present = [s for name in self._names(shape) if some.selects(name) for s in self.present(name, some.goal)]
+            present = [part for name in self._names(shape) for part in self.present(name, some.goal(name))]
             choices = self.both(choices, present)
         return choices
 
@@ -221,19 +211,10 @@ class Goals:
 
     def key_goal(self, shape: Shape, name: str) -> Goal:
         """The goal of the value of a key."""
-        if any(not language.accepts(map(ord, name)) for goal in shape.names if (language := self.strings(goal))):
-            return NO_VALUE
         return frozenset().union(*(part.goal(name) for part in shape.members))
 
     def item_goal(self, shape: Shape, index: int) -> Goal:
         return frozenset().union(*(part.listed.get(index, part.others) for part in shape.members))
-
-    def strings(self, goal: Goal) -> Dfa | None:
-        """The strings of a goal; None for all."""
-        languages = [shape.language for shape in self.shapes(goal) if shape.kind == "string"]
-        if None in languages:
-            return None
-        return to_dfa(either(to_node(language) for language in languages if language is not None))
 
     def settle(self, shapes: Iterable[Shape]) -> list[Shape]:
         """Leave out types that no keyword speaks of, where keywords speak of some; else offer all of them."""
@@ -287,9 +268,6 @@ class Goals:
         self.left_out[f"values that violate {path}"] = None
         return ()
 
-    def any_of(self, branches: Iterable[Iterable[Shape]]) -> list[Shape]:
-        return [shape for branch in branches for shape in self.branch(branch)]
-
     def branch(self, shapes: Iterable[Shape]) -> list[Shape]:
         """A branch; one that speaks of no type means all of them."""
         alternatives = [*shapes]
@@ -309,47 +287,29 @@ class Goals:
         integers = Shape("number", True, None if self.is_loose else language)
         return [*(shape for shape in shapes if shape.kind != "number"), integers]
 
-    def enum(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        values = [schema["const"]] if "const" in schema else []
-        lists = [values] if values else []
-        lists += [schema["enum"]] if "enum" in schema else []
-        parts = [self._listed(schema, entries, sign) for entries in lists]
-        if sign:
-            return parts[0] if len(parts) == 1 else self.both(*parts)
-        return [shape for part in parts for shape in part]
-
-    def _listed(self, schema: Any, values: list[Any], sign: bool) -> list[Shape]:
-        """Values of a list, or all others."""
-        strings = [value for value in values if isinstance(value, str)]
+    def enum(self, schema: Any, sign: bool, key: str) -> Iterable[Shape]:
+        values = [schema["const"]] if key == "const" else schema["enum"]
         numbers = [value for value in values if is_number(value)]
-        booleans = [str(value).lower() for value in values if isinstance(value, bool)]
         nested = [self._structure(schema, value) for value in values if isinstance(value, (Mapping, list))]
+        texts = {
+            "string": [value for value in values if isinstance(value, str)],
+            "number": [text for value in numbers for text in languages.number_texts(value)],
+            "boolean": [str(value).lower() for value in values if isinstance(value, bool)],
+            "null": ["null"] if None in values else [],
+        }
+        languages_of = {kind: languages.of_texts(entries) for kind, entries in texts.items() if entries}
         if sign:
-            texts = {
-                "string": strings,
-                "number": [text for value in numbers for text in languages.number_texts(value)],
-                "boolean": booleans,
-            }
-            shapes = [Shape(kind, True, languages.of_texts(entries)) for kind, entries in texts.items() if entries]
+            shapes = [Shape(kind, True, language) for kind, language in languages_of.items()]
             if self.is_loose:  # numbers have many texts
                 shapes = [EXPLICIT["number"] if shape.kind == "number" else shape for shape in shapes]
-            shapes += [EXPLICIT["null"]] if None in values else []
             return shapes + [shape for value in nested for shape in self.literal(True, value)]
-        plain: Dfa | None = languages.EXACT if numbers else None
-        for value in numbers:
-            assert plain is not None
-            plain = difference(plain, languages.equal_to(value))
-        shapes = [*violating("string", language=complement(languages.of_texts(strings)) if strings else None)]
-        shapes += violating("number", language=plain)
-        if len({*booleans}) < 2:
-            shapes += violating(
-                "boolean", language=difference(languages.BOOLEANS, languages.of_texts(booleans)) if booleans else None
-            )
-        shapes += [] if None in values else violating("null")
-        structures: list[Shape] = [EXPLICIT["object"], EXPLICIT["array"]]
-        for value in nested:
-            structures = self.both(structures, self.literal(False, value))
-        return shapes + structures
+        if numbers:
+            languages_of["number"] = to_dfa(either(to_node(languages.equal_to(value)) for value in numbers))
+        shapes = self.both([EXPLICIT["object"], EXPLICIT["array"]], self.every(nested, False))
+        for kind in texts:
+            language = languages_of.get(kind)
+            shapes += violating(kind, language=language and difference(SCALARS[kind], language))
+        return shapes
 
     def _structure(self, schema: Any, value: Any) -> Mapping[str, Any]:
         """The schema of one object or array."""
@@ -365,21 +325,22 @@ class Goals:
         self.document.paths.setdefault(id(structure), self.document.paths.get(id(schema), ""))
         return structure
 
-    def all_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        if not sign:
-            return [shape for part in schema["allOf"] for shape in self.literal(False, part)]
+    def every(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
+        """Values of all of some subschemas, or of none."""
         shapes: list[Shape] = [*ANYTHING]
-        for part in schema["allOf"]:
-            shapes = self.both(shapes, self.literal(True, part))
+        for part in parts:
+            shapes = self.both(shapes, self.literal(sign, part))
         return shapes
 
-    def some_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
+    def all_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
         if sign:
-            return self.any_of(self.literal(True, part) for part in schema["anyOf"])
-        shapes: list[Shape] = [*ANYTHING]
-        for part in schema["anyOf"]:
-            shapes = self.both(shapes, self.literal(False, part))
-        return shapes
+            return self.every(schema["allOf"], True)
+        return [shape for part in schema["allOf"] for shape in self.literal(False, part)]
+
+    def some_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
+        if not sign:
+            return self.every(schema["anyOf"], False)
+        return [shape for part in schema["anyOf"] for shape in self.branch(self.literal(True, part))]
 
     def one_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
         parts = schema["oneOf"]
@@ -387,20 +348,16 @@ class Goals:
             return [shape for part in parts for shape in self.literal(True, part)]
         positive = [self.branch(self.literal(True, part)) for part in parts]
         if not sign:
-            shapes: list[Shape] = [*ANYTHING]
-            for part in parts:
-                shapes = self.both(shapes, self.literal(False, part))
-            for i, branch in enumerate(positive):
-                shapes += [shape for other in positive[:i] for shape in self.both(branch, other)]
-            return shapes
-        branches = []
-        for i, shapes in enumerate(positive):
-            branch = shapes
+            pairs = [self.both(first, second) for first, second in combinations(positive, 2)]
+            return [*self.every(parts, False), *(shape for pair in pairs for shape in pair)]
+        alternatives = list[Shape]()
+        for i, branch in enumerate(positive):
+            shapes = branch
             for j, part in enumerate(parts):
-                if i != j and any(map(self.loose.is_possible_shape, self.both(shapes, self.loose.literal(True, part)))):
-                    branch = self.both(branch, self.literal(False, part))
-            branches.append(branch)
-        return self.any_of(branches)
+                if i != j and any(map(self.loose.is_possible_shape, self.both(branch, self.loose.literal(True, part)))):
+                    shapes = self.both(shapes, self.literal(False, part))
+            alternatives += self.branch(shapes)
+        return alternatives
 
     def exclude(self, schema: Any, sign: bool) -> Iterable[Shape]:
         return self.literal(not sign, schema["not"])
@@ -485,34 +442,33 @@ class Goals:
 
     def properties(self, schema: Any, sign: bool) -> Iterable[Shape]:
         listed = schema.get("properties", {})
-        patterns = [
-            (self.search(schema, f"patternProperties.{pattern}", pattern), part)
-            for pattern, part in schema.get("patternProperties", {}).items()
-        ]
-        others = schema.get("additionalProperties")
+        patterns = schema.get("patternProperties", {})
+        languages_of = {name: self.search(schema, f"patternProperties.{name}", name) for name in patterns}
+        others = schema.get("additionalProperties", True)
         if sign:
             members = Members(
                 {name: self.goal(part) for name, part in listed.items()},
-                tuple((language, self.goal(part)) for language, part in patterns),
-                self.goal(True if others is None else others),
-                others is not None,
+                tuple((languages_of[name], self.goal(part)) for name, part in patterns.items()),
+                self.goal(others),
+                "additionalProperties" in schema,
             )
             return only("object", members=(members,))
-        shapes = list[Shape]()
-        for name, part in listed.items():
+        shapes = [shape for name, part in listed.items() for shape in self.present(name, self.goal(part, False))]
+        known = tuple((language, NO_VALUE) for language in languages_of.values())
+        some = Members(dict.fromkeys(listed, NO_VALUE), known, self.goal(others, False))
+        keys = [("additionalProperties", some)] if some.others != NO_VALUE else []
+        for name, part in patterns.items():
             if (goal := self.goal(part, False)) != NO_VALUE:
-                shapes += self.present(name, goal)
-        known = tuple(language for language, _ in patterns)
-        keys = [(None, (language,), part, "patternProperties") for language, part in patterns]
-        rest = True if others is None else others
-        for names, selected, part, key in (*keys, (frozenset(listed), known, rest, "additionalProperties")):
-            if (goal := self.goal(part, False)) != NO_VALUE:
-                self.leave_out(schema, key)
-                shapes += violating("object", some=(SomeKey(names, selected, goal),), least=1)
+                keys.append(("patternProperties", Members({}, ((languages_of[name], goal),), NO_VALUE)))
+        for key, some in keys:
+            self.leave_out(schema, key)
+            shapes += violating("object", some=(some,), least=1)
         return shapes
 
     def present(self, name: str, goal: Goal = OPEN) -> tuple[Shape, ...]:
         """Objects that have a key with a value of a goal."""
+        if goal == NO_VALUE:
+            return ()
         members = (Members({name: goal}, is_negative=True),)
         return violating("object", members=members, required=(name,), offered=frozenset({name}), least=1)
 
@@ -524,12 +480,6 @@ class Goals:
         if sign:
             return only("object", required=names) if names else ANYTHING
         return [shape for name in names for shape in violating("object", **self.absent(name))]
-
-    def property_names(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        goal = self.goal(schema["propertyNames"])
-        if goal == OPEN:
-            return ANYTHING if sign else ()
-        return only("object", names=(goal,)) if sign else self.leave_out(schema, "propertyNames")
 
     def count(self, schema: Any, sign: bool, kind: str, noun: str) -> Iterable[Shape]:
         low, high = self.limits(schema, noun)
@@ -548,16 +498,9 @@ class Goals:
             rules += schema.get(key, {}).items()
         shapes: list[Shape] = [*ANYTHING] if sign else []
         for name, rule in rules:
-            if isinstance(rule, list):
-                holds: Iterable[Shape] = violating("object", required=(name, *rule), offered=frozenset({name}))
-                fails = [shape for other in rule for shape in violating("object", **self.absent(other))]
-            else:
-                holds = self.both(self.present(name), self.literal(True, rule))
-                fails = [*self.literal(False, rule)]
-            if sign:
-                shapes = self.both(shapes, [*only("object", **self.absent(name)), *holds])
-            else:
-                shapes += self.both(self.present(name), fails)
+            holds = self.literal(sign, {"required": rule} if isinstance(rule, list) else rule)
+            present = self.both(self.present(name), holds)
+            shapes = self.both(shapes, [*only("object", **self.absent(name)), *present]) if sign else shapes + present
         return shapes
 
     def items(self, schema: Any, sign: bool) -> Iterable[Shape]:
@@ -575,10 +518,8 @@ class Goals:
                 shapes += violating("array", members=(Members({index: goal}),), least=index + 1)
         if rest is False:
             shapes += violating("array", least=len(front) + 1)
-        elif (goal := self.goal(rest, False)) != NO_VALUE:
-            if front:
-                return [*shapes, *self.leave_out(schema, "items")]
-            shapes += violating("array", contains=((goal, self.goal(rest), 1, None),), least=1)
+        elif self.goal(rest, False) != NO_VALUE:
+            self.leave_out(schema, "items")
         return shapes
 
     def unique(self, schema: Any, sign: bool) -> Iterable[Shape]:
@@ -586,29 +527,21 @@ class Goals:
             return ANYTHING if sign else ()
         if not sign:
             return self.leave_out(schema, "uniqueItems")
-        return only("array", unique=self.document.error(schema, "uniqueItems", "").args[0].strip())
-
-    def contained(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        if "contains" not in schema:
-            return ANYTHING if sign else ()
-        low, high = int(schema.get("minContains", 1)), schema.get("maxContains")
-        goals = self.goal(schema["contains"]), self.goal(schema["contains"], False)
-        if max(low, high or 0) > 64:
-            raise self.document.error(schema, "contains", "may be counted up to 64")
-        if sign:
-            return only("array", contains=((*goals, low, None if high is None else int(high)),), least=low)
-        shapes = [*violating("array", contains=((*goals, 0, low - 1),))] if low else []
-        more = (
-            () if high is None else violating("array", contains=((*goals, int(high) + 1, None),), least=int(high) + 1)
-        )
-        return [*shapes, *more]
+        items: Any = next((self._schemas[index] for _, index in self.goal(schema.get("items", True))), None)
+        if isinstance(items, Mapping):
+            self.document.check(items)
+        values = items.get("enum", []) if isinstance(items, Mapping) else []
+        if not 0 < len(values) <= 64 or any(a == b for a, b in combinations(values, 2)):
+            raise self.document.error(schema, "uniqueItems", "is supported for enumerations of up to 64 values alone")
+        return only("array", unique=tuple(self.goal({"const": value}) for value in values))
 
 
 Rule = Callable[[Goals, Any, bool], Iterable[Shape]]
 RULES: dict[str, Rule] = {
     "$ref": Goals.reference,
     "type": Goals.type,
-    **dict.fromkeys(("enum", "const"), Goals.enum),
+    "enum": partial(Goals.enum, key="enum"),
+    "const": partial(Goals.enum, key="const"),
     "allOf": Goals.all_of,
     "anyOf": Goals.some_of,
     "oneOf": Goals.one_of,
@@ -621,12 +554,10 @@ RULES: dict[str, Rule] = {
     "multipleOf": Goals.multiple,
     **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Goals.properties),
     "required": Goals.required,
-    "propertyNames": Goals.property_names,
     **dict.fromkeys(("minProperties", "maxProperties"), partial(Goals.count, kind="object", noun="Properties")),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), Goals.dependencies),
     **dict.fromkeys(("items", "prefixItems", "additionalItems"), Goals.items),
     **dict.fromkeys(("minItems", "maxItems"), partial(Goals.count, kind="array", noun="Items")),
     "uniqueItems": Goals.unique,
-    **dict.fromkeys(("contains", "minContains", "maxContains"), Goals.contained),
 }
 """The rule of each keyword; those of one rule are read together."""
