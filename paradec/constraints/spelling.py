@@ -49,12 +49,15 @@ class Spelling:
         return text
 
     @cached_property
-    def arrays(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], ...]:
-        """Per context: ids [N], longest first; lengths [N]; concatenated bytes; offset of each id's bytes [N]."""
+    def arrays(self) -> tuple[Texts, ...]:
         return tuple(_arrays(texts) for texts in self.texts)
 
 
-def _arrays(texts: dict[int, bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+Texts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Ids [N], longest first; lengths [N]; concatenated bytes; offset of each id's bytes [N]."""
+
+
+def _arrays(texts: dict[int, bytes]) -> Texts:
     ids = sorted(texts, key=lambda token: -len(texts[token]))
     length = np.array([len(texts[token]) for token in ids], np.int64)
     joined = np.frombuffer(b"".join(texts[token] for token in ids), np.uint8)
@@ -158,8 +161,6 @@ _ALPHABET = _alphabet()
 MOST_WAYS, MOST_LITERALS = 8, 64
 """Maximum number of bytes that may follow within a literal, and of literals from one state."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
-MOST_ENTRIES = 2**22
-"""Map entries per chunk."""
 MAX_ENTRIES = 2**23
 """Maximum number of entries of all maps, with those of token prefixes."""
 
@@ -191,9 +192,9 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     arrays = spelling.arrays if not begin else [_arrays(texts | spelling.special) for texts in spelling.texts]
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)
     for context, context_states in enumerate(states):
-        ids, map_ids, context_map = _walk_texts(source, context_states, arrays[context])
-        inside = ids < vocab_size
-        map_of_token[ids[inside], context] = map_ids[inside]
+        map_ids, context_map = _walk_texts(source, context_states, arrays[context])
+        ids = arrays[context][0]
+        map_of_token[ids[ids < vocab_size], context] = map_ids[ids < vocab_size]
         maps.append(context_map)
     literal_edges, num_states = spelled or ([], int(offsets[-1]))
     _check(num_states, "states", MAX_STATES)
@@ -207,9 +208,8 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     order = np.argsort(kind.ravel(), kind="stable")
     members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])
     count = len(literal_edges)
-    for map_context, map_of_context in enumerate(maps):
-        context_map_ids = kinds[:, map_context]
-        count += int(map_of_context.sizes(context_map_ids[context_map_ids >= 0]).sum())
+    for context_maps, map_ids in zip(maps, kinds.T, strict=False):
+        count += sum(len(context_maps[map_id][0]) for map_id in map_ids[map_ids >= 0].tolist())
     _check(count, "edges", MAX_EDGES)
     class_of = {int(token): index for index, token in enumerate(kinds[:, -1]) if token >= 0}
     rows = [(state, class_of[token], target) for state, token, target in literal_edges]
@@ -217,7 +217,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     for index, (*class_maps, following, _) in enumerate(kinds.tolist()):
         for context, map_id in enumerate(class_maps):
             if map_id >= 0:
-                sources, targets = maps[context].entries(map_id)
+                sources, targets = maps[context][map_id]
                 targets = np.where(targets == begin - 1, begin, targets)
                 next_offset = offsets[context if following < 0 else following]
                 parts = (offsets[context] + sources, np.full(len(sources), index), next_offset + targets)
@@ -333,67 +333,33 @@ def _check(count: int, name: str, limit: int) -> None:
         raise ValueError(f"the constraint needs an automaton of more than {limit} {name} over the model's tokens")
 
 
-class _Maps:
-    """Sparse maps from states to states."""
-
-    def __init__(self, states: np.ndarray):
-        self.source, self.target = np.arange(len(states), dtype=np.int32), states.astype(np.int32)
-        self.begins = np.array([0, len(states)], np.int64)
-
-    def sizes(self, map_ids: np.ndarray) -> np.ndarray:
-        return self.begins[map_ids + 1] - self.begins[map_ids]
-
-    def entries(self, map_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources [k] and targets [k] of a map."""
-        inside = slice(self.begins[map_id], self.begins[map_id + 1])
-        return self.source[inside], self.target[inside]
-
-    def advance(
-        self, map_ids: np.ndarray, letters: np.ndarray, step: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Extend maps [n] by a letter [n] each: sources, targets, and the number of entries of each [n]."""
-        sizes = self.sizes(map_ids)
-        entries = np.arange(sizes.sum()) + np.repeat(self.begins[map_ids] - (np.cumsum(sizes) - sizes), sizes)
-        target = step[self.target[entries], np.repeat(letters, sizes)]
-        live = target >= 0
-        owner = np.repeat(np.arange(len(map_ids)), sizes)[live]
-        return self.source[entries[live]], target[live], np.bincount(owner, minlength=len(map_ids))
-
-    def add(self, maps: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        sources, targets = zip(*maps, strict=True)
-        self.source = np.concatenate((self.source, *sources))
-        self.target = np.concatenate((self.target, *targets))
-        self.begins = np.append(self.begins, self.begins[-1] + np.cumsum([len(source) for source in sources]))
+Map = tuple[np.ndarray, np.ndarray]
+"""A sparse map from states to states: sources [k] and targets [k]."""
 
 
-def _walk_texts(
-    source: ByteAutomaton, start_states: np.ndarray, texts: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, _Maps]:
-    """Walk texts from `start_states` [s]. Returns ids [N], map ids [N] (-1: empty map), and the maps; their sources
-    index `start_states`."""
+def _walk_texts(source: ByteAutomaton, start_states: np.ndarray, texts: Texts) -> tuple[np.ndarray, list[Map]]:
+    """Walk texts from `start_states` [s]. Returns map ids [N] (-1: empty map), and the maps; their sources index
+    `start_states`."""
     ids, length, joined, starts = texts
     letters, count, map_by_bytes = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
-    maps, map_ids = _Maps(start_states), np.zeros(len(ids), np.int64)
+    maps, map_ids = [(np.arange(len(start_states), dtype=np.int32), start_states)], np.zeros(len(ids), np.int64)
+    size = len(start_states)
+    columns = np.ascontiguousarray(source.step.T)
     for position in range(int(length.max(initial=0))):
         live = np.flatnonzero(map_ids[: np.searchsorted(-length, -position, side="left")] >= 0)
-        pair, back = np.unique(map_ids[live] * count + letters[starts[live] + position], return_inverse=True)
-        stepped_ids, new_maps = np.full(len(pair), -1, np.int64), list[tuple[np.ndarray, np.ndarray]]()
-        first = len(maps.begins) - 1
-        chunks = np.cumsum(maps.sizes(pair // count)) // MOST_ENTRIES
-        for chunk in np.split(np.arange(len(pair)), np.flatnonzero(np.diff(chunks)) + 1):
-            states, targets, sizes = maps.advance(pair[chunk] // count, pair[chunk] % count, source.step)
-            ends = np.cumsum(sizes)
-            for pair_index, stop, size in zip(chunk.tolist(), ends.tolist(), sizes.tolist(), strict=True):
-                if not size:
-                    continue
-                stepped = states[stop - size : stop], targets[stop - size : stop]
-                key = stepped[0].tobytes() + stepped[1].tobytes()
-                if key not in map_by_bytes:
-                    map_by_bytes[key] = first + len(new_maps)
-                    new_maps.append(stepped)
-                stepped_ids[pair_index] = map_by_bytes[key]
-        if new_maps:
-            maps.add(new_maps)
-            _check(len(maps.source), "edges", MAX_ENTRIES)
-        map_ids[live] = stepped_ids[back]
-    return ids, map_ids, maps
+        pairs, back = np.unique(map_ids[live] * count + letters[starts[live] + position], return_inverse=True)
+        stepped = np.full(len(pairs), -1, np.int64)
+        for index, pair in enumerate(pairs.tolist()):
+            sources, targets = maps[pair // count]
+            targets = columns[pair % count][targets]
+            alive = (targets >= 0).nonzero()[0]
+            if not len(alive):
+                continue
+            sources, targets = sources[alive], targets[alive]
+            stepped[index] = map_by_bytes.setdefault(sources.tobytes() + targets.tobytes(), len(maps))
+            if stepped[index] == len(maps):
+                maps.append((sources, targets))
+                size += len(sources)
+                _check(size, "edges", MAX_ENTRIES)
+        map_ids[live] = stepped[back]
+    return map_ids, maps
