@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ class Compiler:
         self.seconds, self.max_bytes = seconds, max_bytes
         self._slots, self._lock = threading.Semaphore(processes), threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
-        self._known: OrderedDict[bytes, Constraint] = OrderedDict()
+        self._known: dict[bytes, Constraint] = {}
 
     def compile(self, make: Callable[..., Constraint], *arguments: Any) -> Constraint:
         """Build `make(*arguments)`, and keep its automaton for `token_automaton`. Any thread may call it.
@@ -53,11 +52,11 @@ class Compiler:
         if isinstance(reply, Exception):
             raise reply
         value, automaton = reply
-        cache_automaton(value, self.tokenizer, self.vocab_size, automaton)
+        cache_automaton(self.tokenizer, (value, self.vocab_size, (), ()), automaton)
         with self._lock:
             self._known[key] = value
             while len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+                self._known.pop(next(iter(self._known)))
         return value
 
     def close(self) -> None:

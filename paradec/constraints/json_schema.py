@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from paradec.constraints import expressions, languages
@@ -36,11 +36,9 @@ PLAIN = expressions.without(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (
 CHARACTER = to_node(to_dfa(either((Characters(PLAIN), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64
 """Longest strings with a length or pattern whose characters may be escapes of six."""
+PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))
-BEYOND_ASCII = ((0x80, 0xD7FF), (0xE000, 0xFFFF))
-CODES = to_dfa(parse(r"\\u(?:00[89a-f][0-9a-f]|0[1-9a-f][0-9a-f]{2}|[1-9a-cef][0-9a-f]{3}|d[0-7][0-9a-f]{2})"))
-"""Escapes of these, in small letters."""
 ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 
 
@@ -132,7 +130,7 @@ class _Writer:
     def anything(self, depth: int) -> Node:
         """Texts of any value with `depth` levels of arrays and objects."""
         if depth not in self._open:
-            parts: list[Node] = [string(None), languages.NUMBER, text("true"), text("false"), text("null")]
+            parts: list[Node] = [string(None), *PLAIN_NODES.values()]
             if depth > 0:
                 item = self.anything(depth - 1)
                 parts += [array(_any_number(item)), braces(_any_number(entry(string(None), item)))]
@@ -140,18 +138,13 @@ class _Writer:
         return self._open[depth]
 
     def shape(self, goal: Goal, shape: Shape, levels: int) -> Node:
-        match shape.kind:
-            case "object":
-                return self.object(goal, shape, levels)
-            case "array":
-                return self.array(goal, shape, levels)
-            case "string":
-                return string(shape.language)
-            case "number":
-                return languages.NUMBER if shape.language is None else to_node(shape.language)
-            case "boolean":
-                return to_node(shape.language or languages.BOOLEANS)
-        return text("null")
+        if shape.kind == "object":
+            return self.object(goal, shape, levels)
+        if shape.kind == "array":
+            return self.array(goal, shape, levels)
+        if shape.kind == "string":
+            return string(shape.language)
+        return PLAIN_NODES[shape.kind] if shape.language is None else to_node(shape.language)
 
     def other_keys(self, shape: Shape) -> list[tuple[Dfa | None, Goal]]:
         """Languages of keys that are not listed, and the goals of their values.
@@ -297,39 +290,35 @@ def string(language: Dfa | None) -> Node:
 
 @lru_cache(maxsize=1024)
 def _content(language: Dfa) -> Node:
-    return to_node(language, _short_escaped if len(language.rows) > MAX_UNICODE_ESCAPES else _escaped)
+    return to_node(language, partial(_escaped, is_short=len(language.rows) > MAX_UNICODE_ESCAPES))
 
 
 @lru_cache(maxsize=1024)
-def _short_escaped(ranges: Ranges) -> Node:
-    """A character of a set in JSON: as it is, or an escape of two characters where JSON needs one."""
+def _escaped(ranges: Ranges, is_short: bool) -> Node:
+    """A character of a set in JSON: plain ASCII as it is, others with escapes too; `is_short`: of two characters."""
+    if ranges == expressions.ANY and not is_short:
+        return CHARACTER
     parts = [expressions.characters(expressions.without(ranges, expressions.without(expressions.ANY, PLAIN)))]
     parts += [text("\\" + sign) for code, sign in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
+    coded = expressions.without(ranges, ((32, 127), (0x10000, expressions.LAST_CHARACTER)))
+    if coded and not is_short:
+        parts.append(sequence((text("\\u"), _codes(coded))))
     return to_node(to_dfa(either(parts)))
 
 
-@lru_cache(maxsize=1024)
-def _escaped(ranges: Ranges) -> Node:
-    """A character of a set in JSON: plain ASCII as it is, others with all escapes too."""
-    if ranges == expressions.ANY:
-        return CHARACTER
-    parts = [_short_escaped(ranges)]
-    parts += [text(f"\\u{code:04x}") for code in range(32) if any(a <= code <= b for a, b in ranges)]
-    outside = expressions.without(BEYOND_ASCII, ranges)
-    inside = expressions.without(BEYOND_ASCII, outside)
-    if _count(outside) < 64:
-        parts.append(to_node(difference(CODES, _codes(outside))))
-    elif _count(inside) < 64:  # sets of a middle size: plain alone
-        parts.append(to_node(_codes(inside)))
-    return to_node(to_dfa(either(parts)))
+def _codes(ranges: Ranges) -> Node:
+    """Four hexadecimal digits, in small letters, of characters up to U+FFFF."""
 
+    def moves(block: tuple[int, Ranges]) -> Iterable[tuple[Node, None, tuple[int, Ranges]]]:
+        """The size of a block, and the ranges within it."""
+        size = block[0] // 16
+        for digit in range(16) if size else ():
+            within = ((max(low - digit * size, 0), min(high - digit * size, size - 1)) for low, high in block[1])
+            if inner := tuple(part for part in within if part[0] <= part[1]):
+                yield text(f"{digit:x}"), None, (size, inner)
 
-def _count(ranges: Ranges) -> int:
-    return sum(high - low + 1 for low, high in ranges)
-
-
-def _codes(ranges: Ranges) -> Dfa:
-    return languages.of_texts([f"\\u{code:04x}" for low, high in ranges for code in range(low, high + 1)])
+    rows, accept = explore((2**16, ranges), moves, lambda block: block[0] == 1)
+    return Machine(tuple(tuple((node, target) for node, _, target in row) for row in rows), tuple(accept))
 
 
 def _members(entries: list[tuple[Node, bool]], rest: Node, least: int, most: int | None, max_size: int) -> Node:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from paradec.constraints import expressions
-from paradec.constraints.dfa import Dfa, difference, intersect, to_dfa, to_node
+from paradec.constraints.dfa import Dfa, intersect, to_dfa, to_node
 from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, Ranges, either, merged, repeated, sequence
 from paradec.core.checks import shown
 
@@ -25,8 +24,6 @@ CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 COUNT = re.compile(r"\{(?:(\d+)|(\d*),(\d*))\}")
 PYTHON_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
 ECMA_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
-LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-OCTAL, THREE_OCTALS = re.compile("0[0-7]{0,2}|[0-7]{1,3}"), re.compile("[0-3][0-7]{2}")
 REFUSED_GROUPS = {
     "<=": "lookbehind",
     "<!": "negative lookbehind",
@@ -35,6 +32,7 @@ REFUSED_GROUPS = {
     "!": "negative lookahead",
     ">": "an atomic group",
     "(": "a conditional",
+    "#": "a comment",
 }
 BEGIN, END = expressions.LAST_CHARACTER + 1, expressions.LAST_CHARACTER + 2
 """Signs of a text's two ends, for anchors inside a pattern."""
@@ -49,7 +47,7 @@ def parse(pattern: str) -> Node:
         raise TypeError(f"regex={shown(pattern)} must be a text")
     try:
         re.compile(pattern, re.ASCII)
-        return either(branch.node for branch in _Reader(pattern).pattern())
+        return _Reader(pattern).pattern()
     except re.error as error:
         raise ValueError(f"regex={shown(pattern)} is no regular expression: {error}") from None
     except (RecursionError, OverflowError):
@@ -65,46 +63,24 @@ def ecma_search(pattern: str) -> Dfa:
     """
     try:
         reader = _Reader(pattern, is_ecma=True)
-        branches = reader.pattern()
+        node = reader.pattern()
         if reader.position < len(pattern):
             raise reader.refuse("an unmatched bracket", reader.position)
-        return _search(branches)
+        # signs of the ends are kept outside of the text, then erased
+        before, inside, after = map(
+            repeated, (Characters(((BEGIN, BEGIN),)), Characters(ANY), Characters(((END, END),)))
+        )
+        language = intersect(
+            to_dfa(sequence((before, inside, node, inside, after))), to_dfa(sequence((before, inside, after)))
+        )
+        return to_dfa(to_node(language, _erase_ends))
     except RecursionError:
         raise ValueError(f"regex={shown(pattern)} is nested too deeply") from None
-
-
-@dataclass
-class Branch:
-    """An alternative of a pattern. begins, ends: whether it is anchored there."""
-
-    node: Node = EMPTY
-    begins: bool = False
-    ends: bool = False
-    conditions: list[tuple[bool, list[Branch]]] = field(default_factory=list)
-    """Lookaheads at the beginning: whether they are negated, and their alternatives."""
-
-
-def _search(branches: Iterable[Branch], begins: bool = False) -> Dfa:
-    """Texts in which one of several branches matches; `begins`: at the beginning."""
-    languages = []
-    for branch in branches:
-        before = Characters(((BEGIN, BEGIN),) if branch.begins or begins else (*ANY, (BEGIN, BEGIN)))
-        after = Characters(((END, END),) if branch.ends else (*ANY, (END, END)))
-        language = to_dfa(sequence((repeated(before), branch.node, repeated(after))))
-        # signs of the ends are kept outside of the text, then erased
-        language = to_dfa(to_node(intersect(language, ENDS_OUTSIDE), _erase_ends))
-        for is_negated, alternatives in branch.conditions:
-            language = (difference if is_negated else intersect)(language, _search(alternatives, begins=True))
-        languages.append(language)
-    return languages[0] if len(languages) == 1 else to_dfa(either(to_node(language) for language in languages))
 
 
 def _erase_ends(ranges: Ranges) -> Node:
     plain = expressions.without(ranges, ((BEGIN, END),))
     return either((expressions.characters(plain), *([EMPTY] if plain != ranges else [])))
-
-
-ENDS_OUTSIDE = to_dfa(sequence(repeated(Characters(part)) for part in (((BEGIN, BEGIN),), ANY, ((END, END),))))
 
 
 @dataclass
@@ -140,39 +116,24 @@ class _Reader:
         self.position += 1
         return self.pattern_text[self.position - 1]
 
-    def pattern(self) -> list[Branch]:
-        alternatives = [self.branch()]
+    def pattern(self) -> Node:
+        branches = [self.branch()]
         while self.take("|"):
-            alternatives.append(self.branch())
-        return alternatives
+            branches.append(self.branch())
+        return either(branches)
 
-    def branch(self) -> Branch:
-        alternative, parts = Branch(), list[Node]()
+    def branch(self) -> Node:
+        parts = list[Node]()
         while self.position < len(self.pattern_text) and not self.next_is("|") and not self.next_is(")"):
             start = self.position
             begins = self.take("^") or not self.is_ecma and self.take("\\A")
-            if begins or self.take("$") or not self.is_ecma and self.take("\\Z"):
-                at_end = self.position == len(self.pattern_text) or self.next_is("|")
-                if not self.depth and (not parts if begins else at_end):
-                    alternative.begins, alternative.ends = alternative.begins or begins, not begins
-                elif not self.is_ecma:
-                    raise self.refuse("an anchor inside a pattern", start)
-                else:
-                    parts.append(expressions.character(BEGIN if begins else END))
-            elif self.is_ecma and alternative.begins and not parts and (self.take("(?=") or self.take("(?!")):
-                is_negated = self.pattern_text[start + 2] == "!"
-                alternative.conditions.append((is_negated, self.inner_alternatives()))
-            else:
+            if not begins and not self.take("$") and (self.is_ecma or not self.take("\\Z")):
                 parts.append(self.repeats(self.single()))
-        alternative.node = sequence(parts)
-        return alternative
-
-    def inner_alternatives(self) -> list[Branch]:
-        self.depth += 1
-        alternatives = self.pattern()
-        self.depth -= 1
-        self.take_sign()
-        return alternatives
+            elif self.is_ecma:
+                parts.append(expressions.character(BEGIN if begins else END))
+            elif self.depth or (parts if begins else self.position < len(self.pattern_text) and not self.next_is("|")):
+                raise self.refuse("an anchor inside a pattern", start)
+        return sequence(parts)
 
     def single(self) -> Node:
         start, sign = self.position, self.take_sign()
@@ -194,15 +155,16 @@ class _Reader:
             for sign, feature in REFUSED_GROUPS.items():
                 if self.next_is(sign):
                     raise self.refuse(feature, start)
-            if not self.is_ecma and self.take("#"):
-                self.position = self.pattern_text.index(")", self.position) + 1
-                return EMPTY
             name = re.compile(r"<\w+>" if self.is_ecma else r"P<\w+>").match(self.pattern_text, self.position)
             if name is not None:
                 self.position = name.end()
             elif not self.take(":"):
                 raise self.refuse("an inline flag", start)
-        return either(branch.node for branch in self.inner_alternatives())
+        self.depth += 1
+        node = self.pattern()
+        self.depth -= 1
+        self.take_sign()
+        return node
 
     def repeats(self, node: Node) -> Node:
         """Apply the quantifier after a part, if any."""
@@ -238,7 +200,9 @@ class _Reader:
         if sign in "pP" and self.next_is("{"):
             raise self.refuse("a Unicode property", start)
         if sign.isdigit():
-            return self.octal(sign, start, inside)
+            if sign != "0" or self.pattern_text[self.position : self.position + 1].isdigit():
+                raise self.refuse("an octal escape" if sign == "0" else "a backreference", start)
+            return self.one(0)
         if self.is_ecma and sign == "c" and (letter := self.pattern_text[self.position : self.position + 1]).isalpha():
             self.position += 1
             return self.one(ord(letter) % 32)
@@ -249,25 +213,9 @@ class _Reader:
             controls = CONTROLS | ({} if self.is_ecma else {"a": 7}) | {"b": 8}
             return self.one(controls.get(sign, ord(sign)))
         self.position, value = code.end(), int(next(filter(None, code.groups())), 16)
-        low = LOW_SURROGATE.match(self.pattern_text, self.position)
-        if 0xD800 <= value < 0xDC00 and low is not None and self.is_ecma:
-            self.position = low.end()
-            value = 0x10000 + (value - 0xD800) * 0x400 + int(low.group(1), 16) - 0xDC00
-        if value > expressions.LAST_CHARACTER:
-            raise self.refuse("a character beyond U+10FFFF", start)
+        if value > expressions.LAST_CHARACTER or 0xD800 <= value < 0xE000:
+            raise self.refuse("a surrogate, or a character beyond U+10FFFF,", start)
         return self.one(value)
-
-    def octal(self, sign: str, start: int, inside: bool) -> Ranges:
-        """The character of an escape that begins with a digit. Raises ValueError for a backreference."""
-        if self.is_ecma:
-            if sign != "0" or self.pattern_text[self.position : self.position + 1].isdigit():
-                raise self.refuse("a backreference", start)
-            return self.one(0)
-        digits = OCTAL if inside or sign == "0" else THREE_OCTALS
-        if (octal := digits.match(self.pattern_text, start + 1)) is None:
-            raise self.refuse("a backreference", start)
-        self.position = octal.end()
-        return self.one(int(octal.group(), 8))
 
     def one(self, code: int) -> Ranges:
         return ((code, code),)

@@ -116,11 +116,11 @@ PLAIN_SHAPES = {shape.kind: shape for shape in ANYTHING}
 EXPLICIT = {kind: Shape(kind, True) for kind in TYPES}
 SCALARS = {
     "string": languages.of_length(0, None),
-    "number": languages.EXACT,
+    "number": intersect(languages.PLAIN, languages.SHORT_DIGITS),
     "boolean": languages.BOOLEANS,
     "null": languages.of_texts(["null"]),
 }
-"""What enumerated values are excluded from."""
+"""What texts are excluded from: numbers that differ as doubles if they differ."""
 
 
 def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
@@ -369,10 +369,10 @@ class Goals:
         unmet = self.both(self.literal(False, schema["if"]), self.literal(sign, schema.get("else", True)))
         return [*met, *unmet]
 
-    def scalar(self, kind: str, sign: bool, language: Dfa, opposite: Dfa | None = None) -> Iterable[Shape]:
-        if sign:
-            return only(kind, language=language) if language.rows else [s for s in ANYTHING if s.kind != kind]
-        return violating(kind, language=complement(language) if opposite is None else opposite)
+    def scalar(self, schema: Any, sign: bool, kind: str, read: Callable[[Goals, Any], Dfa]) -> Iterable[Shape]:
+        """Values of a type with the texts of a keyword, or with others."""
+        language = read(self, schema)
+        return only(kind, language=language) if sign else violating(kind, language=difference(SCALARS[kind], language))
 
     def limits(self, schema: Any, noun: str) -> tuple[int, int | None]:
         """The least and the largest number of a noun. Raises ValueError for a least one above `MAX_COUNT`."""
@@ -385,16 +385,14 @@ class Goals:
         low, high = self.limits(schema, "Length")
         if sign:
             counted = high if high is None or high < low else min(high, max(self.max_length, low))
-            return self.scalar("string", True, languages.of_length(low, counted))
-        shapes = [*violating("string", language=languages.of_length(0, low - 1))] if low else []
-        if high is None:
-            return shapes
-        if high >= languages.MAX_COUNT:
-            return [*shapes, *self.leave_out(schema, "maxLength")]
-        return [*shapes, *violating("string", language=languages.of_length(high + 1, None))]
+            return only("string", language=languages.of_length(low, counted))
+        if high is not None and high >= languages.MAX_COUNT:
+            self.leave_out(schema, "maxLength")
+            high = None
+        return violating("string", language=complement(languages.of_length(low, high)))
 
-    def pattern(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        return self.scalar("string", sign, self.search(schema, "pattern", schema["pattern"]))
+    def pattern(self, schema: Any) -> Dfa:
+        return self.search(schema, "pattern", schema["pattern"])
 
     def search(self, schema: Any, key: str, pattern: str) -> Dfa:
         try:
@@ -403,42 +401,33 @@ class Goals:
             raise self.document.error(schema, key, f"is not supported: {error}") from None
 
     def format(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        language = languages.of_format(schema["format"])
+        language, opposite = languages.of_format(schema["format"]), languages.not_of_format(schema["format"])
         if language is None:
             self.document.unknown[f"format {schema['format']!r}"] = None
             return ANYTHING if sign else ()
-        opposite = languages.not_of_format(schema["format"])
         if self.is_loose:
             return ANYTHING if opposite is None else only("string", language=complement(opposite))
-        if not sign and opposite is None:
-            return self.leave_out(schema, "format")
-        return self.scalar("string", sign, language, opposite)
+        if sign:
+            return only("string", language=language)
+        return self.leave_out(schema, "format") if opposite is None else violating("string", language=opposite)
 
-    def bounds(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        limits: list[tuple[Callable[..., Dfa], Any, bool]] = []
-        makers: dict[str, Callable[..., Dfa]] = {"Minimum": languages.at_least, "Maximum": languages.at_most}
-        for side, make in makers.items():
-            key, strict = side.lower(), schema.get(f"exclusive{side}")
-            if key in schema:
-                limits.append((make, schema[key], strict is True))
-            if strict is not None and not isinstance(strict, bool):
-                limits.append((make, strict, True))
-        shapes: list[Shape] = [*ANYTHING] if sign else []
-        for make, value, is_strict in limits:
-            if not abs(value) < 1e300:
-                raise self.document.error(schema, "minimum", "and the other bounds must be below 1e300")
-            if sign:
-                shapes = self.both(shapes, only("number", language=make(value, is_strict)))
-            else:
-                opposite = languages.at_most if make is languages.at_least else languages.at_least
-                shapes += violating("number", language=opposite(value, not is_strict))
-        return shapes
+    def bounds(self, schema: Any) -> Dfa:
+        language = languages.PLAIN
+        for side, make in (("Minimum", languages.at_least), ("Maximum", languages.at_most)):
+            bound, strict = schema.get(side.lower()), schema.get(f"exclusive{side}")
+            is_flag = isinstance(strict, bool)  # draft 4's
+            for value, is_strict in ((bound, strict is True), (None if is_flag else strict, True)):
+                if value is not None and not abs(value) < 1e300:
+                    raise self.document.error(schema, "minimum", "and the other bounds must be below 1e300")
+                if value is not None:
+                    language = intersect(language, make(value, is_strict))
+        return language
 
-    def multiple(self, schema: Any, sign: bool) -> Iterable[Shape]:
+    def multiple(self, schema: Any) -> Dfa:
         language = languages.multiples(schema["multipleOf"])
         if language is None:
             raise self.document.error(schema, "multipleOf", f"is {schema['multipleOf']}, which has too many digits")
-        return self.scalar("number", sign, language, difference(languages.EXACT, language))
+        return language
 
     def properties(self, schema: Any, sign: bool) -> Iterable[Shape]:
         listed = schema.get("properties", {})
@@ -537,6 +526,7 @@ class Goals:
 
 
 Rule = Callable[[Goals, Any, bool], Iterable[Shape]]
+BOUNDS: Rule = partial(Goals.scalar, kind="number", read=Goals.bounds)
 RULES: dict[str, Rule] = {
     "$ref": Goals.reference,
     "type": Goals.type,
@@ -548,10 +538,10 @@ RULES: dict[str, Rule] = {
     "not": Goals.exclude,
     **dict.fromkeys(("if", "then", "else"), Goals.condition),
     **dict.fromkeys(("minLength", "maxLength"), Goals.length),
-    "pattern": Goals.pattern,
+    "pattern": partial(Goals.scalar, kind="string", read=Goals.pattern),
     "format": Goals.format,
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Goals.bounds),
-    "multipleOf": Goals.multiple,
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUNDS),
+    "multipleOf": partial(Goals.scalar, kind="number", read=Goals.multiple),
     **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Goals.properties),
     "required": Goals.required,
     **dict.fromkeys(("minProperties", "maxProperties"), partial(Goals.count, kind="object", noun="Properties")),

@@ -108,7 +108,7 @@ class Regex(Constraint):
 
     Args:
         pattern: what is regular of Python's patterns: no lookaround, backreferences, atomic groups, possessive
-            repetitions, word boundaries or inline flags; "^" and "$" at the two ends alone.
+            repetitions, word boundaries, inline flags, octal escapes or comments; "^" and "$" at the two ends alone.
 
     Raises:
         ValueError: another pattern; the message says what is not supported, and where.
@@ -150,9 +150,6 @@ class Choice(Constraint):
 
     def to_dict(self) -> dict[str, Any]:
         return {"choice": [*self.choices]} | self.marker_dict()
-
-    def accepts(self, text: str) -> bool:
-        return text in self.choices if self.after is None else super().accepts(text)
 
     def node(self) -> Node:
         return either(text_node(choice) for choice in self.choices)
@@ -210,22 +207,15 @@ class JsonSchema(Constraint):
         ValueError: a keyword that an automaton cannot hold, by its path; or no text is left.
     """
 
-    schema: str
+    schema: Any
     depth: int = 3
     spelling: str = "tokenizer"
 
-    def __init__(
-        self,
-        schema: Any,
-        depth: int = 3,
-        spelling: str = "tokenizer",
-        *,
-        after: str | None = None,
-        thinking_budget: int | None = None,
-    ):
-        super().__init__(after=after, thinking_budget=thinking_budget)
-        check_int("depth", depth, low=0, high=DEEPEST)
-        check_choice("spelling", spelling, ("tokenizer", "any"))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schema = self.schema
+        check_int("depth", self.depth, low=0, high=DEEPEST)
+        check_choice("spelling", self.spelling, ("tokenizer", "any"))
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if isinstance(schema, str):
@@ -241,8 +231,7 @@ class JsonSchema(Constraint):
             raise ValueError(f"schema={shown(schema)} is no data of JSON: {error}") from None
         check_text("schema", text)
         object.__setattr__(self, "schema", text)
-        object.__setattr__(self, "depth", int(depth))
-        object.__setattr__(self, "spelling", spelling)
+        object.__setattr__(self, "depth", int(self.depth))
         if ignored := read_schema(text, self.depth)[1]:
             warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
 
@@ -325,22 +314,15 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
             f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar, a "
             "class of pydantic or a JSON schema with a type; for holes a list of them and None"
         )
-    kinds = {
-        "regex": {"regex"},
-        "choice": {"choice"},
-        "json_schema": {"json_schema", "depth", "spelling"},
-        "grammar": {"grammar"},
-    }
-    kind = next((key for key in kinds if key in value), None)
-    marker = {key: value[key] for key in ("after", "thinking_budget") if key in value}
+    classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}
+    kind = next((key for key in classes if key in value), None)
+    known = {*classes} if kind is None else {kind, *(("depth", "spelling") if kind == "json_schema" else ())}
     for key in value:
-        if kind is None or key not in kinds[kind] | {*marker}:
-            raise ValueError(unknown_name(f"key of {name}", key, kinds if kind is None else kinds[kind]))
+        if kind is None or key not in known | {"after", "thinking_budget"}:
+            raise ValueError(unknown_name(f"key of {name}", key, known))
     if kind is None:
-        raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
-    if kind == "json_schema":
-        return JsonSchema(value["json_schema"], value.get("depth", 3), value.get("spelling", "tokenizer"), **marker)
-    return {"regex": Regex, "choice": Choice, "grammar": Grammar}[kind](value[kind], **marker)
+        raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(classes)}")
+    return classes[kind](value[kind], **{key: option for key, option in value.items() if key != kind})
 
 
 @dataclass(frozen=True)
@@ -387,13 +369,14 @@ def token_automaton(
     Raises:
         ValueError: the automaton is too large, or the tokenizer does not fit.
     """
-    automaton = _KEPT.get(tokenizer, {}).get((value, vocab_size, ends, suppressed))
+    key = (value, vocab_size, ends, suppressed)
+    automaton = _KEPT.get(tokenizer, {}).get(key)
     if automaton is None and not ends and not suppressed:
         automaton = value.to_token_automaton(tokenizer, vocab_size)
     elif automaton is None:
         automaton = token_automaton(value, tokenizer, vocab_size, (), ())
         automaton = automaton.without_tokens(suppressed).with_end_tokens(ends)
-    cache_automaton(value, tokenizer, vocab_size, automaton, ends, suppressed)
+    cache_automaton(tokenizer, key, automaton)
     return automaton
 
 
@@ -402,19 +385,15 @@ def has_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
     return (value, vocab_size, (), ()) in _KEPT.get(tokenizer, {})
 
 
-def cache_automaton(
-    value: Constraint,
-    tokenizer: Any,
-    vocab_size: int,
-    automaton: TokenAutomaton,
-    ends: tuple[int, ...] = (),
-    suppressed: tuple[int, ...] = (),
-) -> None:
-    """Cache an automaton as the most recent one; the oldest make room, beyond `MAX_KEPT_BYTES`."""
+def cache_automaton(tokenizer: Any, key: tuple[Any, ...], automaton: TokenAutomaton) -> None:
+    """Cache an automaton as the most recent one; the oldest make room, beyond `MAX_KEPT_BYTES`.
+
+    key: constraint, size of the vocabulary, end tokens and suppressed ids.
+    """
     with _LOCK:
         cache = _KEPT.setdefault(tokenizer, {})
-        cache.pop((value, vocab_size, ends, suppressed), None)
-        cache[value, vocab_size, ends, suppressed] = automaton
+        cache.pop(key, None)
+        cache[key] = automaton
         size = sum(entry.nbytes for entry in cache.values())
         while size > MAX_KEPT_BYTES and len(cache) > 1:
             size -= cache.pop(next(iter(cache))).nbytes

@@ -82,8 +82,8 @@ def test_a_state_for_each_number_of_characters() -> None:
 
 
 ECMA = [
-    r"^a|b$", r"(^a|b$)", "^$|(^a+$)", "a^b", "(^|,)a($|,)", r"^(?=.*b)(?!ab)[ab]+$", "[ab]{2}", "a{1,2}?b",
-    r"^[^a,]*$", r"(?:a|b)\.?$", "^(?!.*,)", r"(?<name>a)b", "$a", "^(a$|^b)",
+    r"^a|b$", r"(^a|b$)", "^$|(^a+$)", "a^b", "(^|,)a($|,)", "[ab]{2}", "a{1,2}?b",
+    r"^[^a,]*$", r"(?:a|b)\.?$", r"(?<name>a)b", "$a", "^(a$|^b)",
 ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_ecma_patterns_are_found_anywhere(pattern: str) -> None:
         ("^x{,2}$", ["x{,2}"], ["x", "xx"]),
         ("^[]$|^[^]$", ["a", "\n"], [""]),
         (r"^[\w-.]$", ["a", "-", "."], ["/"]),
-        (r"^\u{1F600}\ud83d\ude00\x41\cJ\0$", ["\U0001f600\U0001f600A\n\0"], ["\U0001f600A"]),
+        (r"^\u{1F600}\x41\cJ\0$", ["\U0001f600A\n\0"], ["\U0001f600A"]),
     ],
 )
 def test_ecma_patterns_that_python_reads_differently(pattern: str, yes: list[str], no: list[str]) -> None:
@@ -116,7 +116,24 @@ def test_ecma_patterns_that_python_reads_differently(pattern: str, yes: list[str
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(", "a)", "[a", "*a", "\\", "[b-a]", "(?<=a)b", "a(?=b)", r"\bx", r"(a)\1", r"\p{L}", "(?i)a", "{2}", "a**"],
+    [
+        "(",
+        "a)",
+        "[a",
+        "*a",
+        "\\",
+        "[b-a]",
+        "(?<=a)b",
+        "a(?=b)",
+        "^(?!.*,)",
+        r"\ud83d\ude00",
+        r"\bx",
+        r"(a)\1",
+        r"\p{L}",
+        "(?i)a",
+        "{2}",
+        "a**",
+    ],
 )
 def test_ecma_patterns_that_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"regex=.* at \d+ is not supported"):

@@ -86,6 +86,7 @@ def test_patterns_are_python_s(pattern: str, text: str, seed: int) -> None:
     ("pattern", "part"),
     [
         ("a(?=b)", "lookahead at 1"), ("(?<!a)b", "negative lookbehind at 0"), (r"(a)\1", "a backreference at 3"),
+            (r"a\012", "an octal escape at 1"), ("(?#note)a", "a comment at 0"),
         (r"\bword", "a word boundary at 0"), ("(?i)a", "an inline flag at 0"), ("(?>a)", "an atomic group at 0"),
         ("a++", "a possessive repetition at 1"), ("a^b", "an anchor inside a pattern at 1"),
         ("(", "is no regular expression"), ("(a*a*){500}(b|a){2000}c{3000}x{4000}", "more than 65536 states"),
