@@ -166,7 +166,6 @@ class _Positions:
         return self._inner[index]
 
     def moves(self, positions: Positions) -> Iterator[tuple[int, int, Positions]]:
-        """The letters of several positions, and what they reach."""
         letters = [self._letters[index] for index in positions]
         moves = letters[0] if len(letters) == 1 else self._disjoint([move for part in letters for move in part])
         self.count(len(positions) + len(moves))
@@ -293,8 +292,7 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
     """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
     Partition refinement (Hopcroft 1971): a class is split by its members' next classes where one of these has changed;
-    its largest part keeps the number. At first states are apart if their shortest
-    texts, or their first or last letters, differ.
+    its largest part keeps the number. At first states differ by their shortest texts, and first and last letters.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

@@ -102,7 +102,6 @@ class GrammarTexts:
         if not ends:
             raise ValueError("the model has no end token to end an answer with")
         self._matchers: OrderedDict[Tokens, Any] = OrderedDict()
-        self._fits: OrderedDict[Tokens, np.ndarray] = OrderedDict()
         first = self._new_matcher()
         if first.is_error():
             raise ValueError(f"grammar={shown(grammar)}: {' '.join(first.get_error().split())}")
@@ -139,19 +138,12 @@ class GrammarTexts:
 
     def fits(self, state: Tokens) -> np.ndarray:
         """[V] bool: tokens that may follow; after an end token only end tokens."""
-        if state in self._fits:
-            self._fits.move_to_end(state)
-            return self._fits[state]
+        allowed = np.zeros(self.size, bool)
         if state and state[-1] in self.ends:
-            allowed = np.zeros(self.size, bool)
             allowed[[*self.ends]] = True
-        else:
-            bits = np.frombuffer(self._matcher(state).compute_bitmask(), np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
-        self._fits[state] = allowed
-        if len(self._fits) > MOST_MATCHERS:
-            self._fits.popitem(last=False)
-        return allowed
+            return allowed
+        bits = np.frombuffer(self._matcher(state).compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
 
     def excluded(self, state: Tokens, num_read: int, device: torch.device) -> Tensor:
         """[V] bool: tokens that may not follow. num_read: unused; as for automata."""

@@ -13,7 +13,18 @@ from typing import Any, TypeVar
 
 from paradec.constraints import expressions, languages
 from paradec.constraints.dfa import Dfa, complement, difference, explore, intersect, to_dfa, to_node
-from paradec.constraints.expressions import NEVER, Characters, Machine, Node, Ranges, either, repeated, sequence, text
+from paradec.constraints.expressions import (
+    EMPTY,
+    NEVER,
+    Characters,
+    Machine,
+    Node,
+    Ranges,
+    either,
+    repeated,
+    sequence,
+    text,
+)
 from paradec.constraints.regex import parse
 from paradec.constraints.schema_document import SchemaDocument
 from paradec.constraints.schema_shapes import NO_VALUE, OPEN, Goal, Goals, Shape
@@ -28,8 +39,6 @@ MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
 MAX_REORDERED = 1024
 """Largest object whose required keys may come first."""
-UNIQUE_IN_ANY_ORDER = 6
-"""Largest enumeration whose unique items may come in any order."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes of one character each, without surrogates."""
 PLAIN = expressions.without(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
@@ -46,7 +55,7 @@ ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "
 def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tuple[Node, tuple[str, ...]]:
     """Convert a schema, given as JSON. Returns its texts, and names of ignored keywords and formats.
 
-    max_length: the longest string that is counted, or a shorter one.
+    max_length: one of `MAX_LENGTHS`, the longest string that is counted, or a shorter one.
 
     Raises ValueError for a keyword that is not supported or has another shape, by its path, or without texts.
     """
@@ -54,9 +63,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
     try:
         node: Node = NEVER
         size = float("inf")
-        for length in MAX_LENGTHS:
-            if length > max_length:
-                continue
+        for length in MAX_LENGTHS[MAX_LENGTHS.index(max_length) :]:
             goals = Goals(document, length)
             shorter = _Writer(goals, depth, length).write(document.root)
             if shorter.size > 0.9 * size:  # large for another reason
@@ -81,10 +88,9 @@ class _Writer:
     def __init__(self, goals: Goals, depth: int, max_length: int):
         self.goals, self.depth, self.max_size = goals, depth, max_length * STATES_PER_CHARACTER
         self._back: set[tuple[Goal, Goal]] = set()
-        self._children: dict[Goal, dict[Goal, None]] = {}
         self._nodes: dict[tuple[Goal, int], Node] = {}
         self._open: dict[int, Node] = {}
-        self._others: dict[Shape, list[tuple[Dfa | None, Goal]]] = {}
+        self._others: dict[Shape, list[tuple[Dfa, Goal]]] = {}
 
     def write(self, root: Any) -> Node:
         goal = self.goals.goal(root)
@@ -102,17 +108,14 @@ class _Writer:
         is_open[goal] = False
 
     def children(self, goal: Goal) -> dict[Goal, None]:
-        """Goals of the properties and items of a goal's values."""
-        if goal not in self._children:
-            children = list[Goal]()
-            for shape in self.goals.shapes(goal):
-                if shape.kind == "object":
-                    children += [self.goals.key_goal(shape, name) for name in shape.listed_names()]
-                    children += [cell for _, cell in self.other_keys(shape)]
-                elif shape.kind == "array":
-                    children += [self.goals.item_goal(shape, index) for index in range(self.positions(shape) + 1)]
-            self._children[goal] = {child: None for child in children if child not in (OPEN, NO_VALUE)}
-        return self._children[goal]
+        children = list[Goal]()
+        for shape in self.goals.shapes(goal):
+            if shape.kind == "object":
+                children += [self.goals.key_goal(shape, name) for name in shape.listed_names()]
+                children += [cell for _, cell in self.other_keys(shape)]
+            elif shape.kind == "array":
+                children += [self.goals.item_goal(shape, index) for index in range(self.positions(shape) + 1)]
+        return {child: None for child in children if child not in (OPEN, NO_VALUE)}
 
     def child(self, goal: Goal, child: Goal, levels: int) -> Node:
         levels -= (goal, child) in self._back
@@ -146,15 +149,14 @@ class _Writer:
             return string(shape.language)
         return PLAIN_NODES[shape.kind] if shape.language is None else to_node(shape.language)
 
-    def other_keys(self, shape: Shape) -> list[tuple[Dfa | None, Goal]]:
+    def other_keys(self, shape: Shape) -> list[tuple[Dfa, Goal]]:
         """Languages of keys that are not listed, and the goals of their values.
 
         They are written where the schema names them, or lists no keys at all.
         """
         if shape in self._others:
             return self._others[shape]
-        others = self._others[shape] = list[tuple[Dfa | None, Goal]]()
-        listed = shape.listed_names()
+        others = self._others[shape] = list[tuple[Dfa, Goal]]()
         positive = [part for part in shape.members if not part.is_negative]
         writes_all = any(part.writes_others for part in positive) or not any(
             goal != NO_VALUE
@@ -164,21 +166,22 @@ class _Writer:
         patterns = dict.fromkeys(pattern for part in shape.members for pattern, _ in part.patterns)
         if not patterns and (not writes_all or any(NO_VALUE <= part.others for part in shape.members)):
             return others
-        known = {*listed, *(name for part in shape.members for name in part.listed)}
-        keys = complement(languages.of_texts([*known])) if known else None
-        cells: list[tuple[Dfa | None, frozenset[Dfa]]] = [(keys, frozenset())]
+        known = {*shape.required, *(name for part in shape.members for name in part.listed)}
+        cells = {frozenset[Dfa](): complement(languages.of_texts([*known]))}
         for pattern in patterns:
-            split = list[tuple[Dfa | None, frozenset[Dfa]]]()
-            for language, matched in cells:
-                inside = pattern if language is None else intersect(language, pattern)
-                outside = complement(pattern) if language is None else difference(language, pattern)
-                split += [(inside, matched | {pattern})] if inside.rows else []
-                split += [(outside, matched)] if outside.rows else []
-            cells = split
+            cells = {
+                matched: language
+                for outer, cell in cells.items()
+                for matched, language in (
+                    (outer | {pattern}, intersect(cell, pattern)),
+                    (outer, difference(cell, pattern)),
+                )
+                if language.rows
+            }
             if len(cells) > 64:
                 raise ValueError("schema: patternProperties overlap in more than 64 ways")
-        for language, matched in cells:
-            if (writes_all or matched) and (language is None or language.rows):
+        for matched, language in cells.items():
+            if writes_all or matched:
                 matching = [[inner for pattern, inner in part.patterns if pattern in matched] for part in shape.members]
                 goals = [inner or [part.others] for inner, part in zip(matching, shape.members, strict=True)]
                 if not NO_VALUE <= (goal := frozenset().union(*(inner for inners in goals for inner in inners))):
@@ -198,20 +201,18 @@ class _Writer:
                 entries[name] = (node, name in required)
         rest = either(
             entry(string(language), self.anything(self.depth - 1) if child == OPEN else self.child(goal, child, levels))
-            for language, child in (self.other_keys(shape) if shape.most is None or shape.most > len(required) else [])
+            for language, child in self.other_keys(shape)
             if child != OPEN or self.depth > 0
         )
-        if shape.least > len(entries) + (rest is not NEVER):
-            self.goals.left_out["minProperties above the number of listed names and one other"] = None
-        members = _members([*entries.values()], rest, shape.least, shape.most, self.max_size)
+        if shape.most == 0:
+            return NEVER if required else braces(EMPTY)
+        members = _members([*entries.values()], rest, shape.least > 0)
         first = {name: entries[name] for name in required} | entries
         if [*first] != [*entries] and not shape.offered and members.size <= MAX_REORDERED:
-            other = _members([*first.values()], rest, shape.least, shape.most, self.max_size)
-            members = either((members, other))
+            members = either((members, _members([*first.values()], rest, shape.least > 0)))
         return braces(members)
 
     def positions(self, shape: Shape) -> int:
-        """Number of positions with schemas of their own."""
         return max((1 + index for part in shape.members for index in part.listed), default=0)
 
     def array(self, goal: Goal, shape: Shape, levels: int) -> Node:
@@ -220,8 +221,6 @@ class _Writer:
                 return self.anything(self.depth - 1) if self.depth > 0 else NEVER
             return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
-        if shape.unique and (shape.most is None or shape.most > 1):
-            return self.unique_items(shape)
         size, most = self.positions(shape), shape.most
         items = [item(self.goals.item_goal(shape, index)) for index in range(size + 1)]
         last = max(size, shape.least, 1)
@@ -233,20 +232,6 @@ class _Writer:
                 yield items[min(index, size)], min(index + 1, max(last, 1))
 
         return array(_explore(0, moves, lambda index: index >= shape.least))
-
-    def unique_items(self, shape: Shape) -> Node:
-        """Arrays of different values of an enumeration, in its order where it is large."""
-        goals = [self.goals.item_goal(shape, 0) | value for value in shape.unique]
-        nodes = [node for goal in goals if (node := self.value(goal, 1)) is not NEVER]
-        most, in_order = shape.most, len(nodes) > UNIQUE_IN_ANY_ORDER
-
-        def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:
-            count, used = state  # how many, and their bits, or the number of values that are over
-            for index, node in enumerate(nodes) if count != most else ():
-                if index >= used if in_order else not used >> index & 1:
-                    yield node, (count + 1, index + 1 if in_order else used | 1 << index)
-
-        return array(_explore((0, 0), moves, lambda state: state[0] >= shape.least))
 
 
 def entry(key: Node, value: Node) -> Node:
@@ -262,7 +247,6 @@ def array(items: Node) -> Node:
 
 
 def _any_number(letter: Node) -> Node:
-    """A part any number of times, with commas."""
     return _explore(0, lambda _: [(letter, 1)], lambda _: True)
 
 
@@ -272,7 +256,6 @@ def _explore(
     """Parts with commas, one for each move of an automaton from its start to an end."""
 
     def parts(state: tuple[State, bool | None]) -> list[tuple[Node, None, tuple[State, bool | None]]]:
-        """From the start (None), after a part (False), and after a comma (True)."""
         if state[1] is False:
             return [(COMMA, None, (state[0], True))]
         return [(node, None, (target, False)) for node, target in moves(state[0]) if node is not NEVER]
@@ -284,7 +267,6 @@ def _explore(
 
 
 def string(language: Dfa | None) -> Node:
-    """A string of JSON with a content."""
     return sequence((QUOTE, repeated(CHARACTER) if language is None else _content(language), QUOTE))
 
 
@@ -309,44 +291,29 @@ def _escaped(ranges: Ranges, is_short: bool) -> Node:
 def _codes(ranges: Ranges) -> Node:
     """Four hexadecimal digits, in small letters, of characters up to U+FFFF."""
 
-    def moves(block: tuple[int, Ranges]) -> Iterable[tuple[Node, None, tuple[int, Ranges]]]:
+    def moves(block: tuple[int, Ranges]) -> Iterable[tuple[int, int, tuple[int, Ranges]]]:
         """The size of a block, and the ranges within it."""
         size = block[0] // 16
         for digit in range(16) if size else ():
             within = ((max(low - digit * size, 0), min(high - digit * size, size - 1)) for low, high in block[1])
             if inner := tuple(part for part in within if part[0] <= part[1]):
-                yield text(f"{digit:x}"), None, (size, inner)
+                yield ord(f"{digit:x}"), ord(f"{digit:x}"), (size, inner)
 
-    rows, accept = explore((2**16, ranges), moves, lambda block: block[0] == 1)
-    return Machine(tuple(tuple((node, target) for node, _, target in row) for row in rows), tuple(accept))
+    return to_node(Dfa(*explore((2**16, ranges), moves, lambda block: block[0] == 1)))
 
 
-def _members(entries: list[tuple[Node, bool]], rest: Node, least: int, most: int | None, max_size: int) -> Node:
-    """Entries of an object in order: all required ones (True) and any of the others, then any number of `rest`.
-
-    Keys of `rest` may be equal: for `least` they count as one.
-    """
+def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> Node:
+    """Entries of an object in order: all required ones (True) and any of the others, then any number of `rest`."""
     size = len(entries)
-    if rest is NEVER and most is not None and most >= size:
-        most = None
-    elif most is not None:
-        most = min(most, size + max(8, max_size // max(1, rest.size)))
-    cap = max(least, 1) if most is None else most
 
-    def moves(state: tuple[int, int]) -> Iterable[tuple[Node, tuple[int, int]]]:
-        index, count = state
-        if count == most:
-            return
-        for position in range(index, size):
-            yield entries[position][0], (position + 1, min(count + 1, cap))
+    def moves(state: tuple[int, bool]) -> Iterable[tuple[Node, tuple[int, bool]]]:
+        for position in range(state[0], size):
+            yield entries[position][0], (position + 1, True)
             if entries[position][1]:
                 return
-        if index <= size:
-            yield rest, (size + 1, min(count + 1, cap))
-        elif least <= 1 or most is None:
-            yield rest, (index, min(count + (least <= 1), cap))
+        yield rest, (size + 1, True)
 
-    def is_end(state: tuple[int, int]) -> bool:
-        return state[1] >= least and not any(is_required for _, is_required in entries[state[0] :])
+    def is_end(state: tuple[int, bool]) -> bool:
+        return state[1] and not any(is_required for _, is_required in entries[state[0] :])
 
-    return _explore((0, 0), moves, is_end)
+    return _explore((0, not needs_one), moves, is_end)

@@ -75,12 +75,6 @@ FORMATS = {
     ),
 }
 """Texts of a format that are written: all are valid, and not all that are valid are among them."""
-NOT_OF_FORMAT = {
-    "date": "[^0-9]*|.{0,9}|.{11,}", "date-time": ".{0,19}", "time": ".{0,8}", "uuid": ".{0,35}", "ipv4": "[^.]*",
-    "ipv6": "[^:]*", "email": "[^@]*", "uri": "[^:]*", "duration": "[^P]*", "hostname": "",
-    "iri": "[^:]*", "json-pointer": "[^/]+", "relative-json-pointer": "[^0-9]*",
-}  # fmt: skip
-"""Texts that are not of a format for certain."""
 
 
 @lru_cache(maxsize=64)
@@ -95,11 +89,6 @@ def of_format(name: str) -> Dfa | None:
     if name == "hostname":  # within 253 characters
         return intersect(to_dfa(parse(r"(?:[^.]{1,30}\.){0,7}[^.]{1,30}")), to_dfa(parse(FORMATS[name])))
     return to_dfa(parse(FORMATS[name])) if name in FORMATS else None
-
-
-@lru_cache(maxsize=64)
-def not_of_format(name: str) -> Dfa | None:
-    return to_dfa(parse(NOT_OF_FORMAT[name])) if name in NOT_OF_FORMAT else None
 
 
 @lru_cache(maxsize=1024)
@@ -177,26 +166,12 @@ def number_texts(value: float | int) -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def multiples(divisor: float | int) -> Dfa | None:
-    """Texts of `EXACT` that are multiples; None for a divisor of too many digits."""
-    number = Decimal(str(divisor)).normalize()
-    places = max(0, -int(number.as_tuple().exponent))
-    modulus = int(number.scaleb(places))
-    if modulus > MAX_COUNT or places > 16 or modulus * (places + 1) > 4 * MAX_COUNT:
-        return None
+def multiples(divisor: int) -> Dfa:
+    """Texts of `EXACT` that are multiples of a whole number."""
 
-    def moves(state: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Of digits after the point, and the remainder; before the point -1, before a digit -2, before a sign -3."""
-        place, remainder = state
-        if place == -3:
-            yield 45, 45, (-2, 0)
-        if place == -1:
-            yield 46, 46, (0, remainder)
-        for digit in range(10 if place < places else 1):
-            following = (10 * remainder + digit) % modulus if place < places else remainder
-            yield 48 + digit, 48 + digit, (max(place, -1) + (0 <= place < places), following)
+    def moves(remainder: int) -> Iterator[tuple[int, int, int]]:
+        for digit in range(10):
+            yield 48 + digit, 48 + digit, (10 * remainder + digit) % divisor
 
-    def is_end(state: tuple[int, int]) -> bool:
-        return state[0] >= -1 and state[1] * 10 ** (places - max(state[0], 0)) % modulus == 0
-
-    return intersect(EXACT, minimize(*explore((-3, 0), moves, is_end)))
+    digits = Dfa(*explore(0, moves, lambda remainder: not remainder))
+    return intersect(EXACT, to_dfa(sequence((parse("-?"), to_node(digits), parse(r"(?:\.0+)?")))))

@@ -167,7 +167,6 @@ class _Reader:
         return node
 
     def repeats(self, node: Node) -> Node:
-        """Apply the quantifier after a part, if any."""
         start = self.position
         counted = None if self.is_ecma and self.next_is("{,") else COUNT.match(self.pattern_text, start)
         low: int
@@ -191,7 +190,6 @@ class _Reader:
         return repeated(node, low, high)
 
     def escape(self, inside: bool) -> Ranges:
-        """Characters of an escape, after its backslash."""
         start, sign = self.position - 1, self.take_sign()
         if sign in self.sets:
             return self.sets[sign]
@@ -221,7 +219,6 @@ class _Reader:
         return ((code, code),)
 
     def set_of_characters(self) -> Ranges:
-        """Characters of a set, after its bracket."""
         start, negated, ranges = self.position - 1, self.take("^"), list[tuple[int, int]]()
         is_first = not self.is_ecma  # a closing bracket that Python reads as a character
         while is_first or not self.take("]"):

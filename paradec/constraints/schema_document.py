@@ -33,38 +33,35 @@ def _is_schemas(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_schema, value))
 
 
-def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(is_schema, value.values()))
+
+
+def _is_type(value: Any) -> bool:
+    kinds = value if isinstance(value, list) else [value]
+    return bool(kinds) and all(kind in KINDS for kind in kinds)
 
 
 SCHEMA, SCHEMAS = (is_schema, "a schema"), (lambda value: _is_schemas(value) and value, "a list of schemas")
-MAP, COUNT = (_maps_to(is_schema), "an object of schemas"), (is_count, "a whole number from 0")
+MAP, COUNT = (_is_map, "an object of schemas"), (is_count, "a whole number from 0")
 TEXT = (lambda value: isinstance(value, str), "a text")
 BOUND = (lambda value: is_number(value) or isinstance(value, bool), "a number")
 SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "type": (
-        lambda value: isinstance(value, str) or _is_names(value) and value,
-        f"must be one of {', '.join(KINDS)}, or a list of them",
-    ),
+    "type": (_is_type, f"one of {', '.join(KINDS)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and value, "a list of values"),
-    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"), MAP),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), MAP),
     **dict.fromkeys(("additionalProperties", "additionalItems", "not"), SCHEMA),
     **dict.fromkeys(("if", "then", "else"), SCHEMA),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), SCHEMAS),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNT),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), COUNT),
+    "minProperties": (lambda value: is_number(value) and value in (0, 1), "0 or 1"),
     **dict.fromkeys(("$ref", "pattern", "format"), TEXT),
-    "minimum": (is_number, "a number"),
-    "maximum": (is_number, "a number"),
+    **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
     "exclusiveMinimum": BOUND,
     "exclusiveMaximum": BOUND,
     "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "required": (_is_names, "a list of names"),
-    "dependentRequired": (_maps_to(_is_names), "an object of lists of names"),
-    "dependencies": (
-        _maps_to(lambda value: is_schema(value) or _is_names(value)),
-        "an object of schemas and lists of names",
-    ),
-    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "uniqueItems": (lambda value: value is False, "false: automata cannot compare items"),
     "prefixItems": (_is_schemas, "a list of schemas"),
     "items": (lambda value: is_schema(value) or _is_schemas(value), "a schema or a list of schemas"),
 }
@@ -72,7 +69,8 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 CONST = "const"
 UNSUPPORTED = {
     *("$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"),
-    *("contains", "minContains", "maxContains", "propertyNames"),
+    *("contains", "minContains", "maxContains", "maxProperties", "propertyNames"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
 }
 CONSTRAINING = {*SHAPES, CONST} - {"$defs", "definitions"} | UNSUPPORTED
 ANNOTATIONS = {
@@ -82,7 +80,7 @@ ANNOTATIONS = {
 }
 """Keywords that allow every value. All that is in neither set is unknown: an annotation too, with a warning."""
 VALUES = {"enum", "const", "default", "examples", "example"}
-MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions", "dependencies"}
+MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 
 
 def key_path(path: str, key: str) -> str:
@@ -99,7 +97,6 @@ class SchemaDocument:
         self.root = root
         self.paths: dict[int, str] = {}
         self.bases: dict[int, str] = {}
-        self.outer_bases: dict[int, str] = {}
         self.unknown: dict[str, None] = {}
         """Names of unknown keywords and formats, in order."""
         self._by_uri: dict[str, Any] = {"": root}
@@ -116,7 +113,6 @@ class SchemaDocument:
                 self._index(part, f"{path}[{index}]", base, is_known)
         if not isinstance(value, Mapping) or id(value) in self.paths:
             return
-        self.outer_bases[id(value)] = base
         for key in ("$id", "id"):
             if is_known and isinstance(name := value.get(key), str):
                 uri, fragment = urldefrag(urljoin(base, name))
@@ -152,23 +148,16 @@ class SchemaDocument:
             if key in SHAPES:
                 has_shape, words = SHAPES[key]
                 if not has_shape(value):
-                    raise self.error(schema, key, f"is {shown(value)}, and must be {words.removeprefix('must be ')}")
+                    raise self.error(schema, key, f"is {shown(value)}, and must be {words}")
             elif key != CONST and key not in ANNOTATIONS:
                 self.unknown[key] = None
-        kinds = schema.get("type", [])
-        for kind in [kinds] if isinstance(kinds, str) else kinds:
-            if kind not in KINDS:
-                raise self.error(schema, "type", f"{shown(kind)} must be one of {', '.join(KINDS)}")
 
     def resolve(self, schema: Mapping[str, Any]) -> Schema:
         """The schema that `$ref` names. Raises ValueError if it is not in the document."""
         reference = schema["$ref"]
+        if "$id" in schema and schema is not self.root:  # up to draft 7 the keyword next to `$ref` says nothing
+            raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
         target = self._find(self.bases.get(id(schema), ""), reference)
-        if "$id" in schema:  # up to draft 7 the keyword next to `$ref` says nothing
-            outer = self._find(self.outer_bases.get(id(schema), ""), reference)
-            if None not in (outer, target) and outer is not target:
-                raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
-            target = outer if target is None else target
         if target is None:
             raise self.error(schema, "$ref", f"{shown(reference)} is not in the schema")
         if not is_schema(target):

@@ -2,7 +2,7 @@
 
 A goal is a set of subschemas, each with a sign: values that are valid by the positive ones and invalid by the negative
 ones. Its alternatives are those of its parts, merged pair by pair: so `allOf`, keywords next to each other and `$ref`
-are unions of goals, and `not`, `oneOf`, `if` and `dependencies` need nothing of their own. Every rule may leave values
+are unions of goals, and `not`, `oneOf` and `if` need nothing of their own. Every rule may leave values
 out and lets none in that the schema excludes, positive or negative; what it leaves out is in docs/structured.md.
 """
 
@@ -63,14 +63,12 @@ class Shape:
     members: tuple[Members, ...] = ()
     least: int = 0
     most: int | None = None
-    """Numbers of properties or items."""
+    """Numbers of properties (at least 0 or 1, at most 0 or any) or items."""
     required: tuple[str, ...] = ()
     offered: frozenset[str] = frozenset()
     """Names that are required only for the sake of an excluded schema."""
     some: tuple[Members, ...] = ()
     """For each, some key has to have a value of its goal."""
-    unique: tuple[Goal, ...] = ()
-    """The different values of an array's items."""
 
     def listed_names(self) -> dict[str, None]:
         """Names of keys in order."""
@@ -108,7 +106,6 @@ def merge(first: Shape, second: Shape) -> Shape | None:
         required,
         (first.offered | second.offered) - plain,
         tuple(dict.fromkeys((*first.some, *second.some))),
-        first.unique or second.unique,
     )
 
 
@@ -129,7 +126,6 @@ def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
 
 
 def violating(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """Values of a type with some facts."""
     language = facts.get("language")
     return () if language is not None and not language.rows else (Shape(kind, True, **facts),)
 
@@ -172,14 +168,15 @@ class Goals:
         return frozenset({(sign, id(schema))})
 
     def shapes(self, goal: Goal) -> tuple[Shape, ...]:
-        """The alternatives of a goal."""
         if goal not in self._shapes:
             if len(self._shapes) > MAX_GOALS:
                 raise ValueError(f"the schema has more than {MAX_GOALS} parts")
             shapes: Sequence[Shape] = ANYTHING
             for sign, index in sorted(goal, key=lambda literal: not literal[0]):
                 shapes = self.both(shapes, self.literal(sign, self._schemas[index]))
-            settled = self.settle(choice for shape in shapes for choice in self._choose_keys(shape))
+            settled = self.branch(choice for shape in shapes for choice in self._choose_keys(shape))
+            # types that no keyword speaks of are left out
+            settled = [shape for shape in settled if shape.is_explicit or self.is_loose]
             listed = [shape for shape in settled if self.is_loose or not shape.offered - {*self._names(shape)}]
             self._shapes[goal] = tuple(dict.fromkeys(listed or settled))
         return self._shapes[goal]
@@ -210,19 +207,12 @@ class Goals:
         return True
 
     def key_goal(self, shape: Shape, name: str) -> Goal:
-        """The goal of the value of a key."""
         return frozenset().union(*(part.goal(name) for part in shape.members))
 
     def item_goal(self, shape: Shape, index: int) -> Goal:
         return frozenset().union(*(part.listed.get(index, part.others) for part in shape.members))
 
-    def settle(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """Leave out types that no keyword speaks of, where keywords speak of some; else offer all of them."""
-        alternatives = self.branch(shapes)
-        return alternatives if self.is_loose else [shape for shape in alternatives if shape.is_explicit]
-
     def both(self, first: Iterable[Shape], second: Iterable[Shape]) -> list[Shape]:
-        """Values of both lists of alternatives."""
         others = [*second]
         shapes = dict[Shape, None]()
         for shape in first:
@@ -275,9 +265,6 @@ class Goals:
             return alternatives
         return [dataclasses.replace(shape, is_explicit=True) for shape in alternatives]
 
-    def reference(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        return self.literal(sign, self.document.resolve(schema))
-
     def type(self, schema: Any, sign: bool) -> Iterable[Shape]:
         kinds = {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
         shapes = [EXPLICIT[kind] for kind in TYPES if (kind in kinds) == sign]
@@ -312,7 +299,6 @@ class Goals:
         return shapes
 
     def _structure(self, schema: Any, value: Any) -> Mapping[str, Any]:
-        """The schema of one object or array."""
         key = id(value)
         if key not in self._structures:
             if isinstance(value, Mapping):
@@ -320,27 +306,22 @@ class Goals:
                 facts: dict[str, Any] = {"properties": properties, "required": [*value], "additionalProperties": False}
             else:
                 facts = {"prefixItems": [{"const": part} for part in value], "items": False, "minItems": len(value)}
-            self._structures[key] = {"type": "object" if isinstance(value, Mapping) else "array", **facts}
+            self._structures[key] = facts | {"type": "object" if isinstance(value, Mapping) else "array"}
         structure = self._structures[key]
         self.document.paths.setdefault(id(structure), self.document.paths.get(id(schema), ""))
         return structure
 
     def every(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
-        """Values of all of some subschemas, or of none."""
+        """Values that are valid by all of some subschemas, or by none."""
         shapes: list[Shape] = [*ANYTHING]
         for part in parts:
             shapes = self.both(shapes, self.literal(sign, part))
         return shapes
 
-    def all_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        if sign:
-            return self.every(schema["allOf"], True)
-        return [shape for part in schema["allOf"] for shape in self.literal(False, part)]
-
-    def some_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        if not sign:
-            return self.every(schema["anyOf"], False)
-        return [shape for part in schema["anyOf"] for shape in self.branch(self.literal(True, part))]
+    def some(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
+        """Values that are valid by some of several subschemas, or not by all."""
+        branches = [self.literal(sign, part) for part in parts]
+        return [shape for branch in branches for shape in (self.branch(branch) if sign else branch)]
 
     def one_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
         parts = schema["oneOf"]
@@ -358,9 +339,6 @@ class Goals:
                     shapes = self.both(shapes, self.literal(False, part))
             alternatives += self.branch(shapes)
         return alternatives
-
-    def exclude(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        return self.literal(not sign, schema["not"])
 
     def condition(self, schema: Any, sign: bool) -> Iterable[Shape]:
         if "if" not in schema:
@@ -391,9 +369,6 @@ class Goals:
             high = None
         return violating("string", language=complement(languages.of_length(low, high)))
 
-    def pattern(self, schema: Any) -> Dfa:
-        return self.search(schema, "pattern", schema["pattern"])
-
     def search(self, schema: Any, key: str, pattern: str) -> Dfa:
         try:
             return ecma_search(pattern)
@@ -401,15 +376,13 @@ class Goals:
             raise self.document.error(schema, key, f"is not supported: {error}") from None
 
     def format(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        language, opposite = languages.of_format(schema["format"]), languages.not_of_format(schema["format"])
+        language = languages.of_format(schema["format"])
         if language is None:
             self.document.unknown[f"format {schema['format']!r}"] = None
             return ANYTHING if sign else ()
-        if self.is_loose:
-            return ANYTHING if opposite is None else only("string", language=complement(opposite))
-        if sign:
-            return only("string", language=language)
-        return self.leave_out(schema, "format") if opposite is None else violating("string", language=opposite)
+        if not sign:
+            return self.leave_out(schema, "format")
+        return ANYTHING if self.is_loose else only("string", language=language)
 
     def bounds(self, schema: Any) -> Dfa:
         language = languages.PLAIN
@@ -424,10 +397,11 @@ class Goals:
         return language
 
     def multiple(self, schema: Any) -> Dfa:
-        language = languages.multiples(schema["multipleOf"])
-        if language is None:
-            raise self.document.error(schema, "multipleOf", f"is {schema['multipleOf']}, which has too many digits")
-        return language
+        divisor = schema["multipleOf"]
+        if divisor != int(divisor) or divisor > languages.MAX_COUNT:
+            why = f"is {divisor}, and may be a whole number up to {languages.MAX_COUNT}"
+            raise self.document.error(schema, "multipleOf", why)
+        return languages.multiples(int(divisor))
 
     def properties(self, schema: Any, sign: bool) -> Iterable[Shape]:
         listed = schema.get("properties", {})
@@ -481,17 +455,6 @@ class Goals:
             shapes += violating(kind, least=high + 1)
         return shapes
 
-    def dependencies(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        rules: list[tuple[str, Any]] = []
-        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
-            rules += schema.get(key, {}).items()
-        shapes: list[Shape] = [*ANYTHING] if sign else []
-        for name, rule in rules:
-            holds = self.literal(sign, {"required": rule} if isinstance(rule, list) else rule)
-            present = self.both(self.present(name), holds)
-            shapes = self.both(shapes, [*only("object", **self.absent(name)), *present]) if sign else shapes + present
-        return shapes
-
     def items(self, schema: Any, sign: bool) -> Iterable[Shape]:
         items = schema.get("items", True)
         if isinstance(items, list):
@@ -501,53 +464,32 @@ class Goals:
         if sign:
             listed = {index: self.goal(part) for index, part in enumerate(front)}
             return only("array", members=(Members(listed, others=self.goal(rest)),))
-        shapes = list[Shape]()
-        for index, part in enumerate(front):
-            if (goal := self.goal(part, False)) != NO_VALUE:
-                shapes += violating("array", members=(Members({index: goal}),), least=index + 1)
-        if rest is False:
-            shapes += violating("array", least=len(front) + 1)
-        elif self.goal(rest, False) != NO_VALUE:
-            self.leave_out(schema, "items")
-        return shapes
-
-    def unique(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        if not schema["uniqueItems"]:
-            return ANYTHING if sign else ()
-        if not sign:
-            return self.leave_out(schema, "uniqueItems")
-        items: Any = next((self._schemas[index] for _, index in self.goal(schema.get("items", True))), None)
-        if isinstance(items, Mapping):
-            self.document.check(items)
-        values = items.get("enum", []) if isinstance(items, Mapping) else []
-        if not 0 < len(values) <= 64 or any(a == b for a, b in combinations(values, 2)):
-            raise self.document.error(schema, "uniqueItems", "is supported for enumerations of up to 64 values alone")
-        return only("array", unique=tuple(self.goal({"const": value}) for value in values))
+        return self.leave_out(schema, "items")
 
 
 Rule = Callable[[Goals, Any, bool], Iterable[Shape]]
 BOUNDS: Rule = partial(Goals.scalar, kind="number", read=Goals.bounds)
 RULES: dict[str, Rule] = {
-    "$ref": Goals.reference,
+    "$ref": lambda goals, schema, sign: goals.literal(sign, goals.document.resolve(schema)),
     "type": Goals.type,
     "enum": partial(Goals.enum, key="enum"),
     "const": partial(Goals.enum, key="const"),
-    "allOf": Goals.all_of,
-    "anyOf": Goals.some_of,
+    "allOf": lambda goals, schema, sign: (goals.every if sign else goals.some)(schema["allOf"], sign),
+    "anyOf": lambda goals, schema, sign: (goals.some if sign else goals.every)(schema["anyOf"], sign),
     "oneOf": Goals.one_of,
-    "not": Goals.exclude,
+    "not": lambda goals, schema, sign: goals.literal(not sign, schema["not"]),
     **dict.fromkeys(("if", "then", "else"), Goals.condition),
     **dict.fromkeys(("minLength", "maxLength"), Goals.length),
-    "pattern": partial(Goals.scalar, kind="string", read=Goals.pattern),
+    "pattern": partial(
+        Goals.scalar, kind="string", read=lambda goals, schema: goals.search(schema, "pattern", schema["pattern"])
+    ),
     "format": Goals.format,
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUNDS),
     "multipleOf": partial(Goals.scalar, kind="number", read=Goals.multiple),
     **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Goals.properties),
     "required": Goals.required,
     **dict.fromkeys(("minProperties", "maxProperties"), partial(Goals.count, kind="object", noun="Properties")),
-    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), Goals.dependencies),
     **dict.fromkeys(("items", "prefixItems", "additionalItems"), Goals.items),
     **dict.fromkeys(("minItems", "maxItems"), partial(Goals.count, kind="array", noun="Items")),
-    "uniqueItems": Goals.unique,
 }
 """The rule of each keyword; those of one rule are read together."""

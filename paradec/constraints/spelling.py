@@ -79,10 +79,13 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
     special |= {token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special}
     names = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     names_by_id = {token: name for token, name in enumerate(names) if isinstance(name, str) and token not in special}
+    byte_level = {token: _byte_level_bytes(name) for token, name in names_by_id.items()}
+    plain = {token: _sentence_piece_bytes(name) for token, name in names_by_id.items()}
+    stripped = {token: text.removeprefix(b" ") for token, text in plain.items()}  # the first space of a text
     builders: list[Callable[[], Spelling]] = [
-        lambda: _uniform_spelling({token: _byte_level_bytes(name) for token, name in names_by_id.items()}),
-        lambda: _stripped_spelling({token: _sentence_piece_bytes(name) for token, name in names_by_id.items()}),
-        lambda: _uniform_spelling({token: _sentence_piece_bytes(name) for token, name in names_by_id.items()}),
+        lambda: Spelling(_nonempty(byte_level), dict.fromkeys(byte_level, 0)),
+        lambda: Spelling(_nonempty(stripped, plain), dict.fromkeys(plain, 1)),
+        lambda: Spelling(_nonempty(plain), dict.fromkeys(plain, 0)),
     ]
     if len(names_by_id) <= MOST_PAIRED:
         builders.append(lambda: _pairwise_spelling(tokenizer, [*names_by_id]))
@@ -112,16 +115,8 @@ def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
     return num_unreadable <= SAMPLES // 2
 
 
-def _uniform_spelling(texts: dict[int, bytes]) -> Spelling:
-    """Build a spelling of tokens with the same bytes everywhere."""
-    return Spelling(({token: text for token, text in texts.items() if text},), dict.fromkeys(texts, 0))
-
-
-def _stripped_spelling(texts: dict[int, bytes]) -> Spelling:
-    """Build a spelling that drops the first space of a text."""
-    first = {token: text.removeprefix(b" ") for token, text in texts.items()}
-    nonempty = tuple({token: text for token, text in context.items() if text} for context in (first, texts))
-    return Spelling(nonempty, dict.fromkeys(texts, 1))
+def _nonempty(*contexts: dict[int, bytes]) -> tuple[dict[int, bytes], ...]:
+    return tuple({token: text for token, text in texts.items() if text} for texts in contexts)
 
 
 def _pairwise_spelling(tokenizer: Any, ids: list[int]) -> Spelling:
@@ -149,13 +144,9 @@ def _byte_level_bytes(name: str) -> bytes:
     return name.encode()
 
 
-def _alphabet() -> dict[str, int]:
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    invisible = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(invisible)}
-
-
-_ALPHABET = _alphabet()
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_INVISIBLE = [byte for byte in range(256) if byte not in _VISIBLE]
+_ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_INVISIBLE)}
 
 
 MOST_WAYS, MOST_LITERALS = 8, 64

@@ -246,10 +246,9 @@ class JsonSchema(Constraint):
             try:
                 source = byte_automaton(read_schema(self.schema, self.depth, max_length)[0], self.after)
                 return lift(source, spelling, vocab_size, encode_literals)
-            except ValueError:
-                if max_length == MAX_LENGTHS[-1]:
-                    raise
-        raise AssertionError("the last length returns or raises")
+            except ValueError as error:
+                last_error = error
+        raise last_error
 
     def node(self) -> Node:
         return read_schema(self.schema, self.depth)[0]
@@ -296,8 +295,6 @@ def constraint_of(name: str, value: Any) -> Any:
 
     Raises ValueError or TypeError for anything else.
     """
-    if isinstance(value, Constraint):
-        return value
     if isinstance(value, (list, tuple)):
         return tuple(one_constraint(name, entry) for entry in value)
     return one_constraint(name, value)

@@ -21,7 +21,6 @@ from paradec.constraints.languages import (
     at_most,
     equal_to,
     multiples,
-    not_of_format,
     of_format,
     of_length,
 )
@@ -165,7 +164,7 @@ def test_bounds_are_those_of_decimals() -> None:
                 assert matches(at_least(value, True), text) == (number > bound)
             else:
                 assert not matches(at_most(value, True), text) and not matches(at_least(value, True), text)
-        for divisor in (1, 7, 0.5, 0.01, 2.5):
+        for divisor in (1, 7, 25, 1000):
             expected = number % Decimal(str(divisor)) == 0 and matches(EXACT, text)
             assert matches(multiples(divisor), text) == expected  # type: ignore[arg-type]
 
@@ -183,10 +182,9 @@ def test_formats_hold_what_readers_of_them_take() -> None:
         "json-pointer": (["", "/a~0/b"], ["a", "/~2"]),
     }
     for name, (yes, no) in cases.items():
-        language, outside = of_format(name), not_of_format(name)
+        language = of_format(name)
         assert language is not None and all(matches(language, text) for text in yes), name
         assert not any(matches(language, text) for text in no), name
-        assert outside is None or not any(matches(outside, text) for text in yes), name
     parts, language = ["", "0", "1", "ab", "ffff"], of_format("ipv6")
     draw = np.random.default_rng(0)
     for _ in range(1500):

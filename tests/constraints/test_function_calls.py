@@ -73,7 +73,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "type": "object",
         "properties": {
             "when": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 86399}, {"const": "sunrise"}]},
-            "repeat": {"type": "array", "items": {"enum": ["sat", "sun", "mon"]}, "uniqueItems": True, "minItems": 1},
+            "repeat": {"type": "array", "items": {"enum": ["sat", "sun", "mon"]}, "minItems": 1},
         },
         "required": ["when", "repeat"],
     },

@@ -41,7 +41,7 @@ AB = {"a": {"type": "integer"}, "b": {"type": "string"}}
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "bounds of numbers": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": 2}, [-1.5, 0, 1.99], [-1.51, 2, 2.5]),
     "draft 4's bounds": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
-    "multiples": ({"type": "number", "multipleOf": 0.25, "maximum": 1}, [0.5, -7, 0.75], [0.3, 1.25]),
+    "multiples": ({"type": "number", "multipleOf": 25, "maximum": 100}, [50, -75, 0], [30, 125, 0.25]),
     "pattern and length": ({"type": "string", "pattern": "^a+", "maxLength": 3, "minLength": 2}, ["aa", "ab", "abc"],
                            ["a", "ba", "aaaa"]),
     "format and length": ({"type": "string", "format": "ipv4", "maxLength": 7}, ["1.2.3.4"], ["1.2.3.40"]),
@@ -67,8 +67,6 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "one of closed objects": ({"oneOf": [{**CLOSED, "properties": {"a": {"type": "integer"}}},
                                          {**CLOSED, "properties": {"b": {"type": "string"}}}]}, [{"a": 1}, {"b": ""}],
                               [{}, {"a": 1, "b": ""}]),
-    "one of formats": ({"oneOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]},
-                       ["1.2.3.4", "::1"], ["a"]),
     "not": ({"not": {"type": ["integer", "object"]}}, ["a", None, 0.5, [1]], [1, {}]),
     "not an enumeration": ({"type": ["integer", "string"], "not": {"enum": [1, "a"]}}, [2, 10, "b", "aa", ""], [1,
         "a"]),
@@ -77,28 +75,18 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "if": ({"type": "object", "properties": AB, "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
             "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
            [{"a": 1, "b": ""}, {"a": 2}, {}], [{"a": 1}, {"b": ""}, {"a": 2, "b": ""}]),
-    "dependencies": ({"type": "object", "properties": AB, "dependentRequired": {"a": ["b"]}}, [{}, {"b": ""},
-                     {"a": 1, "b": ""}], [{"a": 1}]),
-    "dependent schemas": ({"type": "object", "properties": AB,
-        "dependencies": {"b": {"properties": {"a": {"minimum": 5}}}}},
-                          [{"a": 1}, {"a": 5, "b": ""}, {"b": ""}], [{"a": 1, "b": ""}]),
     "pattern properties": ({**CLOSED, "patternProperties": {"^x": {"type": "integer"}, "y$": {"minimum": 3}}},
                            [{}, {"x": 1, "xa": 2}, {"xy": 3}, {"ay": 4}], [{"a": 1}, {"xy": 1}, {"x": "a"}]),
     "patterns and lists": ({**CLOSED, "properties": {"xa": {}}, "patternProperties": {"^x": {"type": "integer"}}},
                            [{"xa": 1, "xb": 2}], [{"xa": "a"}, {"y": 1}]),
     "additional schema": ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
                           [{"a": 1, "b": None, "c": None}, {}], [{"b": 1}]),
-    "numbers of properties": ({**CLOSED, "properties": {n: {"type": "null"} for n in "abc"}, "minProperties": 1,
-                               "maxProperties": 2}, [{"a": None}, {"b": None, "c": None}], [{},
-                                   {n: None for n in "abc"}]),
-    "at most some keys": ({"additionalProperties": {"type": "null"}, "maxProperties": 1}, [{}, {"q": None}],
-                          [{"q": None, "r": None}]),
+    "some property": ({**CLOSED, "properties": {n: {"type": "null"} for n in "abc"}, "minProperties": 1},
+                      [{"a": None}, {"b": None, "c": None}], [{}]),
+    "no property": ({"additionalProperties": {"type": "null"}, "not": {"minProperties": 1}}, [{}], [{"q": None}]),
     "front": ({"type": "array", "items": [{"type": "integer"}, {"type": "string"}],
         "additionalItems": {"type": "null"}},
               [[], [1], [1, "a"], [1, "a", None]], [["a"], [1, 1], [1, "a", 1]]),
-    "unique": ({"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1, None]}, "minItems": 1},
-               [["a"], [None, 1, "a"]], [[], [1, 1]]),
-    "unique of many": ({"type": "array", "uniqueItems": True, "items": {"enum": [*range(20)]}}, [[0, 3, 19]], [[3, 3]]),
     "list index": ({"prefixItems": [{"type": "null"}, {"$ref": "#/prefixItems/0"}], "type": "array"}, [[None, None]],
                    [[None, 1]]),
     "constants of structures": ({"enum": [{"a": [1, {}]}, [True], 2.0]}, [{"a": [1, {}]}, [True], 2.0, 2],
@@ -116,13 +104,11 @@ def test_keywords(name: str) -> None:
     reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
     plain = json.loads(json.dumps(reference).replace('"format"', '"other"'))
     for value in written:
-        assert accepts(automaton, value) and is_valid(value, plain, plain) == (
-            "format" not in name or "length" in name
-        ), value
+        assert accepts(automaton, value) and is_valid(value, plain, plain), value
     for value in others:
         assert not accepts(automaton, value), value
     draw = np.random.default_rng(0)
-    for _ in range(15 if "of formats" not in name else 0):
+    for _ in range(15):
         if (text := some_text(automaton, draw)) is not None:
             assert is_valid(json.loads(text, parse_float=Decimal), plain, plain), text
 
@@ -130,16 +116,13 @@ def test_keywords(name: str) -> None:
 TOKENS = ["{", "}", "[", "]", '"a":', '"b":', '"a"', "1", "2", "null", ","]
 SMALL: dict[str, Any] = {
     "optional keys": {**CLOSED, "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}},
-    "counted keys": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 1,
-        "maxProperties": 1},
+    "some key": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 1},
     "one of": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "oneOf": [{"required": ["a"]},
         {"required": ["b"]}]},
     "front": {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": {"const": None}, "maxItems": 3},
-    "unique": {"type": "array", "items": {"enum": [1, 2, "a"]}, "uniqueItems": True},
     "recursive": {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}},
         "$ref": "#/$defs/t"},
     "any of": {"anyOf": [{**CLOSED, "properties": {"a": {"const": 1}}}, {"type": "array", "items": {"type": "null"}}]},
-    "dependent": {**CLOSED, "properties": {"a": {"const": 1}, "b": {"const": 2}}, "dependentRequired": {"b": ["a"]}},
 }  # fmt: skip
 
 
@@ -199,8 +182,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
             return {"type": "object", "properties": {name: inner() for name in draw.sample(NAMES, 2)}} | some(
                 required=names, additionalProperties=lambda: draw.choice([False, True, inner()]),
                 patternProperties=lambda: {draw.choice(["^a", "b", "."]): inner()},
-                minProperties=lambda: draw.randint(0, 2), maxProperties=lambda: draw.randint(0, 3),
-                dependentRequired=lambda: {draw.choice(NAMES): names()}, dependentSchemas=lambda: {"a": inner()},
+                minProperties=lambda: draw.randint(0, 1),
             )  # fmt: skip
         case "array":
             return {"type": "array"} | some(
@@ -215,7 +197,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
             bounds = {key: lambda: draw.choice([0, 1, 2, -1, 0.5, 1.5]) for key in (
                 "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}  # fmt: skip
             return {"type": draw.choice(["integer", "number"])} | some(
-                **bounds, multipleOf=lambda: draw.choice([1, 0.5, 3])
+                **bounds, multipleOf=lambda: draw.choice([1, 2, 3])
             )
     parts: dict[str, Any] = {
         "not": inner, "anyOf": lambda: [inner(), inner()], "oneOf": lambda: [inner(), inner(), inner()],
@@ -226,7 +208,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 15), *(pytest.param(seed, 40, marks=pytest.mark.full) for seed in range(8))]
+    ("seed", "count"), [(1, 15), *(pytest.param(seed, 40, marks=pytest.mark.full) for seed in range(8))]
 )
 def test_random_schemas_accept_nothing_that_is_invalid(seed: int, count: int) -> None:
     draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
@@ -284,11 +266,16 @@ def test_references(schema: Any, yes: Any, no: Any) -> None:
         ({"minimum": "3"}, "minimum is '3', and must be a number"),
         ({"multipleOf": 0}, "multipleOf is 0, and must be a number above 0"),
         ({"patternProperties": {"(": {}}}, r"patternProperties\.\( is not supported: regex='\('"),
-        ({"dependencies": {"a": 3}}, "dependencies is .*, and must be"),
+        ({"dependencies": {"a": ["b"]}}, "dependencies is not supported"),
+        ({"items": {"dependentRequired": {"a": ["b"]}}}, r"items\.dependentRequired is not supported"),
         ({"$ref": "#nowhere"}, "'#nowhere' is not in the schema"),
         ({"$ref": "#/enum/0", "enum": [3]}, "is 3, not a schema"),
         ({"$ref": "#/examples/5", "examples": [{}]}, "is not in the schema"),
         ({"$dynamicRef": "#x"}, "dynamicRef is not supported"),
+        ({"multipleOf": 0.25}, r"multipleOf is 0\.25, and may be a whole number up to 4096"),
+        ({"minProperties": 2}, "minProperties is 2, and must be 0 or 1"),
+        ({"maxProperties": 2}, "maxProperties is not supported"),
+        ({"not": {"format": "ipv4"}, "type": "string"}, "values that violate not.format"),
         ({"type": "array", "contains": {"const": 1}}, "contains is not supported"),
         ({"properties": {"a": {"propertyNames": {"maxLength": 3}}}}, r"properties\.a\.propertyNames is not supported"),
         ({"items": {"enum": [1, 2]}, "not": {"items": {"const": 1}}}, "values that violate not.items"),

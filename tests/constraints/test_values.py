@@ -197,12 +197,11 @@ def test_bounds_of_integers(low: int | None, high: int | None) -> None:
 @pytest.mark.parametrize(
     ("schema", "part"),
     [
-        ({"type": "array", "uniqueItems": True}, "uniqueItems is supported for enumerations"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems is True, and must be false"),
         ({"properties": {"a": {"unevaluatedProperties": False}}},
             r"properties\.a\.unevaluatedProperties is not supported"),
-        ({"type": "object", "minProperties": 2}, "not covered are minProperties"),
         ({"type": "string", "not": {"format": "word"}}, "allows no text"),
-        ({"type": "array", "items": {"type": "integer"}, "not": {"uniqueItems": True}}, "values that violate not.uniq"),
+        ({"type": "array", "items": {"type": "integer"}, "not": {"uniqueItems": True}}, r"not\.uniqueItems is True"),
         ({"$ref": "http://x/y"}, "is not in the schema"),
         ({"$ref": "#"}, "allows no text"),
         ({"type": "word"}, "must be one of object"),
