@@ -94,7 +94,7 @@ class ImageOutput:
 
     @property
     def trace(self) -> Trace:
-        """What each step did. Raises ValueError without `trace=True`."""
+        """What each step did. Raises NoTraceError without `trace=True`."""
         return check_recorded(self.recorded_trace)
 
     @property

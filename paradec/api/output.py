@@ -90,7 +90,7 @@ class Output:
 
     @property
     def trace(self) -> Trace:
-        """What each step did. Raises ValueError without `trace=True`."""
+        """What each step did. Raises NoTraceError without `trace=True`."""
         return check_recorded(self.recorded_trace)
 
     @property
@@ -150,10 +150,14 @@ class Output:
         return str(get_drawing("output")(self))
 
 
+class NoTraceError(ValueError, AttributeError):
+    """No trace was recorded; `hasattr` is False then, for tools that look at all attributes."""
+
+
 def check_recorded(trace: Trace | None) -> Trace:
-    """The trace of an output. Raises ValueError where none was recorded."""
+    """The trace of an output. Raises NoTraceError where none was recorded."""
     if trace is None:
-        raise ValueError("no trace was recorded; ask for it with trace=True")
+        raise NoTraceError("no trace was recorded; ask for it with trace=True")
     return trace
 
 

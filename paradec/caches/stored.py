@@ -9,7 +9,7 @@ import numpy as np
 
 from paradec.caches.base import Cache, Part
 from paradec.caches.parts import full_parts, range_parts, subset_parts
-from paradec.core.checks import LARGEST_INT64, check_choice, check_int
+from paradec.core.checks import check_bytes, check_choice, check_int
 from paradec.core.rows import row_layout
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -21,7 +21,7 @@ class StoredCache(Cache):
 
     Args:
         store_dtype: of keys and values, one of `STORE_DTYPES`; None is the model's own.
-        max_memory: byte limit of the store; None asks the device.
+        max_memory: byte limit of the store, as a number or "2GB"; None asks the device.
         shape_multiple: round up widths of calls and of the visible store, so that shapes repeat (for captured graphs
             and compiled models); 1 pads nothing.
     """
@@ -34,7 +34,7 @@ class StoredCache(Cache):
     def __post_init__(self) -> None:
         if self.store_dtype is not None:
             check_choice("store_dtype", self.store_dtype, STORE_DTYPES)
-        check_int("max_memory", self.max_memory, low=1, high=LARGEST_INT64, none=True)
+        object.__setattr__(self, "max_memory", check_bytes("max_memory", self.max_memory))
         check_int("shape_multiple", self.shape_multiple, low=1, high=2**20)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:

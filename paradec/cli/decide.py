@@ -42,7 +42,9 @@ def decide(
             question, equals, listed = given.rpartition("=")
             if not equals:
                 raise ValueError(f"{option} takes {OPTIONS}, got {given!r}")
-            questions[question or option.removeprefix("--")] = kind(question or None, listed.split("|"))
+            if (name := question or option.removeprefix("--")) in questions:
+                raise ValueError(f"{option}={given!r}: another question is called {name!r}; give it other words")
+            questions[name] = kind(question or None, listed.split("|"))
     if not questions:
         raise ValueError("give a question: --yes-no, --pick, --score or --span")
     state, as_json = options.read_text(text), shared.pop("as_json")

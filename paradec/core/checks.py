@@ -116,7 +116,7 @@ def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
     """Read a number of bytes from an int or a text: "2GB" (10^9), "512MiB" (2^20). None stays."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
         if match is None:
             raise ValueError(f'{name}={shown(value)} must be bytes, as a number or as text: "2GB", "512MiB"')
         value = int(float(match[1]) * units[match[2].upper()])

@@ -157,11 +157,9 @@ class Registry:
             raise self._unknown_name_error(name)
 
     def _unknown_name_error(self, name: Any) -> ValueError:
-        if self.kind == "sampler" and (method := import_lazily(PIPELINE_METHOD)(str(name))) is not None:
+        if self.kind in ("sampler", "cache") and (method := import_lazily(PIPELINE_METHOD)(str(name))) is not None:
             call = f"paradec.accelerate(pipeline, {method!r})"
-            return ValueError(f"unknown sampler: {shown(name)}; it is for pipelines of diffusers: {call}")
-        if isinstance(name, str) and ".py" in name:
-            return ValueError(f"{self.kind}={shown(name)}: a file's class is FILE.py:CLASS, and for commands alone")
+            return ValueError(f"unknown {self.kind}: {shown(name)}; it is for pipelines of diffusers: {call}")
         listing = f"paradec.{self._module}.names()"
         return ValueError(unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {})))
 

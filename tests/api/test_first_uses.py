@@ -1,5 +1,9 @@
 """What newcomers write first: names from papers and other tools lead to the name here."""
 
+import copy
+import dataclasses
+import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,7 @@ def model() -> Any:
         pytest.param(_generate(sampler="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache"),
         pytest.param(_generate(sampler="fbcache"), "accelerate(pipeline, 'first_block')", id="fbcache"),
         pytest.param(_generate(cache="dkv"), "'dkv_decode'", id="dkv"),
+        pytest.param(_generate(cache="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache as a cache"),
         pytest.param(_generate(cache="Dual"), "'dual'", id="case of a cache"),
         pytest.param(_generate(block_size=4), "'block_length'", id="block_size"),
         pytest.param(_generate(max_new_tokens_=4), "'max_new_tokens'", id="near field"),
@@ -60,6 +65,14 @@ def test_the_error_names_what_to_write(use: Callable[[Any], Any], name: str, mod
     with pytest.raises((TypeError, ValueError)) as error:
         use(model)
     assert name in str(error.value)
+
+
+def test_tools_that_look_at_all_attributes_read_an_output_without_a_trace(model: Any) -> None:
+    for output in (_generate()(model), paradec.generate_images(paradec.load(CODES), class_labels=1)):
+        assert not hasattr(output, "trace")
+        for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output)), dataclasses.replace(output)):
+            assert repr(copied) == repr(output) and not hasattr(copied, "trace")
+    assert "tokens" in dict(inspect.getmembers(_generate()(model)))
 
 
 @pytest.mark.parametrize("number", [-1, 0, False])

@@ -361,6 +361,7 @@ def test_cost_adds_up() -> None:
 
 def test_too_little_memory_is_said_before_any_work() -> None:
     model = Counting(tiny(2))
+    assert caches.create("dual", max_memory="2GB").max_memory == 2 * 10**9
     cache = caches.create("dual", max_memory=1000)
     with pytest.raises(ValueError, match=r"3 x 20 positions would take 31.5 KiB, more than max_memory \(1000 bytes\)"):
         paradec.generate(model, ROWS, cache=cache, max_new_tokens=NEW)

@@ -410,7 +410,14 @@ def test_decide_answers_questions_as_the_function_does() -> None:
     assert found["value"] == expected.value and dict(found["probabilities"]) == dict(expected.probabilities)
     lines = run("decide", PROMPT, "--span", "=apple|fig|pear").stdout.splitlines()
     assert lines[1].split("\t")[:2] == ["span", expected.value]
-    for arguments, words in (([], "--yes-no"), (["--pick", "x"], "--pick"), (["--span", "=a|a"], "different")):
+    twice = ["--span", "=apple|fig", "--span", "=pear|fig"]
+    wrong = [
+        ([], "--yes-no"),
+        (["--pick", "x"], "--pick"),
+        (["--span", "=a|a"], "different"),
+        (twice, "is called 'span'"),
+    ]
+    for arguments, words in wrong:
         failed = run("decide", PROMPT, *arguments)
         assert failed.exit_code == 2 and words in failed.stderr
 

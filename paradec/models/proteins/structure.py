@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,14 +204,15 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     """
     selected = None if chains is None else {*chains}
     path = Path(source)
-    name = path.name.removesuffix(".gz")
+    is_packed = path.name.lower().endswith(".gz")
+    name = path.name[: -len(".gz")] if is_packed else path.name
     data = path.read_bytes()
-    if path.name.endswith(".gz"):
+    if is_packed:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path.name} is no gzip file, or is cut off: {error}") from None
-    read = _read_mmcif if name.endswith((".cif", ".mmcif")) else _read_pdb
+    read = _read_mmcif if name.lower().endswith((".cif", ".mmcif")) else _read_pdb
     # by residue or other molecule, the position and the element of each atom
     groups: dict[tuple[str, str, str, str], dict[str, tuple[list[float], str]]] = {}
     letters: dict[tuple[str, str, str, str], str] = {}
@@ -218,6 +220,8 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     for atom in read(path.name, data.decode("utf-8-sig", "replace")):
         if selected is not None and atom.chain not in selected or atom.residue in WATER:
             continue
+        if not all(map(math.isfinite, atom.xyz)):
+            raise ValueError(f"an atom of residue {atom.chain}{atom.number} of {path.name} has no finite coordinates")
         symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
         element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # without one, by its name
         atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()

@@ -35,9 +35,12 @@ PATHS = ("preset", "include")
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the answer's length in a task's generation_kwargs; the first in it counts, as in the harness."""
-SAMPLING = ("temperature", "top_p", "top_k", "constraint")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "constraint", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "bad_words", "min_new_tokens", "ignore_eos"),
+)
 """Sampling arguments of a task, by the names of `paradec.Request`."""
-NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1}
+NEUTRAL = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Task arguments that are allowed at these values only."""
 
 

@@ -288,6 +288,8 @@ def test_pdb_files(tmp_path: Path) -> None:
     refuses(lambda: read_structure(file, "AC"), r"chains=\['C'\] are not in made.pdb")
     file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
     refuses(lambda: read_structure(file), "line 2 of made.pdb is no ATOM record")
+    file.write_text("HEADER\n" + text.replace("   1.000", "     nan", 1), encoding="utf-8")
+    refuses(lambda: read_structure(file), "residue A-1 of made.pdb has no finite coordinates")
     file.write_text("HEADER\n", encoding="utf-8")
     refuses(lambda: read_structure(file), "made.pdb is no structure: it has no residues with a CA atom")
     with pytest.raises(OSError):
@@ -303,6 +305,7 @@ def test_mmcif_and_gz_files_hold_what_pdb_files_hold(name: str, tmp_path: Path) 
     (tmp_path / f"{name}.cif").write_text(text, encoding="utf-8")
     (tmp_path / f"{name}.cif.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / f"{name}.pdb.gz").write_bytes(gzip.compress(source.read_bytes()))
+    (tmp_path / f"{name}.CIF.GZ").write_bytes(gzip.compress(text.encode()))
     for file in sorted(tmp_path.iterdir()):
         found = read_structure(file)
         assert torch.equal(found.coordinates.nan_to_num(), expected.coordinates.nan_to_num()), file

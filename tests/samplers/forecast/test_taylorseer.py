@@ -254,6 +254,9 @@ def test_memory_in_words() -> None:
     words = {99: 99, "12": 12, "4kb": 4_000, "3 MB": 3_000_000, "2GB": 2_000_000_000, "7KiB": 7 * 1024}
     words |= {"0.5MiB": 512 * 1024, "1gib": 1024**3, "1.5GB": 1_500_000_000}
     assert {text: TaylorSeer(max_memory=text).max_memory for text in words} == words
+    for text in ("-1GB", "2TB", "nanGB", "9" * 400):
+        with pytest.raises(ValueError, match="max_memory='.* must be bytes, as a number or as text"):
+            TaylorSeer(max_memory=text)
 
 
 def test_adaptive_schedule_is_the_best_of_all() -> None:

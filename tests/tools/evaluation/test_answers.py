@@ -88,6 +88,15 @@ def test_what_a_task_cannot_ask(packaged64: Model) -> None:
     assert lm.generate_until([]) == []
 
 
+def test_penalties_of_a_task_are_those_of_generate(packaged64: Model) -> None:
+    prompt = "Shuffle: pear fig apple kiwi"
+    asked_for: dict[str, Any] = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
+    lm = Answering(packaged64)
+    (found,) = lm.generate_until(asked((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for)))
+    controls = {"bad_words": ["fig"], "min_new_tokens": 3, "max_new_tokens": 12}
+    assert found == paradec.generate(packaged64, prompt, **controls).text and "fig" not in found
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Model, batch: int) -> None:
     """Of two strata each; one token alone has nothing to draw."""
