@@ -1,4 +1,4 @@
-"""`Batch` for image models, as `paradec.generate_many` uses it. A row becomes an `ImageOutput` of one picture."""
+"""`Batch` for image models, for `paradec.generate_many`. Each row gives an `ImageOutput` of one picture."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def check_refillable(model: PictureModel) -> None:
     """Raise TypeError for an image model whose batches cannot be refilled."""
     if model.family not in ("masked", "draft_verify"):
         raise TypeError(
-            f"generate_many takes autoregressive and masked image models; {model.facts.name} is decoded by samplers of "
-            f"family {model.family!r}, whose rows take their steps together and end together, so that no slot becomes "
-            "free before the others: give it to paradec.generate_images"
+            f"generate_many takes autoregressive and masked image models; rows of {model.facts.name} (family "
+            f"{model.family!r}) all end together: give it to paradec.generate_images"
         )
 
 
@@ -44,13 +43,13 @@ class ImageTicket(Ticket):
 
 
 class ImageBatch(Batch):
-    """Decode pictures that come and go, up to `batch_size` of them at once; see `paradec.batching.Batch`.
+    """Decode a stream of pictures, up to `batch_size` at once; see `paradec.batching.Batch`.
 
     model: an autoregressive or a masked image model.
-    height, width, negative_prompt, output_type: as in `paradec.generate_images`; a prompt may name another size.
+    height, width, negative_prompt, output_type: as in `paradec.generate_images`; a prompt may have another size.
     arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
         `paradec.generate_images`.
-    Raises TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
+    Raises TypeError: a model of another kind. ValueError: an argument out of range, or not supported in batches.
     Raises ImportError: output_type="pil" without pillow."""
 
     def __init__(
@@ -82,33 +81,34 @@ class ImageBatch(Batch):
         preset: Preset | None = None,
         **changes: Any,
     ) -> ImageTicket:
-        """Let a prompt wait for a row.
+        """Put a prompt into the queue.
 
-        prompt: one class label or text, or what else `generate_images` takes of this model.
-        height, width, negative_prompt: of this prompt, in the place of the batch's; pictures of one size share calls.
+        prompt: one class label, text, or other prompt that `generate_images` takes for this model.
+        height, width, negative_prompt: override the batch's for this prompt; pictures of equal size share calls.
         on_done, id, alone, preset, changes: as in `Batch.add`.
         Raises ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed."""
         request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
-        height, width = (own if side is None else side for side, own in zip((height, width), self._size, strict=True))
+        height = self._size[0] if height is None else height
+        width = self._size[1] if width is None else width
         grid = self.model.grid(height, width)
         image_request = self._lay_out(self.model, prompt, negative_prompt, grid)
         drafter = getattr(sampler, "drafter", None)
-        if isinstance(drafter, PictureModel):  # it reads the same conditions
+        if isinstance(drafter, PictureModel):  # reads the same prompt
             self._lay_out(drafter, prompt, negative_prompt, grid)
         prompts = encode(self.model, image_request.prompts)
         ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request, grid=grid)
         return self._queue(ticket, alone)
 
     def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any, grid: Grid) -> ImageRequest:
-        """Make the row of one prompt. Raises ValueError for a model that holds its prompts and cannot exchange them."""
+        """Build the request of one prompt. Raises ValueError if the model cannot replace single rows' prompts."""
         image_request = model.request(prompt, grid, 1, negative_prompt)
         if image_request.model is not model and not (model is self.model and has_rows(image_request.model)):
-            reason = "holds what its prompts say for rows that begin together; use paradec.generate_images"
+            reason = "needs all prompts of a batch at its start; use paradec.generate_images"
             raise ValueError(f"{model.facts.name} {reason}")
         return image_request
 
-    # ---- of pictures ------------------------------------------------------------------------------------------------
+    # ---- hooks of Batch ---------------------------------------------------------------------------------------------
 
     _check_model = staticmethod(check_refillable)
 
@@ -125,13 +125,13 @@ class ImageBatch(Batch):
         return ticket.image_request.model
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
-        return False  # each has a model that holds its prompt
+        return False  # each prompt may have its own model
 
     def _begin(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets
         image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
         state = self.model.begin(ticket.sampler, image_request, ticket.grid, ticket.request)
-        state.trace = None  # it would be of this row alone
+        state.trace = None  # would record this row only
         ticket.accepted = []
         return state
 
@@ -171,7 +171,7 @@ class ImageBatch(Batch):
         )
 
     def finish(self, output: ImageOutput) -> None:
-        """Decode the picture of a whole answer."""
+        """Decode the picture of a completed output, in place."""
         if output.codes is None or output.images is not None:
             return
         if self.output_type == "latent":

@@ -1,4 +1,4 @@
-"""Outputs of ended rows and failed prompts, and the feed of streamers."""
+"""Build the outputs of ended rows and failed prompts, and feed streamers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
-    """Copy rows of a state for outputs, without memory and stores."""
-    light: Any = copy.copy(state)
-    light.store, light.memory = None, Memory()
+    """Copy rows of a state for outputs. Memory and the draft store are left out, the store is shared."""
+    reduced: Any = copy.copy(state)
+    reduced.store, reduced.memory = None, Memory()
     if drafting := getattr(state, "drafting", None):
-        light.drafting = replace(drafting, store=None, broken=None, parents=None)
-    rows = select_rows(light, np.array(slots, np.int64))
+        reduced.drafting = replace(drafting, store=None, broken=None, parents=None)
+    rows = select_rows(reduced, np.array(slots, np.int64))
     rows.store = state.store
     return rows
 
@@ -43,12 +43,12 @@ def build_outputs(
     model: Any, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
 ) -> list[Output]:
     """Build the outputs of rows of a state, each as if the row had been alone."""
-    hole = model.facts.hole_id
-    if len(slots) > 1 and any(hole in ticket.prompts.rows[0] for ticket in tickets):  # their text begins elsewhere
+    hole_id = model.facts.hole_id
+    if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):  # their text has the prompt
         return [build_outputs(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
     rows, prompts = copy_rows(state, slots), [ticket.prompts for ticket in tickets]
-    joined = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
-    output, counts, end_time = build_output(model, rows, joined, 0.0), rows.counts, time.perf_counter()
+    all_prompts = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
+    output, counts, end_time = build_output(model, rows, all_prompts, 0.0), rows.counts, time.perf_counter()
     return [
         replace(_select_row(output, rows, counts, index, ticket), seconds=end_time - ticket.began, error=error)
         for index, ticket in enumerate(tickets)
@@ -56,7 +56,7 @@ def build_outputs(
 
 
 def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticket: Ticket) -> Output:
-    """Copy one row of an output. counts: of all rows, as `State.counts`."""
+    """Copy one row of an output. counts: `State.counts` of all rows."""
     width, row = int(rows.requested_end[index]), slice(index, index + 1)
     changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
@@ -111,7 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
     """Pass newly final tokens to a ticket's streamer. Raises its exceptions.
 
-    row: [L] int64, on the host: the canvas of the slot. final: of `State.final_ends`."""
+    row: [L] int64, on the host: the canvas of the slot. final: end of its final prefix (`State.final_ends`)."""
     streamer = ticket.streamer
     if ticket.sent is None:
         ticket.sent = int(state.prompt_length[slot])

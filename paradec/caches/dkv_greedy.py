@@ -1,4 +1,4 @@
-"""dKV-Cache-Greedy: only positions to decide, the last decided ones, and a few masks nearby are evaluated. Ma et al.,
+"""dKV-Cache-Greedy: evaluate the positions decided in this step and the last, and a few masks nearby. Ma et al.,
 "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its repository."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paradec.core.checks import check_int
 
 @dataclass(frozen=True)
 class DkvGreedy(SubsetCache):
-    """Evaluate the positions that this step decides, the last decided ones, and a window of masks around the former. A
-    block's first step and every `refresh_interval`-th evaluate whole rows.
+    """Evaluate the positions that this step decides, those that the last step decided, and masks near the former. Every
+    `refresh_interval`-th step of a block, from its first, evaluates whole rows.
 
-    The sampler must know its choice before the forward (`random` does). The window has the first `window` unevaluated
-    masks, walking outwards from each position, left first; it is centred on the next positions, as in the public code
-    (the paper's text: on the last ones).
+    The sampler must know its choice before the forward (`random` does). Each position that this step decides adds the
+    `window` nearest masks that are not yet evaluated, the left one first at equal distance. This follows the public
+    code; the paper's text puts the window around the last step's positions.
 
     Args:
         refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 costs quality.
@@ -33,7 +33,7 @@ class DkvGreedy(SubsetCache):
     name = "dkv_greedy"
     paper = "dKV-Cache"
     arxiv = "2505.15781"
-    summary = "evaluates what is decided now, what was last, and a few masks beside"
+    summary = "evaluates the positions decided in this step and the last, and a few masks nearby"
     facts = CacheFacts(predictions=("same",), evaluates="picks", stateless=False)
     exact_when = "refresh_interval=1, or the model has one layer"
 
@@ -49,17 +49,17 @@ class DkvGreedy(SubsetCache):
         return state.block_step[rows] % self.refresh_interval == 0
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        assert picks is not None, "the sampler previews them"
+        assert picks is not None, "facts.evaluates requests the sampler's preview"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])
         undecided = log.undecided(rows) & (column < state.length[rows, None])
         needed = ~undecided & (log.changed_at[rows] == state.row_step[rows, None] - 1)
         row, pick_index = (picks >= 0).nonzero()
         needed[row, picks[row, pick_index]] = True
-        for pick in picks.T:  # as many as tokens per step, whatever the batch
-            aside = undecided & ~needed & (pick >= 0)[:, None]
-            # left neighbours have odd distances' ranks, right ones even: 1, 2, 3, ... from the nearest outwards
-            walk = 2 * np.abs(column - pick[:, None]) - (column < pick[:, None])
-            order = np.argsort(np.where(aside, walk, np.iinfo(np.int64).max), axis=1, kind="stable")[:, : self.window]
-            np.put_along_axis(needed, order, np.take_along_axis(aside | needed, order, 1), 1)
+        for pick in picks.T:  # one pass per token of a step, for all rows at once
+            masks = undecided & ~needed & (pick >= 0)[:, None]
+            # rank by distance d: 2d - 1 on the left, 2d on the right
+            rank = 2 * np.abs(column - pick[:, None]) - (column < pick[:, None])
+            order = np.argsort(np.where(masks, rank, np.iinfo(np.int64).max), axis=1, kind="stable")[:, : self.window]
+            np.put_along_axis(needed, order, np.take_along_axis(masks | needed, order, 1), 1)
         return needed

@@ -1,5 +1,5 @@
-"""ReCAP's cache: a full evaluation keeps all keys and values, local ones evaluate the group's targets. ReCAP, arXiv
-2505.19089, and its public code."""
+"""ReCAP's cache: a full evaluation stores all keys and values, local ones evaluate only the group's targets. ReCAP,
+arXiv 2505.19089, and its public code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from paradec.core.checks import check_bool
 
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
-    """Evaluate whole rows where the sampler `recap` opens a group, and in local steps the group's targets, decided or
-    not.
+    """Evaluate whole rows where `recap` opens a group, then in local steps the group's targets, decided or not.
 
     Args:
-        recompute_prompt: whether local steps evaluate the prompt too (the public code evaluates its class token
-            again); use False for a long text prompt.
+        recompute_prompt: whether local steps evaluate the prompt too, as the public code does with its class token;
+            use False for a long text prompt.
     """
 
     recompute_prompt: bool = True
@@ -29,7 +28,7 @@ class RecapCache(StoredCache):
     name = "recap"
     paper = "ReCAP"
     arxiv = "2505.19089"
-    summary = "evaluates the positions that a group of steps will decide, over what its first step kept"
+    summary = "evaluates the positions that a group of steps decides, over keys and values of its first step"
     facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", stateless=False)
     exact_when = "the model has one layer, or every step is a full one"
     costly_rows = True
@@ -39,16 +38,17 @@ class RecapCache(StoredCache):
         check_bool("recompute_prompt", self.recompute_prompt)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        assert picks is not None  # what `facts.evaluates` asks for
+        assert picks is not None  # requested by `facts.evaluates`
         full = (picks < 0).all(1)
         full_rows, local_rows = np.flatnonzero(full), np.flatnonzero(~full)
+        # at most three calls in all
         parts = full_parts(state, full_rows, 1 if len(local_rows) else 3, self.shape_multiple) if len(full_rows) else []
         if not len(local_rows):
             return parts
         rows, column = state.window.rows[local_rows], np.arange(state.canvas.shape[1])
         needed = np.zeros((len(local_rows), len(column)), bool)
-        row, at = (picks[local_rows] >= 0).nonzero()
-        needed[row, picks[local_rows][row, at]] = True
+        row, pick_index = (picks[local_rows] >= 0).nonzero()
+        needed[row, picks[local_rows][row, pick_index]] = True
         if self.recompute_prompt:
             needed |= column < state.prompt_length[rows, None]
         return parts + subset_parts(state, local_rows, needed, 2 if len(full_rows) else 3, self.shape_multiple)

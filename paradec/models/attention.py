@@ -25,7 +25,7 @@ def eager(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The attention of `paradec.models.attention.sdpa`, and its weights [R, heads, Q, K]."""
+    """Compute the attention of `sdpa`; also return its weights [R, heads, Q, K]."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -43,11 +43,11 @@ PREFIX = "paradec_"
 def sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """PyTorch's scaled dot product attention over every visible key.
+    """Run PyTorch's scaled dot product attention over every visible key.
 
     query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
     attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
-    Returns [R, Q, heads, head_dim], and no weights."""
+    Returns [R, Q, heads, head_dim], and None in place of weights."""
     kwargs.pop("is_causal", None)
     # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -55,16 +55,16 @@ def sdpa(
 
 
 def with_extras(function: Any) -> Any:
-    """The same attention with two more arguments: a `shared_prefix` that all rows see (`caches.kept_prefix`), and an
+    """Extend an attention function by two arguments: a `shared_prefix` that all rows see (`caches.kept_prefix`), and an
     `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        thread.attended.value = True
+        thread.attended.value = True  # the adapter checks that the model calls this
         _check_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
-            attention_mask = None  # one key, which every column sees
+            attention_mask = None  # `SEE_ALL`, or a single key
         plan, shared = kwargs.pop("attention_plan", None), kwargs.pop("shared_prefix", None)
         if plan is None and shared is None:
             return function(module, query, key, value, attention_mask, **kwargs)
@@ -82,13 +82,13 @@ def with_extras(function: Any) -> Any:
 
 
 def _check_extras(kwargs: dict[str, Any], length: int) -> None:
-    """Raise ValueError for additions to plain attention that would change the result."""
+    """Raise ValueError for arguments that plain attention would wrongly ignore."""
     for name in ("softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported without a causal mask")
     window = kwargs.get("sliding_window")
     if window is not None and length > window:
-        raise ValueError(f"sliding_window={window} is shorter than the {length} positions that should see each other")
+        raise ValueError(f"sliding_window={window} is shorter than the {length} positions that must see each other")
 
 
 def full_mask(

@@ -434,4 +434,4 @@ def test_captions_of_a_drafter_are_refused() -> None:
     model = family("llamagen-t2i")
     sampler = samplers.create("speculative", drafter=tiny_llamagen("t2i", seed=1))
     (out,) = generate_many(model, CAPTIONS[:1], sampler=sampler, output_type="latent")
-    assert "rows that begin together; use paradec.generate_images" in str(out.error)
+    assert "at its start; use paradec.generate_images" in str(out.error)

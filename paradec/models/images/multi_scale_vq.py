@@ -1,5 +1,5 @@
-"""The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture as
-a pyramid of code maps, each the residual of the coarser ones. One autoencoder serves any list of scales."""
+"""The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture is
+a pyramid of code maps, each coding the residual of the coarser ones. One autoencoder serves any list of scales."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ class MultiScaleVQConfig(VQConfig):
         super().__post_init__()
         if self.z_channels != self.codebook_embed_dim:
             raise ValueError(
-                f"z_channels={self.z_channels} must be codebook_embed_dim={self.codebook_embed_dim}: nothing projects "
-                "the codes"
+                f"z_channels={self.z_channels} must be codebook_embed_dim={self.codebook_embed_dim}: codes are "
+                "not projected"
             )
 
 
 class Smoothing(nn.Module):
-    """phi of the paper: half of an upsampled code map, and half of its convolution."""
+    """phi of the paper: the mean of an upsampled code map and its convolution."""
 
     def __init__(self, channels: int):
         super().__init__()
         self.qresi_ls = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(CONVOLUTIONS))
 
     def forward(self, codes: Tensor, place: float) -> Tensor:
-        """codes [B, C, h, w] of the scale at `place` of the way, from 0 (the coarsest) to 1."""
+        """codes: [B, C, h, w]. place: relative position of the scale, from 0 (the coarsest) to 1."""
         ticks = np.linspace(1 / 3 / CONVOLUTIONS, 1 - 1 / 3 / CONVOLUTIONS, CONVOLUTIONS)
         nearest = int(np.abs(ticks - place).argmin())
         return codes * 0.5 + self.qresi_ls[nearest](codes) * 0.5
 
 
 class MultiScaleCodebook(Codebook):
-    """The codes, which all scales share, and their smoothing."""
+    """The codes and the smoothing that all scales share."""
 
     def __init__(self, size: int, dim: int):
         super().__init__(size, dim, l2_norm=False)
@@ -92,7 +92,7 @@ class MultiScaleVQ(nn.Module):
         return features + self.smooth_codes(codes, index, scales)
 
     def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """The summand [B, C, s, s] of codes [B, n * n, C] of scale `index`."""
+        """Upsample and smooth codes [B, n * n, C] of scale `index` -> their term of the sum, [B, C, s, s]."""
         side, full = scales[index], scales[-1]
         grid = rearrange(codes, "b (h w) c -> b c h w", h=side)
         if index < len(scales) - 1:
@@ -100,7 +100,7 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.quant_resi(grid, index / max(len(scales) - 1, 1))
 
     def downsample(self, features: Tensor, side: int) -> Tensor:
-        """Features [B, C, s, s] averaged over areas, as the input of a scale: [B, side * side, C]."""
+        """Average features [B, C, s, s] over areas -> the input of a scale, [B, side * side, C]."""
         return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
 
     def features(self, images: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class MultiScaleVQ(nn.Module):
 
 
 def check_scales(scales: Sequence[int]) -> None:
-    """Raise ValueError unless scales are sides of maps, ascending."""
+    """Raise ValueError unless scales are integers from 1 to 4096, ascending."""
     if not isinstance(scales, (tuple, list)) or not scales:
         raise ValueError(f"scales={shown(scales)} must be a list of the sides of code maps")
     for side in scales:
@@ -175,7 +175,7 @@ def load_multi_scale_vq(source: str | os.PathLike[str], norm_groups: int | None 
     """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names. Raises CheckpointError for a
     wrong file.
 
-    norm_groups: of the group norms; None is the safetensors metadata's, or 32."""
+    norm_groups: groups of the group norms; None reads the safetensors metadata, else 32."""
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
     stored_config = metadata.get("config", {})
@@ -190,20 +190,20 @@ def load_multi_scale_vq(source: str | os.PathLike[str], norm_groups: int | None 
 
 
 def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Published names as those of `MultiScaleVQ`: levels as in `from_taming`, and attention's one matrix in three."""
+    """Rename published weights to `MultiScaleVQ`'s names (see `from_taming`), and split the qkv matrix in three."""
     renamed = {}
     for name, tensor in from_taming(state).items():
         if ".qkv." in name:
-            for letter, third in zip("qkv", tensor.chunk(3), strict=True):
-                renamed[name.replace(".qkv.", f".{letter}.")] = third
+            for letter, matrix in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[name.replace(".qkv.", f".{letter}.")] = matrix
         else:
             renamed[name] = tensor
     return renamed
 
 
 def read_sizes(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
-    """The sizes of weights in the names of `MultiScaleVQ`. Raises KeyError for a missing tensor, ValueError for a wrong
-    size."""
+    """Infer the sizes from weights with `MultiScaleVQ`'s names. Raises KeyError for a missing tensor, ValueError for a
+    wrong size."""
     size, dim = state["quantize.embedding.weight"].shape
     return MultiScaleVQConfig(
         codebook_size=size,

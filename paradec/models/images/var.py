@@ -1,4 +1,4 @@
-"""VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): a picture scale by scale, a scale at once.
+"""VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): a picture scale by scale, each in one step.
 
 Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`).
 """
@@ -29,18 +29,18 @@ from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED, read_weights
 
 HEAD = 64
-"""Width of a head of the published models."""
+"""Head width of the published models."""
 BUFFERS = ("lvl_1L", "attn_bias_for_masking")
-"""Other tensors of published files; both follow from the scales."""
+"""Tensors of published files that are ignored: both follow from the scales."""
 LARGEST_SCALE = math.log(100)
-"""Of the logarithm that queries are multiplied with."""
+"""Bound of `scale_mul_1H11`, the logarithm of the normalised queries' factor."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
-"""Settings of the authors' figures; their scale of 1.5 is this one less one."""
+"""Settings of the authors' figures; their guidance of 1.5 is 2.5 here (they use `1 + cfg`)."""
 
 
 def ends_of(scales: Sequence[int]) -> list[int]:
-    """Tokens of all scales up to each: `L` in all."""
+    """Count the tokens up to the end of each scale; the last count is `L`."""
     return list(accumulate(side**2 for side in scales))
 
 
@@ -63,8 +63,8 @@ class ScaleStore:
         self.data = None
 
     def append(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [R, heads, n, head_dim] of a layer, where there is room. Returns all [R, heads,
-        begin + n, head_dim]."""
+        """Append keys and values [R, heads, n, head_dim] of a layer (the last scale's are not stored). Returns all keys
+        and values, [R, heads, begin + n, head_dim]."""
         if self.data is None:
             self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         stored, stop = self.data[layer], begin + keys.shape[2]
@@ -83,19 +83,19 @@ class ScaleQuery:
     rows: np.ndarray
     """[B] int64, on the host."""
     inputs: Tensor
-    """[B, n, C]: the inputs of these scales, but for scale 0, whose input is the class."""
+    """[B, n, C]: the inputs of these scales without scale 0, whose input is the class."""
     labels: Tensor
     """[B] int64."""
     first: int
     last: int
-    """The scale whose logits are wanted."""
+    """The scale whose logits are returned."""
     store: ScaleStore
-    """Holds the scales before `first`; the call writes down what it evaluates."""
+    """Holds the scales before `first`; the call appends its own."""
     branches: int = 1
     wanted: int = 1
-    """Branches whose logits are wanted."""
+    """Branches whose logits are returned."""
     masked: bool = True
-    """Whether scales do not see finer ones of the call."""
+    """Whether finer scales of the call are hidden from coarser ones."""
     drafting: bool = False
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions evaluated for each row in one branch."""
@@ -111,17 +111,17 @@ class ScaleAnswer:
     codes: Tensor
     """[V, C]: the codebook."""
     place: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
-    """(features [B, C, s, s], code vectors [B, n, C], scale) -> features, and the next scale's input [B, n', C] or
-    None."""
+    """Add a scale: (features [B, C, s, s], code vectors [B, n, C], scale) -> new features, and the next scale's input
+    [B, n', C], None after the last."""
 
 
 class VAR(nn.Module):
     """The network. Raises ValueError for a size out of its range.
 
     Args:
-        scales: sides of the code maps, ascending. depth, width, heads: of the blocks.
-        classes: the label `classes` is no class (the unconditional branch of guidance).
-        codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: of the feed-forward's width to `width`.
+        scales: sides of the code maps, ascending. depth: number of blocks. width, heads: their sizes.
+        classes: number of classes; label `classes` means "no class" (the unconditional branch of guidance).
+        codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: feed-forward width divided by `width`.
         shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
         l2_norm: whether queries and keys are normalised (all published models).
     """
@@ -164,12 +164,12 @@ class VAR(nn.Module):
         self.head = nn.Linear(width, codebook_size)
 
     def begin(self, scale: int) -> int:
-        """Tokens before a scale."""
+        """Count the tokens before a scale."""
         return self.ends[scale - 1] if scale else 0
 
     def embed(self, condition: Tensor, inputs: Tensor, first: int, last: int) -> Tensor:
-        """The inputs of scales `first` to `last`, [R, n, width], of condition [R, width] of the class and inputs [R,
-        n', code_dim] of all these scales but scale 0."""
+        """Embed scales `first` to `last` -> [R, n, width]. condition: [R, width], of the class. inputs: [R, n',
+        code_dim] of these scales without scale 0."""
         begin, stop = self.begin(first), self.ends[last]
         x = self.word_embed(inputs)
         if first == 0:
@@ -185,7 +185,7 @@ class VAR(nn.Module):
         )
 
     def visible(self, first: int, last: int) -> Tensor | None:
-        """[n, begin + n] bool: what the rows of these scales see: their own scale and all before; None is all."""
+        """[n, begin + n] bool: tokens of these scales see their own and coarser scales; None sees everything."""
         if first == last:
             return None
         levels = self.levels(0, self.ends[last])
@@ -201,13 +201,13 @@ class VAR(nn.Module):
         wanted: int | None = None,
         masked: bool = True,
     ) -> Tensor:
-        """Evaluate scales `first` to `last` (by default all): logits [R, n, V]; with `wanted` [wanted, side * side, V].
+        """Evaluate scales `first` to `last` (by default all): logits [R, n, V], or [wanted, side * side, V].
 
         Args:
-            labels: [R] int64; `classes` is no class. inputs: [R, n', code_dim], of these scales but scale 0.
+            labels: [R] int64; `classes` is no class. inputs: [R, n', code_dim], of these scales without scale 0.
             store: has the scales before `first`, and records the evaluated ones.
-            wanted: rows for which logits of the last scale are returned; None gives all.
-            masked: whether scales do not see finer ones of the call, as in training.
+            wanted: return logits of the first `wanted` rows and the last scale only; None gives all.
+            masked: whether finer scales of the call are hidden from coarser ones, as in training.
         """
         last = len(self.scales) - 1 if last is None else last
         condition = self.class_emb(labels)
@@ -222,7 +222,7 @@ class VAR(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block, both of whose branches are scaled, shifted and gated by the class."""
+    """A pre-norm block; the class scales, shifts and gates both branches."""
 
     def __init__(self, width: int, heads: int, hidden: int, shared_adaln: bool, l2_norm: bool, eps: float):
         super().__init__()
@@ -244,7 +244,7 @@ class Block(nn.Module):
         begin: int,
         between: Tensor | None = None,
     ) -> Tensor:
-        """x [R, n, width]; condition [R, width], or [R, 1, 6, width] where blocks share it; between [n, width] is added
+        """x [R, n, width]; condition [R, width], or [R, 1, 6, width] with shared_adaln; between [n, width] is added
         after attention."""
         if hasattr(self, "ada_gss"):
             modulation = self.ada_gss + condition
@@ -323,7 +323,7 @@ class ScalePictures(PictureModel):
     vq: Any
 
     def latent(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """`features`, on the host."""
+        """Return `features(tokens)` on the host."""
         return self.features(tokens).cpu()
 
     @torch.no_grad()
@@ -343,9 +343,9 @@ class ScalePictures(PictureModel):
 class VARModel(ScalePictures, Adapter):
     """The adapter of a `VAR`.
 
-    vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
-    defaults: of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
-    Raises TypeError: another kind of module. ValueError: another codebook than the network's, an unknown default."""
+    vq: its multi-scale VQ autoencoder; sampling needs it, since a scale's codes are the next one's input.
+    defaults: defaults of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
+    Raises TypeError: another kind of module. ValueError: the codebook does not fit the network, an unknown default."""
 
     makes = "scale image"
     family = "scales"
@@ -385,8 +385,8 @@ class VARModel(ScalePictures, Adapter):
         return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """An empty store for `rows` rows of a call (of both branches) and the first `scales` scales. Under autocast
-        keys are rounded to the parameters' type when written."""
+        """Make an empty store for the first `scales` scales. rows: rows of a call, counting each branch. Under autocast
+        keys are rounded to the parameters' dtype when stored."""
         module = self.module
         length = module.begin(scales)
         return ScaleStore(
@@ -437,7 +437,7 @@ def load_var(
         the autoencoder's file, and `defaults` of requests.
     vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
     scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
-    heads: by default those of the normalised queries' weights, else one for 64 numbers.
+    heads: by default as in `scale_mul_1H11`, else width // 64.
     dtype: of the network's parameters; float32 by default."""
     module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
@@ -459,7 +459,7 @@ def read_network(
     """Read the parts of the adapter of a VAR or its student: the network, the VQ, its name, the fields of config.json,
     and whether the scales are those of published models. Raises as `load_var`.
 
-    kind: its name in messages. extra: weights that this kind must have, and no VAR. nested: as for `read_weights`.
+    kind: its name in messages. extra: weights that this kind needs besides a VAR's. nested: as for `read_weights`.
     sized: weights -> those for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
@@ -472,12 +472,12 @@ def read_network(
     scales = scales or config.get("scales") or config.get("patch_nums")
     with checkpoint_errors(f"{str(path)!r} holds no {kind}", LookupError, ValueError):
         sizes = read_sizes(sized(weights), scales, heads or config.get("heads") or config.get("num_heads"))
-        module = network(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
-    # files may leave out buffers, which are zeros
+        module = network(**sizes).to(dtype or torch.float32)  # before loading: weights may be wider
+    # buffers, which are zeros, may be missing in files
     check_fit(module.state_dict(), weights, str(path), optional={key for key, _ in module.named_buffers()})
     module.load_state_dict(weights, strict=False)
     vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
-    # codes are float32 at least, whatever the network's type
+    # codes are at least float32
     vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
     return module.to(device).requires_grad_(False), vq, name, fields, scales is None
 
@@ -485,13 +485,13 @@ def read_network(
 def read_sizes(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
-    """The sizes of `VAR` by its weights, with scales and heads where they do not tell. Raises KeyError for a missing
-    tensor, ValueError for scales that do not fit."""
+    """Infer the sizes of a `VAR` from its weights, including scales and heads where None. Raises KeyError for a
+    missing tensor, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:
         scales = next((candidate for candidate in PUBLISHED_SCALES.values() if ends_of(candidate)[-1] == length), None)
         if scales is None:
-            raise ValueError(f"its pictures have {length} tokens, as no published model's; give scales=...")
+            raise ValueError(f"its pictures have {length} tokens, unlike any published model's; give scales=...")
     check_scales(scales)
     levels = weights["lvl_embed.weight"].shape[0]
     if len(scales) != levels or ends_of(scales)[-1] != length:

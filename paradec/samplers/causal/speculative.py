@@ -1,8 +1,8 @@
 """Speculative decoding: a smaller model drafts, the model verifies its drafts in one forward.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees of drafts: SpecInfer, arXiv 2305.09781.
-Drafters that read hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858; that fill a block of masks:
-DFlash, arXiv 2602.06036; the model's own heads: MTP, arXiv 2412.19437. Without a network:
+Drafters that read hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858. Drafters that fill a block of
+masks: DFlash, arXiv 2602.06036. The model's own heads: MTP, arXiv 2412.19437. Drafters without a network:
 `paradec.samplers.causal.drafts.text`.
 """
 
@@ -33,21 +33,21 @@ class Speculative(DraftingSampler):
         drafter: a causal model with the same vocabulary, from `paradec.load`, `paradec.wrap` or transformers, or one of
             the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of this very model, from
             `paradec.load_drafter`. Or "prompt_lookup", which copies what followed the same tokens earlier in the row
-            (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with rule="naive", the
-            likeliest tokens after each token as the model last said them
+            (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with rule="naive",
+            which drafts the model's latest top predictions after each token
             (`paradec.samplers.causal.drafts.text.TokenRecycling`). Or "self", which makes a
             `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Leave it out with
             drafters that fill a window by themselves (prompt lookup, DFlash, DSpark, several MTP layers).
-        tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
-            (`paradec.samplers.causal.trees.TREES`: "mc_sim_7b_63" is EAGLE's), or EAGLE-2's
-            `paradec.samplers.causal.trees.DynamicTree`; None is a chain.
-        rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
-            EAGLE-2's "naive".
-        stop: ends a chain of drafts early: a callable of q and the drafts so far that says after which draft to stop,
-            or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The result
-            is exact for every rule. A smaller model then makes no further forward for a row; other drafters have fewer
-            of their drafts verified.
+        tree: a static tree: children per node at each depth, e.g. (3, 2, 1), its paths, or a name of
+            `paradec.samplers.causal.trees.TREES` ("mc_sim_7b_63" is EAGLE's). Or EAGLE-2's
+            `paradec.samplers.causal.trees.DynamicTree`. None is a chain.
+        rule: how a tree's nodes are verified, one of `paradec.samplers.causal.trees.RULES`. EAGLE uses
+            "without_replacement", EAGLE-2 "naive".
+        stop: ends a chain of drafts early: a callable of q and the drafts so far that returns after which draft to
+            stop, or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The
+            result stays exact. A smaller model skips the remaining forwards of the row; other drafters have fewer
+            drafts verified.
     """
 
     window: int = 5
@@ -73,16 +73,16 @@ class Speculative(DraftingSampler):
         check_choice("rule", self.rule, RULES)
         object.__setattr__(self, "stop", make_stop_rule(self.stop))
         self._check_stop()
-        is_greedy = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
-        if is_greedy and self.rule != "naive":
+        is_top_k = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
+        if is_top_k and self.rule != "naive":
             source = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
-            raise ValueError(f"rule={self.rule!r} is not exact for {source}, whose drafts are taken; use 'naive'")
+            raise ValueError(f"rule={self.rule!r} is not exact for {source}: drafts are not sampled; use 'naive'")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
             if len({depth for depth, _ in counts}) < len(counts):
                 raise ValueError(
-                    f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
+                    f"rule='greedy' needs the same number of children at all nodes of a depth, unlike tree={self.tree}"
                 )
 
     def _check_stop(self) -> None:
@@ -90,9 +90,7 @@ class Speculative(DraftingSampler):
             return
         if self.tree is not None or self.is_named:
             source = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={shown(self.tree)}"
-            raise ValueError(
-                f"stop={shown(self.stop)} is for chains that a model drafts, not for {source}: leave it out"
-            )
+            raise ValueError(f"stop={shown(self.stop)} needs a chain that a model drafts, not {source}: leave stop out")
         if isinstance(self.stop, Unconfident) and self.drafter is not None:
             if getattr(getattr(self.drafter, "module", None), "confidence_head", None) is None:
                 raise ValueError(
@@ -101,7 +99,7 @@ class Speculative(DraftingSampler):
                 )
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, p(x) / q(x))."""
+        """Return the acceptance probabilities min(1, p(x) / q(x))."""
         return window.ratio().clamp(max=1)
 
     def node_rule(self, state: CausalState) -> Rule:

@@ -19,7 +19,7 @@ class SparseAttention(Feature):
     """Reports the calls of committed steps to the attention method."""
 
     attention_state: Any
-    """What the method keeps of a request, with `plan`, `on_commit`, `report` and `release`."""
+    """The attention method's state of one request: has `plan`, `on_commit`, `report` and `release`."""
 
     why_rows_stay = "sparse attention keeps a pattern of all rows"
     host_only = "sparse attention keeps its pattern on the host"
@@ -33,8 +33,8 @@ class SparseAttention(Feature):
 
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method of the request, else the model's; None attends to everything. Raises ValueError if the
-    request's does not work with the sampler and model; the model's gives a warning."""
+    """Find the attention method of the request, else the model's; None is dense attention. If the method does not work
+    with the sampler and model, raises ValueError for the request's, and warns about the model's."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)
@@ -48,13 +48,13 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
         )
     why = method.why_unsupported(sampler, model)
     if why is None and (request.prefix is not None or request.share_prefix):
-        why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
+        why = "it chooses its blocks in calls that evaluate whole rows, and a shared prefix is not evaluated again"
     if why is None and request.suffix is not None:
-        why = "its lists are of whole rows, and with suffix=... most of a row does not exist yet"
+        why = "it chooses its blocks in whole rows, and with suffix=... most of a row does not exist yet"
     if why is None:
         return method
     text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
     if requested is not None:
         raise ValueError(text)
-    warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
+    warnings.warn(f"{text}; attention is dense", stacklevel=2)
     return None

@@ -145,7 +145,7 @@ def test_files(tmp_path: Any) -> None:
     ))  # fmt: skip
     half = {name: value for name, value in weights.items() if "blocks.1.ffn" not in name}
     cases: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
-        (weights, {}, "30 tokens, as no published model's; give scales"),
+        (weights, {}, "30 tokens, unlike any published model's; give scales"),
         (weights, {"scales": (1, 2, 3, 5)}, "are 4 maps of 39 tokens; the weights have 4 maps of 30"),
         (half, {"scales": SCALES}, "missing weights: blocks.1.ffn"),
         (weights | {"extra": torch.zeros(2)}, {"scales": SCALES}, "unexpected weights: extra"),

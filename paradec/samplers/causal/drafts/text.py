@@ -1,4 +1,4 @@
-"""Drafters without a network, which draft from the row's own text: prompt lookup and Token Recycling."""
+"""Drafters without a network that copy from the row's own tokens: prompt lookup and Token Recycling."""
 
 from __future__ import annotations
 
@@ -19,55 +19,55 @@ from paradec.samplers.causal.trees import hashable, tree_of
 
 
 class NamedDrafter:
-    """Base of drafters without a model, which draft from the row's own text: frozen dataclasses and `DraftSource`s."""
+    """Base of drafters without a network. Subclasses are frozen dataclasses and implement `DraftSource`."""
 
     name: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}
-    """All of them by name."""
+    """The subclasses by name."""
 
     def __init_subclass__(cls) -> None:
         NamedDrafter.kinds[cls.name] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        """The drafter as plain data; `of` is the inverse."""
+        """Return the drafter as plain data; `of` is the inverse."""
         return {"drafter": self.name} | asdict(self)  # type: ignore[call-overload]
 
     @classmethod
     def of(cls, setting: Any) -> Any:
-        """Make a drafter of a setting `drafter` that is a name or a drafter's data; other values are returned. Raises
-        ValueError for another name or setting."""
+        """Make a drafter from a name or the data of `to_dict`; return other values unchanged. Raises ValueError for an
+        unknown name or setting."""
         if isinstance(setting, str):
             setting = {"drafter": setting}
         if not isinstance(setting, Mapping):
             return setting
         if (name := setting.get("drafter")) not in cls.kinds:
             names = " or ".join(map(repr, sorted(cls.kinds)))
-            raise ValueError(f"drafter={shown(name)} is no drafter's name; give a model, or {names}")
+            raise ValueError(f"drafter={shown(name)} must be a model, {names}")
         try:
             return cls.kinds[name](**{key: value for key, value in setting.items() if key != "drafter"})
         except TypeError as error:
             raise ValueError(f"drafter={shown(dict(setting))}: {error}") from None
 
     def observe(self, state: CausalState, proposal: Proposal) -> None:
-        """Called when a step over a tree has been committed: of its quantities, "nodes" [R, N] are the drafts that were
-        evaluated, -1 where there are none, and "node_logits" [R, N, V] the logits after each."""
+        """Learn from a committed step over a tree. Its quantities hold "nodes" [R, N], the evaluated drafts (-1 where
+        there is none), and "node_logits" [R, N, V], the logits after each."""
 
 
 @dataclass(frozen=True)
 class PromptLookup(NamedDrafter):
-    """What followed the same tokens earlier in the row: `create("speculative", drafter="prompt_lookup")`, or
+    """Draft what followed the last tokens earlier in the row: `create("speculative", drafter="prompt_lookup")`, or
     `drafter=PromptLookup(...)`.
 
     Saxena, "Prompt Lookup Decoding" (2023); transformers' `prompt_lookup_num_tokens`. It pays where answers repeat
-    their prompts: summaries, edits, code. The last n tokens are looked for in the text so far, n from
-    `max_matching_ngram_size` down to 1; the first match from the left gives the drafts. q of a draft x is one-hot: x is
-    accepted with probability p(x), and a rejected one is resampled from p without it. Lossless.
+    their prompts: summaries, edits, code. The last n tokens are searched in the row so far, n from
+    `max_matching_ngram_size` down to 1; the leftmost match of the largest n gives the drafts. q is one-hot: draft x is
+    accepted with probability p(x), else its position is resampled from p without x. Lossless.
 
-    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row: drafts stop before an end
-    token and before one that may not be drawn; a match that begins with the latter is passed over.
+    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row: drafts stop before end
+    tokens and tokens that may not be drawn; a match whose first draft may not be drawn is skipped.
 
     Args:
-        prompt_lookup_num_tokens: drafts at most.
+        prompt_lookup_num_tokens: maximal number of drafts.
         max_matching_ngram_size: the longest match; shorter ones are tried after it.
     """
 
@@ -82,14 +82,14 @@ class PromptLookup(NamedDrafter):
 
     @property
     def slots(self) -> int:
-        """Slots of a window: the next token and all drafts."""
+        """Slots of a window: one for the next token, and one per draft."""
         return self.prompt_lookup_num_tokens + 1
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
         index = torch.as_tensor(rows, device=state.canvas.device)
         tokens = state.canvas[index]
         length = torch.as_tensor(state.committed[rows, None], device=tokens.device)
-        # prompts may hold ids that have no logit
+        # prompts may contain ids beyond the logits
         usable = state.guess[tokens.clamp(max=len(state.guess) - 1)] > 0
         usable &= tokens < len(state.guess)
         size, max_drafts = self.max_matching_ngram_size, state.width - 1
@@ -105,19 +105,19 @@ class PromptLookup(NamedDrafter):
 def look_up(
     tokens: Tensor, length: Tensor, usable: Tensor, end_ids: Tensor, size: int, max_drafts: int
 ) -> tuple[Tensor, Tensor]:
-    """Find what followed the last tokens of rows where they occurred before.
+    """Find what followed earlier occurrences of the rows' last tokens.
 
     tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
     usable: [R, L] bool: which tokens may be drafted. end_ids: [E] int64: ids after which no draft follows.
     size: the longest match, at least 1. max_drafts: limit of drafts.
-    Returns [R, max_drafts] int64 drafts, 0 for none, and the number of each row, [R] int64."""
+    Returns drafts [R, max_drafts] int64, 0 where there is none, and their number per row, [R] int64."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    # [R, L] bool: whether the n tokens left of a column are the row's last n; the column must hold a token
+    # [R, L] bool: whether the n tokens before a column equal the row's last n; only for columns with a token
     is_match = (column < length).expand_as(tokens)
     start = torch.full_like(length, -1)
     for n in range(1, size + 1):
-        previous, last_token = tokens.roll(n, 1), tokens.gather(1, (length - n).clamp(min=0))
-        is_match = is_match & (previous == last_token) & (column >= n)
+        n_before, nth_last = tokens.roll(n, 1), tokens.gather(1, (length - n).clamp(min=0))
+        is_match = is_match & (n_before == nth_last) & (column >= n)
         candidates = is_match & usable
         start = torch.where(candidates.any(1, keepdim=True), candidates.int().argmax(1, keepdim=True), start)
     columns = start + torch.arange(max_drafts, device=tokens.device)
@@ -131,25 +131,25 @@ def look_up(
 
 @dataclass(frozen=True)
 class TokenRecycling(NamedDrafter):
-    """The tokens that the model last thought likely after each token: `create("speculative", drafter="token_recycling",
+    """Draft the model's latest top predictions after each token: `create("speculative", drafter="token_recycling",
     rule="naive")`, or `drafter=TokenRecycling(...)`.
 
     Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
-    arXiv 2408.08696. A matrix holds the `k` likeliest next tokens of each token, as the model evaluated it last. Child
-    j of a node of a static tree is entry j of its token's row. The drafts are taken, not drawn: the exact rule for them
-    is "naive".
+    arXiv 2408.08696. Row t of a matrix holds the `k` likeliest next tokens from the last evaluation of token t. Child j
+    of a node of a static tree is entry j of the row of the node's token. The drafts are not sampled: the exact rule
+    for them is "naive".
 
     Differs from the public code (greedy, one row, one matrix for all requests, which begins with zeros): exact at every
-    temperature; a matrix for each row; unknown tokens are not drafted. As there, the prompt is not read, and of tokens
-    evaluated several times in a step the last one, in the tree's order, counts.
+    temperature; a matrix for each row; unknown tokens are not drafted. As there, the prompt is not read, and if a step
+    evaluates a token several times, its last node in the tree's order counts.
 
     Args:
-        k: tokens remembered of each token: 4 * k bytes a token and row.
-        tree: of drafts, with at most k children a node: "2.2.2", the paper's of 80 drafts, or as `Speculative` takes
-            them.
+        k: next tokens stored per token: 4 * k bytes per token of the vocabulary and row.
+        tree: tree of drafts with at most k children per node, as for `Speculative`; "2.2.2" is the paper's, with 80
+            drafts.
 
     Raises:
-        ValueError: a setting out of its range, or a node of more children than `k`.
+        ValueError: a setting out of its range, or a node with more than `k` children.
     """
 
     k: int = 8
@@ -161,10 +161,10 @@ class TokenRecycling(NamedDrafter):
         check_int("k", self.k, low=1)
         object.__setattr__(self, "tree", hashable(self.tree))
         if (widest := tree_of(self.tree).children.shape[1]) > self.k:
-            raise ValueError(f"k={self.k} is less than the {widest} children of a node of tree={self.tree!r}")
+            raise ValueError(f"k={self.k} must be at least {widest}, the most children of a node of tree={self.tree!r}")
 
     def memory(self) -> dict[str, MemorySpec]:
-        """The matrix [V, k] of each row."""
+        """Declare the matrix [V, k] of each row."""
         return {"recycled": MemorySpec(("vocab", self.k), torch.int32, -1, reset="sequence")}
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
@@ -175,7 +175,7 @@ class TokenRecycling(NamedDrafter):
         tokens = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=matrix.device)
         tokens[:, 0] = last_token.masked_fill(
             last_token >= matrix.shape[1], -1
-        )  # prompts may hold ids that have no logit
+        )  # prompts may contain ids beyond the logits
         child = torch.tensor([0, *(path[-1] for path in tree.paths)], device=matrix.device)
         for depth in range(1, tree.depth + 1):
             nodes = torch.as_tensor(np.flatnonzero(depths == depth), device=matrix.device)
@@ -192,7 +192,7 @@ class TokenRecycling(NamedDrafter):
         tokens[:, 0] = state.canvas[index, torch.as_tensor(root, device=matrix.device)]
         top = logits.topk(min(self.k, logits.shape[-1]), -1)
         likeliest = top.indices.masked_fill(top.values == -torch.inf, -1).to(matrix.dtype)
-        # a token's last place alone is written: several writes to one place have no order
+        # write each token once, from its last node: the order of several writes is undefined
         is_repeated = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
         row, node = (~is_repeated & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
         matrix[index[row], tokens[row, node], : likeliest.shape[-1]] = likeliest[row, node]

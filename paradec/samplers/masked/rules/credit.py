@@ -24,25 +24,25 @@ class Credit(MaskedSampler):
             C(i, v*) <- C(i, v*) + p_i(v*) ** exponent,
             z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
-    and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one
-    always. p = softmax(z). The first step already has credit. Credit is bounded: a constant p
-    collects p ** exponent / (1 - decay).
+    where p = softmax(z). It commits the masked positions whose best token has probability >= threshold under
+    softmax(z~), and always the most confident one. A step adds its credit before it uses it, also the first. Credit is
+    bounded: at constant p it tends to p ** exponent / (1 - decay).
 
     Args:
         threshold: tau, in [0, 1].
         decay: beta, in [0, 1].
-        exponent: gamma, at least 0; with small values best tokens of low confidence collect nearly as much as others.
-        fusion: lambda (dInfer: alpha), at least 0; 0 is `threshold`.
+        exponent: gamma, at least 0; the smaller, the less credit depends on confidence.
+        fusion: lambda (dInfer: alpha), at least 0; 0 gives the sampler `threshold`.
         storage: "dense" stores C, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
             126,464 tokens). "slots" stores `slots` tokens per position, 8 bytes each (8 KB a row at 8). The result is
-            the same as long as no position has had more different best tokens within the block.
-        slots: tokens per position under "slots", 1 to 1024; a further token replaces the one with the least credit.
+            the same unless a position has more than `slots` different best tokens within a block.
+        slots: tokens per position under "slots", 1 to 1024; when full, the token with the least credit is replaced.
 
-    Each row's credit starts at 0 in every block, and follows the best token, whatever is drawn at temperature > 0. For
-    a position that a cache leaves out of a step, credit neither grows nor decays.
+    Each row's credit starts at 0 in every block. The best token gets it, even if another is drawn at temperature > 0.
+    For a position that a cache leaves out of a step, credit neither grows nor decays.
 
-    Defaults are those of the paper's final version as third parties report it; its threshold there is 0.95. Presets
-    "dinfer" and "sglang" have the settings of that code. SGLang's code also takes the larger of the raw and the fused
+    Defaults are those that third parties report of the paper's final version, but for its threshold, 0.95. Presets
+    "dinfer" and "sglang" are those projects' settings. SGLang's code also takes the larger of the raw and the fused
     probability, and a token inherits the credit of the one that it replaces in a slot; neither is implemented here.
     """
 
@@ -93,7 +93,7 @@ class Credit(MaskedSampler):
         tokens = stage.memory["tokens"]
         is_same = tokens == best_index
         is_stored = is_same.any(-1, keepdim=True)
-        # empty slots have no credit and go first
+        # empty slots have credit 0 and are used first
         slot = torch.where(is_stored, is_same.int().argmax(-1, keepdim=True), credit.argmin(-1, keepdim=True))
         value = torch.where(is_stored, decayed.gather(-1, slot), 0) + gain
         credit = torch.where(is_evaluated, decayed.scatter(-1, slot, value), credit)

@@ -30,19 +30,19 @@ class Origin(MaskedSampler):
     name = "origin"
     paper = "Dream 7B"
     arxiv = "2508.15487"
-    summary = "each masked token on its own, with the probability of the time grid"
+    summary = "commits each masked token independently, with the probability of the time grid"
     needs = Needs(score_from="sampled", may_wait=True, reference_draws="masked")
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
     draws = True
 
     def __post_init__(self) -> None:
-        # its own draws are the public code's alone
+        # `draw_tokens` changes only draws with a generator, those of the public code
         object.__setattr__(self, "needs", replace(self.needs, draws_tokens=False))
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
     def share(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] float32: the probability that a masked position becomes final at this step."""
+        """Return the probability that a masked position becomes final at this step, [R] float32."""
         return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
 
     quota = share
@@ -52,9 +52,9 @@ class Origin(MaskedSampler):
     ) -> Tensor:
         if generator is None:
             return super().draw_tokens(state, logits, query, None)
-        # the public code decides first what becomes final, and draws tokens for that alone
+        # as the public code: draw which positions become final, then tokens for these only
         assert state.generator is not None
-        if torch.equal(generator.get_state(), state.generator.get_state()):
+        if torch.equal(generator.get_state(), state.generator.get_state()):  # the first query of the step
             reference.position_noise(state, self.needs.reference_draws, generator)
         index = torch.as_tensor(query.window.index, device=logits.device)
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
@@ -65,7 +65,7 @@ class Origin(MaskedSampler):
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
-            generator = state.generator.clone_state()  # drawn before the tokens were
+            generator = state.generator.clone_state()  # as it was before this step's tokens were drawn
         return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:
