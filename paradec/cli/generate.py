@@ -1,4 +1,4 @@
-"""`paradec generate` and `paradec infill`: prompts are answered in batches that fit memory, and printed so."""
+"""`paradec generate` and `paradec infill`: decode and print prompts in batches that fit memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from paradec.core.prompts import Prompts
 
 PROMPT = typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.')
-IN = existing_file('Prompts, one a line; in .jsonl {"prompt" or "messages": ..., "id", "constraint" if any}.', "--in")
-ADD = "Pipelined blocks: the next one opens when this share of the last open one is decided."
-FULL = "Pipelined blocks: when this share is decided, the next one must progress too."
+IN = existing_file('Prompts, one per line; .jsonl: {"prompt" or "messages": ...}, optional "id", "constraint".', "--in")
+ADD = "Pipelined blocks: open the next block when this share of the last open one is decided."
+FULL = "Pipelined blocks: when this share of a block is decided, the next one must progress too."
 OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written batch by batch.")
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
 
@@ -58,12 +58,12 @@ def generate(
         excluded = {"a prompt": prompt, "--live": view["live"], "--trace": view["trace"], "--lines": lines}
         for name, value in excluded.items():
             if value:
-                raise ValueError(f"--in has its own prompts and answers to a file: leave out {name}")
+                raise ValueError(f"--in reads prompts from a file and writes answers to a file: leave out {name}")
         if out is None:
             raise ValueError(f"--in {str(in_)!r} needs --out FILE.jsonl for the answers")
         job = FileJob(in_, out, resume)
     elif out is not None or resume:
-        raise ValueError(f"--{'resume' if out is None else 'out'} goes with --in FILE: answers are printed otherwise")
+        raise ValueError(f"--{'resume' if out is None else 'out'} needs --in FILE; without it, answers are printed")
     else:
         text = options.read_text(one_prompt(prompt, "generate"))
     shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
@@ -76,7 +76,7 @@ def generate(
 
 
 def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
-    """The values of `blocks` and `block_length` for --block-add and --block-full, which pipelined blocks have alone."""
+    """Return `blocks` and `block_length`, with the settings --block-add and --block-full of pipelined blocks."""
     settings: dict[str, Any] = {key: value for key, value in (("add", add), ("full", full)) if value is not None}
     if not settings:
         return blocks, length
@@ -84,7 +84,7 @@ def pipelined(blocks: str | None, length: int | None, add: float | None, full: f
         raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
     from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 
-    # which blocks must make progress makes a difference of `full`
+    # `full` has an effect only where fully active blocks must progress
     forced = "first" if full is None else "active"
     return PipelinedBlocks(length, forced=forced, **settings), None
 
@@ -108,7 +108,7 @@ def decode(
     work = prepare(function, prompt, **common)
     if work.answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
         warnings.warn(EQUAL, stacklevel=1)
-        warnings.filterwarnings("ignore", "temperature=0 gave")  # the same in Python's words
+        warnings.filterwarnings("ignore", "temperature=0 gave")  # the library's version of this warning
     prompts = work.encode(prompt)
     size = min(work.rows_that_fit(prompts), batch or len(prompts.rows))
     if trace is not None and len(prompts.rows) > size:
@@ -125,8 +125,8 @@ def decode(
 def print_answers(
     work: Work, prompts: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
 ) -> tuple[show.Answers, int]:
-    """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers, of an interrupted batch the
-    rows that had ended (of the only batch all rows), and the exit code."""
+    """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers and the exit code. An
+    interrupted batch gives its ended rows only, or all rows if it is the only batch."""
     from paradec.cli.watch import PACE, LiveView
 
     answers, bar, code = show.Answers(prompts.single, work.model.tokenizer), show.Bar(), 0
@@ -145,10 +145,10 @@ def print_answers(
             for batch, output, interrupted in in_batches(run, prompts, size):
                 code = EXIT_CODE if interrupted else 0
                 output.seconds -= 0.0 if view is None else view.slept
-                first, alone = len(answers), len(batch.rows) == len(prompts.rows)
-                complete_rows = completed(output) if interrupted and not alone else range(len(batch.rows))
+                first, is_only = len(answers), len(batch.rows) == len(prompts.rows)
+                complete_rows = completed(output) if interrupted and not is_only else range(len(batch.rows))
                 texts: Any = [output.text] if prompts.single else output.text
-                bar.stop()  # what is printed now would go through it
+                bar.stop()  # it would mix with the answers
                 with hold_interrupt():
                     answers.add(output, complete_rows)
                     for row in () if quiet else complete_rows:
@@ -164,7 +164,7 @@ def print_answers(
 
 
 TEXT = typer.Argument(metavar="TEXT", help='Text with <mask> in it, in quotes; "-" reads standard input.')
-HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, from 1, with what matches; repeated.")
+HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Regex for the N-th mask, from 1; may be repeated.")
 
 
 @options.takes(
@@ -189,7 +189,7 @@ def infill(
 
 
 def of_holes(pairs: list[str] | None) -> dict[str, Any]:
-    """The argument `constraints` of `paradec.infill` that `--hole` says, if it is given."""
+    """Build the argument `constraints` of `paradec.infill` from the values of --hole."""
     from paradec.constraints.values import Regex
 
     patterns: dict[int, Any] = {}
@@ -198,6 +198,6 @@ def of_holes(pairs: list[str] | None) -> dict[str, Any]:
         if not equals or not hole.strip().isdecimal() or int(hole) < 1:
             raise ValueError(f"--hole takes N=PATTERN with a number from 1, got {pair!r}")
         if int(hole) - 1 in patterns:
-            raise ValueError(f"--hole gives {int(hole)} twice")
+            raise ValueError(f"--hole {int(hole)} is given twice")
         patterns[int(hole) - 1] = Regex(pattern)
     return {"constraints": patterns} if patterns else {}

@@ -1,4 +1,4 @@
-"""`paradec samplers`, `paradec caches` and `paradec tasks`: what there is, and what works together."""
+"""`paradec samplers`, `paradec caches` and `paradec tasks`: list these, and which caches work with which samplers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paradec.cli import options, show, tables
 from paradec.core import packaged
 
 SAMPLER_NAME = typer.Argument(help="A sampler to describe: its effect, settings and paper.")
-MODEL = typer.Option(help="For this checkpoint alone: a folder or a hub id, of which config.json is read.")
+MODEL = typer.Option(help="Only for this checkpoint, a folder or a hub id; reads its config.json.")
 
 
 def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.AsList = False) -> None:
-    """List the samplers and what each does, or say all about one."""
+    """List the samplers and what each does, or describe one in full."""
     if name is not None:
         paradec.samplers.registry.check(name)
     with show.waiting("reading the samplers"):
@@ -29,13 +29,13 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
     elif as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
-        tables.listing(entries, "`paradec samplers NAME` says all about one; `paradec compare` measures them")
+        tables.listing(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
 
 
 def tasks(as_json: options.AsList = False) -> None:
-    """What the packaged text model can do: its prompts, the words it knows, how long lists may be."""
+    """List what the packaged text model can do: its prompts, the words it knows, how long lists may be."""
     if as_json:
-        found = [
+        entries = [
             {
                 "task": task,
                 "template": template,
@@ -44,7 +44,7 @@ def tasks(as_json: options.AsList = False) -> None:
             }
             for task, template in packaged.TEMPLATES.items()
         ]
-        typer.echo(json.dumps({"tasks": found, "words": packaged.WORDS, "symbols": packaged.SYMBOLS}, indent=2))
+        typer.echo(json.dumps({"tasks": entries, "words": packaged.WORDS, "symbols": packaged.SYMBOLS}, indent=2))
         return
     rows = [(packaged.example_prompt(task), packaged.describe_lengths(task), task) for task in packaged.TEMPLATES]
     tables.table(("prompt", "words in the list", "task"), rows)
@@ -53,7 +53,7 @@ def tasks(as_json: options.AsList = False) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides of a model whether it works with a cache."""
+    """Properties of a model that decide which caches work with it."""
 
     topology: str
     prediction: str
@@ -62,17 +62,17 @@ class Facts:
 
     @property
     def label(self) -> str:
-        """ "bidirectional", "block-causal, shifted"."""
+        """Name of this kind of model, e.g. "bidirectional" or "block-causal, shifted"."""
         return self.topology.replace("_", "-") + (", shifted" if self.prediction == "shifted" else "")
 
 
 def caches(
     name: str | None = typer.Argument(None, help="A cache to describe: its effect, settings and paper."),
-    sampler: str | None = typer.Option(None, help="Whether each cache works with this sampler or combination."),
+    sampler: str | None = typer.Option(None, help="Show whether each cache works with this sampler or combination."),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
 ) -> None:
-    """List the caches, and which samplers and models each works with, or say all about one."""
+    """List the caches, and which samplers and models each works with, or describe one in full."""
     if name is not None and (sampler is not None or model is not None):
         raise ValueError(f"give a cache's name ({name!r}), or --sampler and --model for all of them")
     if name is not None:
@@ -81,34 +81,34 @@ def caches(
         return
     if sampler is not None:
         paradec.samplers.registry.check(sampler)
-    found: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
     with show.waiting("reading the caches"):
         facts = None if model is None else facts_of(model)
         if sampler is not None:
-            found = verdicts(sampler, [facts] if facts else [Facts(*fields) for fields in MODELS])
+            entries = verdicts(sampler, [facts] if facts else [Facts(*fields) for fields in MODELS])
         else:
-            found = pairs = summary(paradec.samplers.registry, paradec.caches.registry)
+            entries = pairs = summary(paradec.samplers.registry, paradec.caches.registry)
     if sampler is None and facts is not None:
-        found = [
+        entries = [
             {"cache": pair["cache"], "samplers": pair["samplers"], "verdict": _of_model(pair, facts)} for pair in pairs
         ]
     elif sampler is None:
         groups = {name: [pair for pair in pairs if pair["cache"] == name] for name in paradec.caches.names()}
         rows = tables.entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
         if as_json:
-            found = rows
+            entries = rows
         else:
-            hint = "`paradec caches NAME` says all about one, `paradec caches --sampler NAME` what goes with it"
+            hint = "`paradec caches NAME` describes one in full, `paradec caches --sampler NAME` lists those that fit"
             tables.listing(rows, hint)
             typer.echo("")
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
-        tables.table(tuple(found[0]), [tuple(entry.values()) for entry in found])
+        tables.table(tuple(entries[0]), [tuple(entry.values()) for entry in entries])
 
 
 def facts_of(source: str) -> Facts:
-    """What config.json says of a language model; its weights are not read."""
+    """Read a language model's facts from config.json, without its weights."""
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.loading import FAMILIES
 
@@ -121,7 +121,7 @@ def facts_of(source: str) -> Facts:
 
 
 def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
-    """What becomes of each cache with a sampler, one entry per kind of model."""
+    """Check each cache with a sampler: one entry per cache and kind of model."""
     method, rows = paradec.samplers.create(sampler), []
     for cache in paradec.caches.names():
         for facts in models:
@@ -131,7 +131,7 @@ def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
 
 
 def _of_model(pair: dict[str, str], facts: Facts) -> str:
-    """The verdict for one kind of model, of "exact" or of "exact (same), refused (shifted)"."""
+    """Select one model's verdict from text such as "exact" or "exact (same), refused (shifted)"."""
     for part in pair[facts.topology].split(", "):
         status, _, detail = part.partition(" (")
         if not detail or detail == f"{facts.prediction})":

@@ -1,5 +1,5 @@
-"""Reading and writing files of text, lines and JSON, and dataclasses from JSON. Lines end at " " alone:
-`str.splitlines` also splits at characters that texts contain, such as U+2028."""
+"""Read and write files of text, lines and JSON, and build dataclasses from JSON. Only line feeds end lines:
+`str.splitlines` also splits at other characters that texts contain, such as U+2028."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paradec.core.checks import shown
 
 T = TypeVar("T")
 MAX_DEPTH = 100
-"""Nesting limit of JSON, for recursive readers."""
+"""Nesting limit of JSON: readers of the data are recursive."""
 
 
 def decode_utf8(data: bytes, name: str) -> str:
-    """Decode UTF-8 without byte-order mark. Raises ValueError for other bytes; the message begins with `name`."""
+    """Decode UTF-8, dropping a byte-order mark. Raises ValueError for other bytes; the message begins with `name`."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -35,7 +35,7 @@ def read_text(file: str | os.PathLike[str]) -> str:
 
 
 def number_lines(text: str) -> list[tuple[int, str]]:
-    """List the lines that are not blank with their numbers from 1, without line ends ("\n" or "\r\n")."""
+    """List the lines that are not blank with their numbers, from 1, without line ends (LF or CRLF)."""
     return [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -57,7 +57,7 @@ def parse_json(text: str) -> Any:
         data = json.loads(text)
     except RecursionError:
         raise too_deep from None
-    except ValueError as error:  # an integer of thousands of digits is one too
+    except ValueError as error:  # also raised for an integer of thousands of digits
         raise ValueError(f"no JSON: {error}") from None
     level = [data]
     for _ in range(MAX_DEPTH):
@@ -83,7 +83,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
-    """Encode JSON in UTF-8 with a line end, lone surrogates escaped. Raises TypeError or ValueError for other data."""
+    """Encode data as JSON in UTF-8, with a line end and lone surrogates escaped. Raises TypeError or ValueError."""
     return (json.dumps(data, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -123,10 +123,10 @@ KEY_TYPES = {int: "an integer", str: "a text"}
 
 
 def from_fields(cls: type[T], data: Any) -> T:
-    """Build a dataclass from a mapping with its fields, with tuples for lists; other names are ignored. Annotations:
-    int, float, str, Any, `X | None`, lists, tuples, dicts with str or int keys, dataclasses, and `Annotated[X, check]`,
+    """Build a dataclass from a mapping of its fields; other names are ignored. Allowed annotations: int, float, str,
+    Any, `X | None`, lists, tuples (from lists), dicts with str or int keys, dataclasses, and `Annotated[X, check]`,
     where `check` returns its argument or raises ValueError. Raises ValueError for a missing field or another type; the
-    message begins with the path."""
+    message begins with the field's path, as in `blocks[2].size`."""
     try:
         return cast(T, _reader(cast(Any, cls))(data))
     except ValueError as error:
@@ -134,7 +134,7 @@ def from_fields(cls: type[T], data: Any) -> T:
 
 
 def check_value(is_valid: bool, value: Any, allowed: str) -> None:
-    """Raise ValueError unless `is_valid`; `from_fields` puts the path before the message."""
+    """Raise ValueError unless `is_valid`; `from_fields` puts the field's path before the message."""
     if not is_valid:
         raise ValueError(f"={shown(value)} must be {allowed}")
 
@@ -204,7 +204,7 @@ def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
     keys = []
     for name in value:
         try:
-            keys.append(_read_int(int(name)) if key is int else _read_text(name))  # JSON's names are texts
+            keys.append(_read_int(int(name)) if key is int else _read_text(name))  # JSON keys are strings
         except (ValueError, TypeError):
             raise ValueError(f" has the name {shown(name)}; it must be {KEY_TYPES[key]}") from None
     entries = _read_entries((f"[{shown(name)}]", read, entry) for name, entry in value.items())

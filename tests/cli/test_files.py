@@ -202,8 +202,8 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     fresh = tmp_path / "fresh.jsonl"
     for arguments, message in (
         (("--in", source), "needs --out"),
-        (("--out", fresh), "--out goes with --in"),
-        (("--resume",), "--resume goes with --in"),
+        (("--out", fresh), "--out needs --in"),
+        (("--resume",), "--resume needs --in"),
         (("--in", source, "--out", fresh, "--live"), "leave out --live"),
         (("--in", source, "--out", fresh, "Sort: fig"), "leave out a prompt"),
         (("--in", source, "--out", fresh, "--sampler", "wino", "--cache", "dkv_pd"), "dkv_pd"),

@@ -1,4 +1,4 @@
-"""`tune`: settings are drawn, decoded on one half of the prompts, and the best ones measured on the other."""
+"""`tune`: try settings on one half of the prompts, and measure the best ones on the other half."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from paradec.tools.tuning.space import Candidate, Space
 from paradec.tools.tuning.study import SCHEMA, Study, check_installed, rung_of, up_to
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
-"""What is spent, beside the score; the last one chooses."""
+"""Costs that each objective minimises while it maximises the score; the last one chooses the preset."""
 SHARED = (
     *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "stop", "chat"),
     "compile",
 )
-"""Fields of a request that all settings share, and that presets have."""
+"""Fields of a request that are fixed during the search; the preset contains them."""
 TRIALS = 40
-"""Settings that are proposed, beyond those made by hand."""
+"""Proposed settings, in addition to the hand-made ones."""
 STATES = {"COMPLETE": "measured", "PRUNED": "stopped early", "FAIL": "failed", "RUNNING": "under way"}
 SLOW = 0.5
-"""Forwards per position: what was made by hand and takes more is dropped as early as anything else."""
+"""Forwards per position up to which hand-made settings are dropped only if surely worse."""
 
 Progress = Callable[[str, float], None]
-"""Called after every rung and batch: what is measured, and the share of the work that is done."""
+"""Called after every rung and batch: a label of what was measured, and the share of the work done, in [0, 1]."""
 
 
 def tune(
@@ -68,45 +68,44 @@ def tune(
 ) -> Tuning:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
-    Half of the prompts choose: all hand-made settings (defaults and sweeps) are decoded first, then Optuna proposes
-        others,
-    and successive halving drops what is beaten (`paradec.tools.tuning.halving`). The rest is a Pareto front. The preset
-    is the best hand-made setting, or one that is cheaper and surely not worse (`paradec.tools.tuning.result.choose`).
-    The other half is decoded with the front alone, and reported, next to one token per step (`low_confidence` in the
-    model's own blocks without a cache), which is never a candidate.
+    The choosing half of the prompts is decoded with all hand-made settings (defaults and sweeps), then with settings
+    that Optuna proposes. Successive halving drops the worse ones early (`paradec.tools.tuning.halving`); those that no
+    other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper one that is surely not
+    worse (`paradec.tools.tuning.result.choose`). The reporting half measures the front only, next to the reference of
+    one token per step (`low_confidence` in the model's default blocks without a cache), which is never a candidate.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a mask token.
         prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids
             or questions (`paradec.tools.evaluation.packaged_questions`). Ids may hold the mask id, to be filled.
-        answers: for a sequence of prompts, for each a text, a list of texts, the ids of the filled positions, or None.
-        score: "answers", "checker", or "agreement" with the tokens of one token per step. The default is the checker if
-            there is one, else answers if all prompts have one, else agreement.
+        answers: one per prompt of a sequence: a text, a list of texts, the ids of the filled positions, or None.
+        score: "answers", "checker", or "agreement" with the reference's tokens. The default is the checker if there is
+            one, else answers if all prompts have one, else agreement.
         checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
         mask: text for one token to fill ("<mask>"), as in `paradec.infill`.
         samplers: names and combinations; by default every masked sampler that works here.
-        caches: names; by default "none" if forwards are the objective, else all.
-        blocks: block lengths, None for the model's own; by default that, half and twice of it, and the whole answer.
+        caches: names; by default "none" if the objective is "forwards", else all.
+        blocks: block lengths, None for the model's; by default that, half and twice of it, and the whole answer.
         objective: "forwards", "seconds" (wall time on this machine), or "both".
-        trials: proposed settings beyond the hand-made ones, over all processes on one study.
-        minutes: begin no trial or rung later than this. The report comes on top.
+        trials: proposed settings besides the hand-made ones, summed over all processes on one study.
+        minutes: begin no trial or rung after this time. The report takes additional time.
         study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
-        tolerance: points of score, of 100, that the preset may lie below the best hand-made setting on the choosing
+        tolerance: points (of 100) by which the preset may score below the best hand-made setting on the choosing
             half.
-        loss: points below the best from which on a setting is dropped, a hand-made one if it is surely so.
-        eta: growth of the rungs, and the share of trials dropped at each.
+        loss: settings more points than this below the best score are dropped, hand-made ones only if surely so.
+        eta: growth of the rungs; about 1 in `eta` trials goes on after each.
         batch: prompts decoded together.
-        seed: of the halves, the proposals, and samplers that draw.
-        progress: called with a description and the share that is done.
-        arguments: fields of `paradec.Request` that all settings and presets share (`paradec.tools.tuning.run.SHARED`).
+        seed: seed of the split into halves, the proposals and random samplers.
+        progress: called with a label and the share of the work done.
+        arguments: fields of `paradec.Request` for all settings and the preset (`paradec.tools.tuning.run.SHARED`).
 
     Returns:
         A `Tuning`; `.preset` is a `Request`.
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError, TypeError: an argument out of its range, before any work, or a study of another model, prompts or
-            space.
+        ValueError, TypeError: an argument out of its range, before any work, or a study with another model, prompts
+            or space.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Tuning` so far, on the choosing half.
     """
     check_installed()
@@ -147,7 +146,7 @@ def tune(
         eta=eta,
         progress=progress,
     )
-    for half in (search.choosing, search.reporting):  # whatever is wrong with the request itself is an error
+    for half in (search.choosing, search.reporting):  # raise errors of the arguments themselves
         method = Request(**arguments, sampler=spaces.REFERENCE, seed=seed)
         with registered.create(spaces.REFERENCE).start(model, half.prompts, method).release_stores_on_exit():
             pass
@@ -175,7 +174,7 @@ def tune(
 
 
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
-    """Raise ValueError for an argument of `tune` of that name that is out of its range; no model is needed."""
+    """Raise ValueError for an argument out of its range, as in `tune`; needs no model."""
     check_choice("objective", objective, OBJECTIVES)
     check_int("trials", trials, low=0)
     check_int("batch", batch, low=1)
@@ -193,7 +192,7 @@ def fingerprint_checkpoint(model: Any) -> str:
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # the rest is not copied into that order
+            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # before reshape, which may copy it all
             digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
     return digest.hexdigest()[:16]
 
@@ -220,16 +219,16 @@ class _Search:
 
     def __post_init__(self) -> None:
         facts, rows = self.model.facts, [*self.choosing.prompts.rows, *self.reporting.prompts.rows]
-        holed = [row.count(facts.mask_token_id) for row in rows]
+        hole_counts = [row.count(facts.mask_token_id) for row in rows]
         new = self.base.get("max_new_tokens")
         if new is None:
-            new = 0 if any(holed) else self.model.default_max_new_tokens
-        self.holes = any(holed)
-        self.positions = max(1, round(sum(holed) / len(rows)) + new)
-        """Undecided of a row, the mean."""
+            new = 0 if any(hole_counts) else self.model.default_max_new_tokens
+        self.holes = any(hole_counts)
+        self.positions = max(1, round(sum(hole_counts) / len(rows)) + new)
+        """Mean number of undecided positions per row."""
         self.lengths = [
             (row.index(facts.mask_token_id) if holes else len(row), len(row) + new)
-            for row, holes in zip(rows, holed, strict=True)
+            for row, holes in zip(rows, hole_counts, strict=True)
         ]
         self.rungs = rungs(len(self.choosing), self.eta)
         self.groups = [entry.group for entry in self.choosing.questions]
@@ -237,17 +236,17 @@ class _Search:
         self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
     def request_of(self, candidate: Candidate) -> Request:
-        """The request of a point, without a seed."""
+        """Build the request of a candidate, without a seed."""
         return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
-        """Search until all starts and so many proposals are there, or the time is up, then measure the front on the
-        other half."""
+        """Run all hand-made settings and `trials` proposals, until time is up, then measure the front on the other
+        half."""
         self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
-        with interruptible(self._front, "tuning was interrupted; what was found so far is in .output"):
-            if "seconds" in self.costs:  # what a process does once is no trial's
+        with interruptible(self._front, "tuning was interrupted; the results so far are in .output"):
+            if "seconds" in self.costs:  # warm up: one-time work must not count
                 warm = Request(**self.base, seed=self.seed)
                 self.choosing.decode(warm, 0, min(2, self.rungs[0]))
             refused = 0
@@ -262,7 +261,7 @@ class _Search:
     # ---- trials -------------------------------------------------------------------------------------------------
 
     def _left(self) -> int:
-        """Number of unclaimed starts and of missing proposals."""
+        """Count the hand-made settings not yet started, and the proposals still to run."""
         trials = self.study.trials()
         started = {
             frozen.user_attrs["start"]
@@ -276,7 +275,7 @@ class _Search:
         return len(self.starts) - len(started) + max(0, self.num_trials - proposed)
 
     def _trial(self) -> bool:
-        """Run one trial; returns whether anything was measured."""
+        """Run one trial. Returns whether anything was measured."""
         trial, other_trials = self.study.next_trial(self.starts)
         try:
             candidate = self.space.suggest(trial)
@@ -285,11 +284,11 @@ class _Search:
             except ValueError as error:
                 return self._refuse(trial, str(error))
             if spaces.is_reference(request, self.positions):
-                return self._refuse(trial, "it is one token per step, the reference")
+                return self._refuse(trial, "it equals the reference, one token per step")
             trial.set_user_attr("candidate", candidate.to_data())
             self._climb(trial, candidate, request, other_trials)
         except BaseException:
-            trial.set_user_attr("owner", "")  # left to whoever goes on with the study
+            trial.set_user_attr("owner", "")  # another process may continue it
             raise
         return True
 
@@ -304,13 +303,13 @@ class _Search:
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         same_candidate = [trial, *(frozen for frozen in other_trials if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
-            part = next((entry for compared in same_candidate if (entry := rung_of(compared, rung)) is not None), None)
+            part = next((entry for frozen in same_candidate if (entry := rung_of(frozen, rung)) is not None), None)
             if part is None:
                 if time.monotonic() > self.end:
-                    trial.set_user_attr("owner", "")  # left to whoever goes on with the study
+                    trial.set_user_attr("owner", "")  # another process may continue it
                     return
                 start = self.rungs[rung - 1] if rung else 0
-                if self.scorer.kind == "agreement":  # with what one token per step gives
+                if self.scorer.kind == "agreement":  # with the reference's tokens
                     self._refer(self.choosing, stop)
                 try:
                     part = self._measure(self.choosing, request, start, stop)
@@ -342,14 +341,14 @@ class _Search:
 
     def _tell_progress(self, label: str, share: float | None = None) -> None:
         if self.progress is not None:
-            # a tenth for the report
+            # the report is the last tenth
             done_share = 1 - self._left() / max(1, len(self.starts) + self.num_trials)
             self.progress(label, 0.9 * done_share if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
 
     def _refer(self, half: Half, stop: int) -> None:
-        """Measure the reference on the first prompts; batches are stored in the study."""
+        """Measure the reference on the first `stop` prompts of a half, or load its batches from the study."""
         request = Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.seed})
         stored = None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]
@@ -371,15 +370,15 @@ class _Search:
             tokens.update(zip(range(start, end), stored[key]["ids"]))
             measured.add(Measured(**stored[key]["measured"]))
 
-    # ---- what was found -----------------------------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------------------------
 
     def _front(self) -> Tuning:
-        """The front of what has been measured on the whole choosing half."""
+        """Build the front of the candidates that were measured on the whole choosing half."""
         counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}
         for frozen in self.study.trials():
-            data = frozen.user_attrs.get("candidate")  # of unknown and refused ones None
+            data = frozen.user_attrs.get("candidate")  # None if refused or not yet proposed
             candidate = None if data is None else Candidate(**data)
             state = "refused" if "refused" in frozen.user_attrs else STATES.get(frozen.state.name)
             if state is not None:
@@ -409,8 +408,8 @@ class _Search:
         )
 
     def _report(self, result: Tuning) -> None:
-        """Measure the front, its neighbours and one token per step on the other half. Settings take turns, batch by
-        batch, so that their times are comparable."""
+        """Measure the front, the default, the hand-made choice and the reference on the other half. Settings alternate
+        batch by batch, so that their times are comparable."""
         half, to_report = self.reporting, list(result.points)
         for extra in (result.default, result.hand):
             if extra is not None and all(point is not extra for point in to_report):

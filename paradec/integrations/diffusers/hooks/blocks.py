@@ -1,4 +1,4 @@
-"""A transformer's residual blocks and their branches, by the names of modules, and tables of exceptions.
+"""Find a transformer's residual blocks and their branches by module names, with tables of exceptions.
 
 A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules.
 """
@@ -23,20 +23,20 @@ class Place:
     """A hooked module."""
 
     name: str  # within the transformer; "" is the transformer
-    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": the modules that it feeds are
+    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": not evaluated, its sink is forecast
     block: str
-    sink: str | None = None  # the forecast module that a skipped one feeds, if known
-    narrow: bool = False  # whether the placeholder of a skipped one may have width 0
+    sink: str | None = None  # the forecast module that a skipped module feeds, if known
+    narrow: bool = False  # whether a skipped module's placeholder may have width 0
 
 
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
-# norms, modulations and parts of a branch
+# norms, modulations and parts of a branch, which are not branches
 NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
-# children of single-stream blocks where the last sums attention and feed-forward (FLUX): the others are left out
+# children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the others skipped
 FUSED = ("attn", "proj_mlp", "proj_out")
 
-# such blocks that only concatenate the outputs of skipped modules, which may have width 0
+# single-stream blocks that only concatenate the outputs of skipped modules: placeholders may have width 0
 NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)SingleTransformerBlock")
 
 # lists of blocks that work on texts or a control video, not on the denoised stream
@@ -54,9 +54,9 @@ RETURNS = {
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that the returned tensors continue, by class. Others: `STREAMS`, or these in turn (`TEXT_ROWS_FIRST`)."""
-TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns rows of the text before those of the latent
-CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents; by the class's first words; others: 1
+"""Arguments that a block's outputs continue, by class. Others: `STREAMS`, reversed for `TEXT_ROWS_FIRST`."""
+TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns the text's rows before the latent's
+CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents, by prefix of the class name; default 1
 
 
 def bind_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _parameters(forward: Any) -> list[str]:
 
 
 def declared_streams(module: nn.Module) -> tuple[str, ...]:
-    """Return the arguments that a block's outputs continue, in turn."""
+    """Return the arguments that a block's outputs continue, in the order of the outputs."""
     name = type(module).__name__
     return STREAMS[::-1] if TEXT_ROWS_FIRST.fullmatch(name) else RETURNS.get(name, STREAMS)
 
@@ -139,7 +139,7 @@ def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn
 
 
 def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
-    """Return the roles of a block's branches: "attention", "feed_forward", "fused" or "feeder" (of the fused one)."""
+    """Return the roles of a block's branches: "attention", "feed_forward", "fused", or "feeder" of a fused one."""
     children = dict(block.named_children())
     if all(name in children for name in FUSED):
         return {prefix + "attn": "feeder", prefix + "proj_mlp": "feeder", prefix + "proj_out": "fused"}
@@ -148,16 +148,16 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
         for pattern, role in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
             if pattern.fullmatch(name) and not NO_BRANCH.fullmatch(name):
                 roles.setdefault(prefix + name, role)
-    if not roles and len(children) == 1:  # a wrapper around the block proper
+    if not roles and len(children) == 1:  # a wrapper around the actual block
         (name,) = children
         return find_branches(children[name], f"{prefix}{name}.")
     return roles
 
 
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
-    """Return the modules to hook for a name of `where`, in the order of the module tree.
+    """Return the modules to hook for `where` (a name), in the order of the module tree.
 
-    main_only: those of the denoised stream, as in a stack. Raises ValueError without blocks or known branches.
+    main_only: only those of the denoised stream; "stack" always is. Raises ValueError without blocks or known branches.
     """
     if where == "output":
         return [Place("", "output", "")]
@@ -177,7 +177,7 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
         if not roles:
             raise ValueError(
                 f"where='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
-                "module that could be told by its name; use where='block', or where=[...] for modules by name"
+                "module with a known name; use where='block', or where=[...] for modules by name"
             )
         sink = next((branch for branch, role in roles.items() if role == "fused"), None)
         for branch, role in roles.items():
@@ -191,10 +191,10 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
 def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
     """Return the modules to hook by patterns.
 
-    Raises ValueError for a pattern without a match, a module of both kinds or inside another one, or a skipped module
-    after the last forecast.
+    Raises ValueError if a pattern matches nothing, a module is forecast and skipped or lies inside another match, or a
+    skipped module comes after the last forecast.
     """
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which are never called
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, containers)]
     chosen: dict[str, Kind] = {}
     for setting, pattern in [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]:
@@ -222,7 +222,7 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
     unused = matches[last_forecast + 1 :]
     if unused:
         raise ValueError(
-            f"skip: no forecast comes after {', '.join(unused)}, so that what they feed would be garbage; "
+            f"skip: no forecast comes after {', '.join(unused)}, so their placeholders would reach the output; "
             f"the last forecast is {matches[last_forecast]!r}. Add one to modules=..., or do not skip them"
         )
     return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in matches]

@@ -1,7 +1,7 @@
-"""Runs and solver steps of a pipeline, one run at a time, in one thread.
+"""Track runs and solver steps of a pipeline: one run at a time, in one thread.
 
-The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. Without these calls a new timestep is a
-new step, and a timestep against the run's direction begins the next run.
+The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. If these are not called, a step begins
+when the timestep changes, and a run when the timesteps turn back.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ class Run:
 
     index: int = 0  # the solver step
     is_open: bool = True
-    states: dict[str, Any] = field(default_factory=dict)  # of the transformers, by name
+    states: dict[str, Any] = field(default_factory=dict)  # states of the transformers, by name
     foreign_calls: int = 0  # calls of the transformers that are not part of the run
-    thread: int | None = None
+    thread: int | None = None  # id of the thread that makes its calls
     is_stepped: bool = False  # whether the scheduler has made a step
-    is_named: bool | None = None  # whether its calls are made in a `cache_context`; None before the first
+    is_named: bool | None = None  # whether its calls name a `cache_context`; None before the first call
     timestep: float | None = None
-    direction: float = 0.0
+    direction: float = 0.0  # sign of the last change of `timestep`
 
 
 class Clock:
     """A counter of runs and steps. on_begin: called at the start of a run."""
 
     def __init__(self, on_begin: Callable[[], None] = lambda: None):
-        self.pipe: Any = None  # whose scheduler is observed; None for a transformer alone
+        self.pipe: Any = None  # its scheduler is observed; None for a transformer alone
         self.on_begin = on_begin
         self.runs = 0
         self.run = Run(is_open=False)
         self.lock = threading.RLock()  # held during a call of the transformer
         self.displaced: set[int] = set()  # threads whose run was ended by the start of another one
         self.scheduler: Any = None
-        self.replaced: dict[str, Any] = {}  # the scheduler's attributes by the names of the replaced methods
+        self.replaced: dict[str, Any] = {}  # by method name: the scheduler's former instance attribute or None
 
     @property
     def total(self) -> int | None:
-        """Solver steps of this run; None if the scheduler does not tell."""
+        """Solver steps of this run; None if the scheduler has no timesteps."""
         timesteps = getattr(self.scheduler, "timesteps", None)
         return None if timesteps is None else len(timesteps) - self.first
 
     @property
     def first(self) -> int:
-        """Timesteps of the scheduler before the run's first one."""
+        """Index of the run's first timestep in the scheduler's list."""
         return getattr(self.scheduler, "begin_index", None) or 0
 
     def begin(self) -> Run:
-        """Begin a run and end the one before. Raises RuntimeError during a call in another thread."""
+        """End the current run and begin one. Raises RuntimeError while another thread calls the transformer."""
         if not self.lock.acquire(blocking=False):
             raise self._thread_error()
         try:
@@ -83,7 +83,7 @@ class Clock:
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
         """Return the run of a call with this timestep and `cache_context`; None outside of runs.
 
-        Raises RuntimeError in another thread than the run's, ValueError without a pipeline and a timestep.
+        Raises RuntimeError in another thread than the run's, ValueError if there is no pipeline and no timestep.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
@@ -106,27 +106,27 @@ class Clock:
         """Replace `set_timesteps` and `step` of the pipeline's scheduler, until `release`."""
         self.release()
         self.pipe, self.scheduler = pipe, pipe.scheduler
-        for name, around in (("set_timesteps", _set_timesteps), ("step", _step)):
+        for name, wrapper in (("set_timesteps", _set_timesteps), ("step", _step)):
             if hasattr(self.scheduler, name):
                 method, self.replaced[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
-                placed = functools.update_wrapper(functools.partial(around, self, method), method)
-                setattr(self.scheduler, name, placed)
+                wrapped = functools.update_wrapper(functools.partial(wrapper, self, method), method)
+                setattr(self.scheduler, name, wrapped)
 
     def release(self) -> None:
-        for name, before in self.replaced.items():
-            placed = vars(self.scheduler).get(name)
-            if isinstance(placed, functools.partial) and placed.args[0] is self:
+        for name, original in self.replaced.items():
+            wrapped = vars(self.scheduler).get(name)
+            if isinstance(wrapped, functools.partial) and wrapped.args[0] is self:
                 delattr(self.scheduler, name)
-                if before is not None:
-                    setattr(self.scheduler, name, before)
+                if original is not None:
+                    setattr(self.scheduler, name, original)
         self.scheduler, self.replaced = None, {}
 
     def _read_timestep(self, run: Run, timestep: Any) -> Run:
         if not isinstance(timestep, (Tensor, int, float)):
             if self.pipe is None:
                 raise ValueError(
-                    "without a pipeline, steps are told from the transformer's argument timestep, and this call has "
-                    "none; attach to the pipeline instead"
+                    "without a pipeline, steps are counted by the transformer's argument timestep, which this call "
+                    "does not have; attach to the pipeline instead"
                 )
             return run
         # the mean: frames may have different timesteps
@@ -160,7 +160,7 @@ class Clock:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
-        return self  # pipelines copy their scheduler, whose copies are not observed
+        return self  # pipelines deep-copy their scheduler; the copies are not observed
 
 
 def _is_observed(clock: Clock, method: Callable[..., Any]) -> bool:

@@ -1,8 +1,8 @@
 """vLLM's scheduler for models whose blocks count from the prompt's first token.
 
-It differs in three things. Prompts are evaluated in chunks of whole blocks, whose tokens see each other. The tail of a
-prompt that ends within a block is evaluated again with every step of the first canvas, the rest of that block:
-`num_computed_tokens` is always at the beginning of a block. A canvas is scheduled whole or not at all.
+It differs in three ways. Prompts are evaluated in chunks of whole blocks, because tokens of a block see each other. If
+a prompt ends within a block, the first canvas is the rest of that block, and each of its steps evaluates the prompt's
+tail again; so `num_computed_tokens` is always a block's start. A canvas is scheduled whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.plugins.paradec")
 
 
 class BlockScheduler(DiffusionScheduler):
-    """See the module. Made by vLLM for the models of this package (`registration.EngineConfig`)."""
+    """Scheduler described above. vLLM creates it for the models of this package (`registration.EngineConfig`)."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -27,12 +27,12 @@ class BlockScheduler(DiffusionScheduler):
         page = self.cache_config.block_size
         if self.cache_config.enable_prefix_caching and page % self.served.block:
             raise ValueError(
-                f"prefix caching takes pages of whole blocks, and {page} is no multiple of {self.served.block}: give "
-                "--block-size a multiple, or --no-enable-prefix-caching"
+                f"--block-size {page} must be a multiple of {self.served.block}, the model's block, with prefix "
+                "caching; change it, or give --no-enable-prefix-caching"
             )
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """How many tokens are evaluated, at most `num_new_tokens`: vLLM asks before it schedules any."""
+        """Limit the tokens to schedule, at most `num_new_tokens`, to whole blocks."""
         new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         end, block = num_computed_tokens + new, self.served.block
         num_known = request.num_tokens + len(request.spec_token_ids)
@@ -41,7 +41,7 @@ class BlockScheduler(DiffusionScheduler):
         return max(0, end - end % block - num_computed_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As vLLM does; then requests are at the beginning of a block again."""
+        """Update as vLLM does, then set requests back to the start of their block."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(name)
@@ -50,7 +50,7 @@ class BlockScheduler(DiffusionScheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """The next canvas is the rest of the block, which is shorter than the others after a prompt's tail."""
+        """Cut the next canvas to the rest of its block; the first one is shorter after a prompt's tail."""
         for index, name in enumerate(draft_token_ids.req_ids):
             if (request := self.requests.get(name)) is not None:
                 stop = request.num_computed_tokens + self.served.block
@@ -60,7 +60,7 @@ class BlockScheduler(DiffusionScheduler):
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """A mask, which no sampler proposes, represents a request that could not be begun: it ends with an error."""
+        """End with an error each request that could not begin: its token is the mask, which no sampler proposes."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
             request.stop_reason = self.served.refusal(request.prompt_token_ids, request.sampling_params)
