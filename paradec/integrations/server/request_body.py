@@ -29,16 +29,7 @@ SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they 
     CLIENT_NAMES.get(name, name): name
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_strings", *CONTROLS)
 } | {"max_completion_tokens": "max_new_tokens"}
-<<<<<<< HEAD
-OFF: dict[str, tuple[Any, ...]] = {
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-}  # other values for null
-=======
 OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # other values for null
->>>>>>> a7a4e8b5 (The table of values that turn fields off has its type)
 INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing; ... is any
     **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
     **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
