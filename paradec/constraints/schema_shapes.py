@@ -399,7 +399,7 @@ class Goals:
     def multiple(self, schema: Any) -> Dfa:
         divisor = schema["multipleOf"]
         if divisor != int(divisor) or divisor > languages.MAX_COUNT:
-            why = f"is {divisor}, and may be a whole number up to {languages.MAX_COUNT}"
+            why = f"is {divisor}, and must be a whole number of at most {languages.MAX_COUNT}"
             raise self.document.error(schema, "multipleOf", why)
         return languages.multiples(int(divisor))
 

@@ -272,7 +272,7 @@ def test_references(schema: Any, yes: Any, no: Any) -> None:
         ({"$ref": "#/enum/0", "enum": [3]}, "is 3, not a schema"),
         ({"$ref": "#/examples/5", "examples": [{}]}, "is not in the schema"),
         ({"$dynamicRef": "#x"}, "dynamicRef is not supported"),
-        ({"multipleOf": 0.25}, r"multipleOf is 0\.25, and may be a whole number up to 4096"),
+        ({"multipleOf": 0.25}, r"multipleOf is 0\.25, and must be a whole number of at most 4096"),
         ({"minProperties": 2}, "minProperties is 2, and must be 0 or 1"),
         ({"maxProperties": 2}, "maxProperties is not supported"),
         ({"not": {"format": "ipv4"}, "type": "string"}, "values that violate not.format"),
