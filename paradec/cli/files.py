@@ -21,7 +21,6 @@ import typer
 import paradec
 from paradec.cli import options, show
 from paradec.cli.work import Work, completed, in_batches
-from paradec.constraints.values import constraint_of
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
 from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
@@ -284,6 +283,8 @@ def _line_of(number: int, text: str) -> Line:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
         constraint = data.get("constraint")
         if constraint is not None:
+            from paradec.constraints.values import constraint_of  # imports numpy
+
             constraint_of("constraint", constraint)
     except (ValueError, TypeError) as error:
         return Line(number, prompt, name, str(error))

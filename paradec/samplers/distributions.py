@@ -183,7 +183,12 @@ def _is_out(row: Tensor, least: float, last: int) -> Tensor:
 
 
 def draw_filtered(
-    logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None, min_p: float | None
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None = None,
 ) -> Tensor | None:
     """Draw tokens [...] with numbers uniform [...] from `filter_logits(sorted_ties=False)` of logits / temperature
     [..., V], without writing it. None where this saves nothing or is not made: small vocabularies, other devices or

@@ -84,7 +84,7 @@ class Report:
         steps = len({call.step for call in self.calls})
         rule = next(iter(self.settings.values())).rule
         if not self.calls:
-            why = "no transformer was called in a run" if self.runs else "there was no run yet: call the pipeline"
+            why = "no transformer was called in a run, which begins at the scheduler's set_timesteps"
         elif steps == 1 and len(self.calls) > 2:
             why = "neither the scheduler's step nor a timestep told one step from the next"
         elif isinstance(rule, (StepSchedule, StepMask, Every)):
