@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from images import tiny_llamagen, tiny_student, tiny_var, tiny_var_student
 from oracles.pictures import distilled_stage
 from recorded import assert_checksum, find_weights, image_case, image_cases, image_file, replays
@@ -24,10 +25,10 @@ from paradec.models.images.distilled_llamagen import (
     DistilledLlamaGenModel,
     load_distilled_llamagen,
 )
-from paradec.models.images.distilled_var import SECONDS, DistilledVARModel, load_distilled_var
+from paradec.models.images.distilled_var import SECONDS, load_distilled_var
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
-from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
-from paradec.models.images.var import VARModel, ends_of, load_var
+from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, load_multi_scale_vq
+from paradec.models.images.var import ends_of, load_var
 from paradec.models.images.vq import VQConfig, VQModel
 from paradec.samplers.pictures.distilled import Distilled
 
@@ -57,31 +58,24 @@ def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor
     return sizes | {"ffn_dim": said["ffn_hidden"], "grid": grid}, weights
 
 
-def golden_student(name: str, grid: int) -> DistilledLlamaGenModel:
-    sizes, weights = golden_sizes(name, grid)
-    module = DistilledLlamaGen(DistilledLlamaGenConfig(**sizes, codebook_dim=weights["tok_embeddings.weight"].shape[1]))
-    module.load_state_dict(weights)
-    return DistilledLlamaGenModel(module, golden_vq())
-
-
-def golden_teacher(name: str, grid: int) -> LlamaGenModel:
-    sizes, weights = golden_sizes(name, grid)
-    module = LlamaGen(LlamaGenConfig(**sizes))
-    module.load_state_dict(weights)
-    return LlamaGenModel(module)
-
-
 def replay_steps(
-    sampler: Distilled,
     model: Any,
-    state: Any,
     recorded: dict[str, Any],
     arrays: dict[str, Tensor],
     monkeypatch: pytest.MonkeyPatch,
-    assert_teacher_call: Callable[[Any, dict[str, Any]], None],
-) -> None:
-    """Decode, and compare every recorded step."""
-    calls = 0
+    assert_teacher_call: Callable[[Any, Any, dict[str, Any]], None],
+    teacher: dict[str, Any],
+    **sampling: Any,
+) -> Any:
+    """Decode, compare every recorded step, and return the state at the end."""
+    settings, calls = recorded["settings"], 0
+    if recorded["margin"] < 1e-4:  # a summation's order may decide in float32
+        model.module.double()
+        model.vq.double()
+    if teacher:
+        teacher["teacher"].module.to(model.dtype)
+    sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **teacher)
+    state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **sampling)
     for step in recorded["steps"]:
         tokens = torch.tensor(step["tokens"])
         if step["kind"] == "quantised":
@@ -95,7 +89,7 @@ def replay_steps(
         proposal = sampler.step(model, state)
         assert torch.equal(proposal.ids.view(tokens.shape), tokens)
         if step["kind"] == "teacher":
-            assert_teacher_call(query, step)
+            assert_teacher_call(state, query, step)
             assert_checksum(proposal.logits, step["guided_logits"])
         else:
             assert state.plan[state.index] == ("student", step["t"])
@@ -110,6 +104,14 @@ def replay_steps(
             calls += 1
         sampler.commit(state, proposal)
     assert state.done and calls == recorded["calls"] and state.teacher_nfe == recorded.get("teacher_calls", 0)
+    return state
+
+
+def assert_image(images: Tensor, recorded: dict[str, Any], arrays: dict[str, Tensor]) -> None:
+    assert_checksum(images, recorded["image"], 1e-4)
+    assert list(images.shape) == recorded["image_shape"]
+    if "image" in arrays:
+        torch.testing.assert_close(images.float(), arrays["image"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", LLAMAGEN)
@@ -117,26 +119,26 @@ def replay_steps(
 def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = image_case(SYSTEM, name)
     settings = said["settings"]
-    model, given = golden_student(said["model"], settings["grid"]), {}
-    if said["margin"] < 1e-4:  # a summation's order may decide in float32
-        model.module.double()
-        model.vq.double()
+    sizes, weights = golden_sizes(said["model"], settings["grid"])
+    module = DistilledLlamaGen(DistilledLlamaGenConfig(**sizes, codebook_dim=weights["tok_embeddings.weight"].shape[1]))
+    module.load_state_dict(weights)
+    model = DistilledLlamaGenModel(module, golden_vq())
+    teacher: dict[str, Any] = {}
     taught: dict[str, Any] = {}
     if "teacher" in said:
-        given = {"teacher": golden_teacher(said["teacher"], settings["grid"])}
-        given["teacher"].module.to(model.dtype)
-        given |= {"teacher_start": settings["teacher_start"]}
+        sizes, weights = golden_sizes(said["teacher"], settings["grid"])
+        teacher_module = LlamaGen(LlamaGenConfig(**sizes))
+        teacher_module.load_state_dict(weights)
+        teacher = {"teacher": LlamaGenModel(teacher_module), "teacher_start": settings["teacher_start"]}
         taught = {"guidance_scale": settings["cfg"], "temperature": settings["temperature"]}
         taught |= {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
         assert settings["t_list"][-1] == settings["teacher_end"]
-    sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **given)
-    state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **taught)
 
-    def assert_teacher_call(query: Any, step: dict[str, Any]) -> None:
+    def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions[0].tolist() == step["positions"]
         assert_checksum(state.teaching.answer(query), step["raw_logits"])
 
-    replay_steps(sampler, model, state, said, arrays, monkeypatch, assert_teacher_call)
+    state = replay_steps(model, said, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
     assert state.nfe.tolist() == [said["calls"] + state.teacher_nfe] * state.batch
     if "codes" in said:
         assert state.ids[:, : settings["t_list"][-1]].tolist() == said["codes"]
@@ -144,10 +146,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
     vq = model.vq
     with torch.no_grad():
         images = vq.decoder(vq.post_quant_conv(model.latent(state.tokens, model.grid()))) / 2 + 0.5
-    assert_checksum(images, said["image"], 1e-4)
-    assert list(images.shape) == said["image_shape"]
-    if "image" in arrays:
-        torch.testing.assert_close(images.float(), arrays["image"], atol=1e-4, rtol=0)
+    assert_image(images, said, arrays)
     torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1).float())
 
 
@@ -230,18 +229,27 @@ def test_pictures_and_their_traces() -> None:
     assert once.row_nfe == [1, 1] and not torch.equal(once.images, out.images)
 
 
+def assert_loads(path: Path, content: Any, student: Any, rtol: float, atol: float, **arguments: Any) -> None:
+    torch.save(content, path)
+    loaded = paradec.load(path, **arguments)
+    assert type(loaded) is type(student)
+    request: dict[str, Any] = {"class_labels": [1, 2], "seed": 0, "output_type": "latent"}
+    tokens, expected = (paradec.generate_images(model, **request).tokens for model in (loaded, student))
+    torch.testing.assert_close(tokens, expected, rtol=rtol, atol=atol)
+
+
+def assert_missing(path: Path, weights: dict[str, Tensor], missing: str, **arguments: Any) -> None:
+    torch.save({name: tensor for name, tensor in weights.items() if name != missing}, path)
+    refuses(lambda: paradec.load(path, **arguments), missing.replace(".", r"\."), CheckpointError)
+
+
 def test_checkpoints_load(tmp_path: Path) -> None:
     student = tiny_student()
     weights, config = student.module.state_dict(), student.module.config
-    expected = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="latent").tokens
     given: dict[str, Any] = {"n_head": 4, "grid": 4, "vq": student.vq, "dtype": "float64"}
     worse = {name: tensor + 1 for name, tensor in weights.items()}
     for nested in ({"ema": weights, "model": worse}, {"model": weights}, weights):
-        torch.save(nested, tmp_path / "llamagen-B.pt")
-        loaded = paradec.load(tmp_path / "llamagen-B.pt", **given)
-        assert isinstance(loaded, DistilledLlamaGenModel)
-        tokens = paradec.generate_images(loaded, class_labels=[1, 2], seed=0, output_type="latent").tokens
-        assert torch.equal(tokens, expected)
+        assert_loads(tmp_path / "llamagen-B.pt", nested, student, rtol=0, atol=0, **given)
     folder = tmp_path / "folder"
     folder.mkdir()
     sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
@@ -258,10 +266,8 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     assert (small.facts.stages.second, small.facts.stages.split) == (3, 2)
     with pytest.raises(CheckpointError, match="needs LlamaGen's VQ autoencoder"):
         load_distilled_llamagen(tmp_path / "llamagen-B.pt", n_head=4, grid=4)
-    for gone in ("n_d_embed.weight", "final_layer_conti.linear.weight", "final_layer_conti.scale_shift_table"):
-        torch.save({name: tensor for name, tensor in weights.items() if name != gone}, tmp_path / "llamagen-B.pt")
-        with pytest.raises(CheckpointError, match=gone.replace(".", r"\.")):
-            paradec.load(tmp_path / "llamagen-B.pt", **given)
+    for name in ("n_d_embed.weight", "final_layer_conti.linear.weight", "final_layer_conti.scale_shift_table"):
+        assert_missing(tmp_path / "llamagen-B.pt", weights, name, **given)
 
 
 def test_codes_are_not_rounded_with_the_network() -> None:
@@ -275,43 +281,27 @@ def test_codes_are_not_rounded_with_the_network() -> None:
 SYSTEM_VAR = "dd-var"
 
 
-def golden_scales_vq(name: str) -> MultiScaleVQ:
-    """`name`: "var/vae"."""
-    said, _ = image_case("", f"{name}.config")
-    return load_multi_scale_vq(image_file("", f"{name}.safetensors"), norm_groups=said["group_norm_groups"])
-
-
-def golden_var_student(name: str) -> DistilledVARModel:
-    said, _ = image_case(SYSTEM_VAR, f"{name}.config")
-    path, vq = image_file(SYSTEM_VAR, f"{name}.safetensors"), golden_scales_vq(said["vae"])
-    return load_distilled_var(path, scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
-
-
-def golden_var(name: str, vq: MultiScaleVQ) -> VARModel:
-    said, _ = image_case("var", f"{name}.config")
-    return load_var(image_file("var", f"{name}.safetensors"), scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
-
-
 @pytest.mark.parametrize("name", image_cases(SYSTEM_VAR, "steps"))
 @replays("name", "dd-var/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = image_case(SYSTEM_VAR, name)
     settings = said["settings"]
-    model = golden_var_student(said["model"])
-    if said["margin"] < 1e-4:  # a summation's order may decide in float32
-        model.module.double()
-        model.vq.double()
-    given, taught = {}, {}
+    student, _ = image_case(SYSTEM_VAR, f"{said['model']}.config")
+    norm_groups = image_case("", f"{student['vae']}.config")[0]["group_norm_groups"]
+    vq = load_multi_scale_vq(image_file("", f"{student['vae']}.safetensors"), norm_groups=norm_groups)
+    path = image_file(SYSTEM_VAR, f"{said['model']}.safetensors")
+    model = load_distilled_var(path, scales=student["patch_nums"], heads=student["num_heads"], vq=vq)
+    teacher, taught = {}, {}
     if "teacher" in said:
-        given = {"teacher": golden_var(said["teacher"], model.vq), "teacher_start": settings["teacher_start"]}
-        given["teacher"].module.to(model.dtype)
+        config, _ = image_case("var", f"{said['teacher']}.config")
+        path = image_file("var", f"{said['teacher']}.safetensors")
+        teacher = {"teacher": load_var(path, scales=config["patch_nums"], heads=config["num_heads"], vq=vq)}
+        teacher |= {"teacher_start": settings["teacher_start"]}
         # the scale of guidance is the public code's and one
         taught = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
         taught |= {"top_p": settings["top_p"] or None}
-    sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **given)
-    state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **taught)
 
-    def assert_teacher_call(query: Any, step: dict[str, Any]) -> None:
+    def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions.shape[1] == step["evaluated"]
         if settings["cfg"]:  # the reference evaluates the half without weight at 0 too
             assert query.branches * state.batch == step["rows"]
@@ -319,14 +309,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         if raw.numel() == step["raw_logits"][0]:  # not of the prefix, nor of a half without weight
             assert_checksum(raw, step["raw_logits"])
 
-    replay_steps(sampler, model, state, said, arrays, monkeypatch, assert_teacher_call)
+    state = replay_steps(model, said, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
     if "f_hat" in arrays:
         torch.testing.assert_close(model.latent(state.tokens).float(), arrays["f_hat"], atol=1e-4, rtol=0)
-    images = model.decode(state.tokens)
-    assert list(images.shape) == said["image_shape"]
-    assert_checksum(images, said["image"], 1e-4)
-    if "image" in arrays:
-        torch.testing.assert_close(images, arrays["image"], atol=1e-4, rtol=0)
+    assert_image(model.decode(state.tokens), said, arrays)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -395,17 +381,12 @@ def test_one_call_is_the_network_s() -> None:
 def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     student = tiny_var_student()
     weights, module = student.module.state_dict(), student.module
-    expected = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="latent").tokens
     given: dict[str, Any] = {"scales": module.scales, "heads": 2, "vq": student.vq, "dtype": "float64"}
     worse: dict[str, Tensor] = {name: tensor + 1 for name, tensor in weights.items()}
     buffers = {"lvl_1L": torch.zeros(1, 3, dtype=torch.int64), "attn_bias_for_masking": torch.zeros(1)}
     without = {name: tensor for name, tensor in weights.items() if not name.endswith("zero_k_bias")}
     for nested in ({"trainer": {"ema_parameters": weights | buffers, "var_wo_ddp": worse}}, without):
-        torch.save(nested, tmp_path / "var-d16.pth")
-        loaded = paradec.load(tmp_path / "var-d16.pth", **given)
-        assert isinstance(loaded, DistilledVARModel)
-        tokens = paradec.generate_images(loaded, class_labels=[1, 2], seed=0, output_type="latent").tokens
-        torch.testing.assert_close(tokens, expected, atol=1e-9, rtol=0)
+        assert_loads(tmp_path / "var-d16.pth", nested, student, rtol=0, atol=1e-9, **given)
     folder = tmp_path / "folder"
     folder.mkdir()
     fields = {"model_type": "distilled_var", "scales": list(module.scales), "heads": 2, "second": 1, "split": 2}
@@ -418,10 +399,8 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     torch.save({"trainer": {"var_wo_ddp": weights}}, tmp_path / "var-d16.pth")
     with pytest.raises(CheckpointError, match="holds no weights by name"):  # these are not the averaged ones
         load_distilled_var(tmp_path / "var-d16.pth", **(given | {"dtype": None}))
-    for gone in ("n_d_embed.weight", "layerwise_n_d_embed.2.bias", "final_layer_conti.scale_shift_table"):
-        torch.save({name: tensor for name, tensor in weights.items() if name != gone}, tmp_path / "var-d16.pth")
-        with pytest.raises(CheckpointError, match=gone.replace(".", r"\.")):
-            paradec.load(tmp_path / "var-d16.pth", **given)
+    for name in ("n_d_embed.weight", "layerwise_n_d_embed.2.bias", "final_layer_conti.scale_shift_table"):
+        assert_missing(tmp_path / "var-d16.pth", weights, name, **given)
 
 
 def test_published_stages() -> None:
