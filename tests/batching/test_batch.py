@@ -30,6 +30,29 @@ def causal() -> Model:
     return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
 
 
+def decode_rows(model: Any, rows: list[list[int]], batch_size: int, **request: Any) -> list[Ticket]:
+    with Batch(model, batch_size=batch_size, **request) as batch:
+        tickets = [batch.add(row) for row in rows]
+        drain(batch)
+    return tickets
+
+
+def decode_alone(model: Model, row: list[int], **request: Any) -> list[int]:
+    return paradec.generate(model, row, **request).new_tokens[0].tolist()
+
+
+class CountsRows(Failing):
+    """A model that records how many rows each call has."""
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self.calls: list[int] = []
+
+    def __call__(self, query: Any, *store: Any) -> Tensor:
+        self.calls.append(len(query.rows))
+        return self.model(query, *store)
+
+
 def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_other(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         tickets = [batch.add(row, **({"top_k": 3} if n % 2 else {})) for n, row in enumerate(ROWS[:6])]
@@ -47,24 +70,18 @@ def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_oth
 
 
 def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, causal: Model) -> None:
-    class Counting(Failing):
-        def __call__(self, query: Any, *store: Any) -> Tensor:
-            calls.append(len(query.rows))
-            return self.model(query, *store)
-
     for adapter, own in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
-        calls: list[int] = []
+        counting = CountsRows(adapter)
         request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **own}
         suppressed = [{"suppress_tokens": [1, 2, 3]}, {"suppress_tokens": range(20)}] if adapter is model else [{}, {}]
         changes = [{}, {"seed": 7}, {"max_new_tokens": 4}, *suppressed]
-        with Batch(Counting(adapter), batch_size=5, **request) as batch:
+        with Batch(counting, batch_size=5, **request) as batch:
             tickets = [batch.add(row, **each) for row, each in zip(ROWS, changes)]
             batch.step()
-            assert sum(calls) == 5 and len(batch._groups) == 1
+            assert sum(counting.calls) == 5 and len(batch._groups) == 1
             drain(batch)
         for row, each, ticket in zip(ROWS, changes, tickets):
-            alone = paradec.generate(adapter, row, **{**request, **each})
-            assert ticket_ids(ticket) == alone.new_tokens[0].tolist(), each
+            assert ticket_ids(ticket) == decode_alone(adapter, row, **{**request, **each}), each
 
 
 def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
@@ -88,8 +105,7 @@ def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model
             batch.step()
             widths += [group.width for group in batch._groups]
         assert widths[0] == 8 and 78 <= max(widths) <= 96 and widths[-1] < 32
-    alone = [paradec.generate(model, row, **request).new_tokens[0].tolist() for row in rows]
-    assert [ticket_ids(ticket) for ticket in tickets] == alone
+    assert [ticket_ids(ticket) for ticket in tickets] == [decode_alone(model, row, **request) for row in rows]
 
 
 class Words:
@@ -164,9 +180,7 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
 def test_nan_logits_end_their_prompt_alone(model: Model, cache: str) -> None:
     rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 37], *ROWS[6:]]
     request = {**REQUEST, "cache": cache, "suppress_tokens": [37]}
-    with Batch(Failing(model, token=37), batch_size=3, **request) as batch:
-        tickets = [batch.add(row) for row in rows]
-        drain(batch)
+    tickets = decode_rows(Failing(model, token=37), rows, 3, **request)
     whole = paradec.generate(model, rows, **request)
     for index, ticket in enumerate(tickets):
         if 37 in rows[index]:
@@ -181,9 +195,7 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
     rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 36, 3], *ROWS[6:]]
     request = {"seed": 3, "max_new_tokens": 8, "suppress_tokens": [36, 37]}
     sampler = samplers.create("speculative", drafter=Failing(plain, token=36), window=4)
-    with Batch(Failing(causal, token=37), batch_size=3, sampler=sampler, **request) as batch:
-        tickets = [batch.add(row) for row in rows]
-        drain(batch)
+    tickets = decode_rows(Failing(causal, token=37), rows, 3, sampler=sampler, **request)
     good = [row for row in rows if not {36, 37} & {*row}]
     sampler = samplers.create("speculative", drafter=plain, window=4)
     whole = paradec.generate(causal, good, sampler=sampler, **request)
@@ -214,8 +226,8 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             assert "in step" in ticket.output.error.__notes__[0]  # where it was raised, without what it held
             assert ticket.output.error.__traceback__ is None
         else:
-            assert ticket_ids(ticket) == paradec.generate(model, row, **request).new_tokens[0].tolist()
-    assert ticket_ids(later[0]) == paradec.generate(model, [9, 9], **request).new_tokens[0].tolist()
+            assert ticket_ids(ticket) == decode_alone(model, row, **request)
+    assert ticket_ids(later[0]) == decode_alone(model, [9, 9], **request)
     streamed = [token for piece in recorder.pieces[1:] for token in piece]
     assert streamed == ticket_ids(tickets[2])[: len(streamed)] and recorder.ends == 1  # nothing was streamed twice
 
@@ -228,7 +240,7 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
             tickets = [batch.add(row, **kind) for row, kind in zip(rows, kinds)]
             drain(batch)
         for row, kind, ticket in zip(rows, kinds, tickets):
-            assert ticket_ids(ticket) == paradec.generate(model, row, **REQUEST, **kind).new_tokens[0].tolist()
+            assert ticket_ids(ticket) == decode_alone(model, row, **REQUEST, **kind)
 
 
 def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
@@ -258,20 +270,14 @@ def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
 
 
 def test_a_cancelled_row_is_not_evaluated_any_more(model: Model) -> None:
-    evaluated: list[int] = []
-
-    class Counting(Failing):
-        def __call__(self, query: Any, *store: Any) -> Tensor:
-            evaluated.append(len(query.rows))
-            return self.model(query, *store)
-
+    counting = CountsRows(model)
     request = {**REQUEST, "sampler": "low_confidence", "eos_early_stop": False}
-    with Batch(Counting(model), batch_size=3, **request) as batch:
+    with Batch(counting, batch_size=3, **request) as batch:
         tickets = [batch.add([number, 1]) for number in range(3)]
         batch.step()
         batch.cancel(tickets[1])
         drain(batch)
-    assert evaluated == [3, *[2] * 5]
+    assert counting.calls == [3, *[2] * 5]
 
 
 def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> None:
@@ -411,12 +417,10 @@ def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
             return self.model(query, *store)
 
     rows = [ROWS[0], [1] * 50, ROWS[1], ROWS[2]]
-    with Batch(Small(model), batch_size=3, **REQUEST) as batch:
-        tickets = [batch.add(row) for row in rows]
-        drain(batch)
+    tickets = decode_rows(Small(model), rows, 3, **REQUEST)
     assert isinstance(tickets[1].output.error, torch.OutOfMemoryError)
     for index in (0, 2, 3):
-        assert ticket_ids(tickets[index]) == paradec.generate(model, rows[index], **REQUEST).new_tokens[0].tolist()
+        assert ticket_ids(tickets[index]) == decode_alone(model, rows[index], **REQUEST)
 
 
 def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
@@ -432,9 +436,7 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
                 most = max(most, batch.occupied)
                 assert sum(group.state.store.nbytes for group in batch._groups) <= batch.max_memory
         assert most == rows_that_fit
-    with Batch(model, batch_size=8, max_memory=row // 2, **request) as batch:
-        ticket = batch.add([1] * 8)
-        drain(batch)
+    (ticket,) = decode_rows(model, [[1] * 8], 8, max_memory=row // 2, **request)
     assert "more than max_memory" in str(ticket.output.error)
 
 
@@ -511,12 +513,8 @@ def test_what_no_batch_can_be_refilled_with_is_named(model: Model, name: str) ->
 
 
 def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model) -> None:
-    with Batch(model, max_new_tokens=4, stop=lambda state, tokens: None) as batch:
-        ticket = batch.add([1])
-        drain(batch)
+    (ticket,) = decode_rows(model, [[1]], 8, max_new_tokens=4, stop=lambda state, tokens: None)
     assert "has no field with rows" in str(ticket.output.error)
     request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
-    with Batch(model, batch_size=2, **request) as batch:
-        tickets = [batch.add(row) for row in ROWS[:5]]
-        drain(batch)
+    tickets = decode_rows(model, ROWS[:5], 2, **request)
     assert [ticket_ids(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
