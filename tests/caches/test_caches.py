@@ -134,7 +134,11 @@ def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
     request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
         request = {"sampler": sampler_for(cache), "steps": 6}
-    assert max(differences(tiny(1, topology, prediction), cache, **request)) < 1e-12
+    model = tiny(1, topology, prediction)
+    assert max(differences(model, cache, **request)) < 1e-12
+    for block_length, new in ((4, 0), (2, 6)):
+        changes = {"block_length": block_length, "max_new_tokens": new}
+        assert max(differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
 
 
 @dataclass(frozen=True)
@@ -200,17 +204,6 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-@pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_holes_are_filled_as_without_a_cache_with_one_layer(name: str, topology: str, prediction: str) -> None:
-    cache, model = fitting(name, topology, prediction), tiny(1, topology, prediction)
-    for block_length, new in ((4, 0), (2, 6)):
-        changes = {"block_length": block_length, "max_new_tokens": new}
-        assert max(differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str) -> None:
     cache, model = fitting(name, topology, "same"), tiny(2, topology)
     request = {"sampler": sampler_for(cache), "cache": cache, "temperature": 0.7, "seed": 5, "block_length": 4}
@@ -242,18 +235,15 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
                     expected.add(position)
                     found += 1
 
-    assert walked(undecided, window, picks, fresh) == expected
-
-
-def walked(undecided: np.ndarray, window: int, picks: list[int], fresh: list[int]) -> set[int]:
-    """What `dkv_greedy` evaluates of one row after five steps, `fresh` being what the last one decided."""
+    # after five steps, the last of which decided `fresh`
     state = type("State", (), {})()
     state.canvas = torch.where(torch.as_tensor(undecided), MASK, 1)[None]
     state.facts = type("Facts", (), {"mask_token_id": MASK})
     state.row_step, state.length = np.array([5]), np.array([len(undecided)])
     state.cache_state = ChangeLog(state)
     state.cache_state.changed_at[0, fresh] = 4
-    return set(np.flatnonzero(DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))[0]))
+    needed = DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))[0]
+    assert set(np.flatnonzero(needed)) == expected
 
 
 class Counting:
@@ -460,7 +450,7 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
     for row, prompt in enumerate(prompts):
         alone = paradec.generate(model, [prompt], **asked)
         assert rows_of(alone) == [rows_of(out)[row]]
-        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
+        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]] and alone.nfe == out.row_nfe[row]
 
 
 @pytest.mark.thinned
@@ -500,9 +490,7 @@ def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
     seen = set()
     for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **asked):
         ids, new = rows[out.index]
-        alone = paradec.generate(model, [ids], max_new_tokens=new, **asked)
-        assert rows_of(out) == rows_of(alone)
-        assert out.cost.forwarded_tokens == alone.cost.forwarded_tokens and out.row_nfe == alone.row_nfe
+        assert_alone(out, model, [ids], asked | {"max_new_tokens": new})
         seen.add(out.index)
     assert len(seen) == len(rows)
 
