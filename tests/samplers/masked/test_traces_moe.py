@@ -150,9 +150,15 @@ def decided(calls: Calls) -> Calls:
     return [call for call in calls if call[0] or call[1]]
 
 
-def llada20(settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
-    """The sampler of 2.0's loop, and the request."""
+def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
+    """The sampler of 2.0's or 2.1's loop, and the request."""
     length, new = settings["block_length"], settings["gen_length"]
+    if name.startswith("llada21"):
+        edit = settings["editing_threshold"]
+        changes = {"max_post_steps": settings["max_post_steps"]} if "max_post_steps" in settings else {}
+        changes |= {"threshold": settings["threshold"], "editing_threshold": min(edit, 1.0)}
+        least = settings.get("num_to_transfer", 1)
+        return samplers.create("editing", preset="llada2.1", least=least, **changes), {"block_length": length}
     steps = min(settings["steps"], new // settings.get("minimal_topk", 1))
     blocks = -(-(prompt + new) // length) - prompt // length
     request = {"block_length": length}
@@ -164,59 +170,30 @@ def llada20(settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]
     return sampler, request | {"steps": steps * blocks}
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate")))
-def test_llada20(name: str, numbers: slice) -> None:
+@pytest.mark.parametrize(("name", "numbers"), [*some(names("llada20_generate")), *some(names("llada21_generate"))])
+def test_llada2(name: str, numbers: slice) -> None:
     trace = trace_of(name)
-    settings = trace["settings"]
+    settings, edits, is_editing = trace["settings"], 0, name.startswith("llada21")
     model, end = model_of(trace, settings["block_length"]), trace["eos_id"]
     for number, case in cases(trace, numbers):
         with replay_case(trace, f"{name}, case {number}", case):
             prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
-            sampler, request = llada20(settings, len(prompt))
-            ((calls, canvas),) = run(
-                model, sampler, [prompt], settings["gen_length"], len(case["steps"]), draws_of(case), **request
-            )
-            same_calls(calls, their_calls(case), where)
-            assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
-            answer = cut(canvas[len(prompt) : len(prompt) + settings["gen_length"]], end)
-            if settings.get("eos_early_stop") and end in prompt:
-                assert case["returned"] == [[]], where
-                assert end in answer
-            else:
-                assert answer == case["returned"][0], where
-
-
-def llada21(settings: dict[str, Any]) -> Any:
-    """The sampler of 2.1's loop."""
-    edit = settings["editing_threshold"]
-    changes = {"max_post_steps": settings["max_post_steps"]} if "max_post_steps" in settings else {}
-    changes |= {"threshold": settings["threshold"], "editing_threshold": min(edit, 1.0)}
-    return samplers.create("editing", preset="llada2.1", least=settings.get("num_to_transfer", 1), **changes)
-
-
-@pytest.mark.parametrize(("name", "numbers"), some(names("llada21_generate")))
-def test_llada21(name: str, numbers: slice) -> None:
-    trace = trace_of(name)
-    settings = trace["settings"]
-    model = model_of(trace, settings["block_length"])
-    sampler = llada21(settings)
-    edits = 0
-    for number, case in cases(trace, numbers):
-        with replay_case(trace, f"{name}, case {number}", case):
-            prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
-            length, new = settings["block_length"], settings["gen_length"]
-            theirs = their_calls(case)
-            ((calls, canvas),) = run(
-                model, sampler, [prompt], new, len(case["steps"]), draws_of(case), block_length=length
-            )
-            if settings["editing_threshold"] > 1:
+            new, theirs = settings["gen_length"], their_calls(case)
+            sampler, request = llada2(name, settings, len(prompt))
+            ((calls, canvas),) = run(model, sampler, [prompt], new, len(case["steps"]), draws_of(case), **request)
+            if is_editing and settings["editing_threshold"] > 1:
                 assert all(call in theirs for call in calls)
                 theirs = decided(theirs)
             same_calls(calls, theirs, where)
             assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
-            assert cut(canvas[len(prompt) : len(prompt) + new], trace["eos_id"]) == case["returned"][0], where
+            answer = cut(canvas[len(prompt) : len(prompt) + new], end)
+            if not is_editing and settings.get("eos_early_stop") and end in prompt:
+                assert case["returned"] == [[]], where
+                assert end in answer
+            else:
+                assert answer == case["returned"][0], where
             edits += sum(len(edited) for _, edited in calls)
-    if is_packaged("moe"):
+    if is_editing and is_packaged("moe"):
         assert edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0
 
 
@@ -231,10 +208,7 @@ def test_ends(name: str, numbers: slice) -> None:
     for number, case in cases(trace, numbers):
         with replay_case(trace, f"{name}, case {number}", case):
             prompt, new = case["prompt_ids"][0], settings["gen_length"]
-            if name.startswith("llada20"):
-                sampler, request = llada20(settings, len(prompt))
-            else:
-                sampler, request = llada21(settings), {"block_length": settings["block_length"]}
+            sampler, request = llada2(name, settings, len(prompt))
             out = paradec.generate(model, prompt, sampler=sampler, max_new_tokens=new, rng="reference", **request)
             if case["returned"] != [[]]:
                 assert cut(out.new_tokens[0].tolist(), end) == case["returned"][0], f"{name}, case {number}"
@@ -251,7 +225,7 @@ def test_batches(name: str, numbers: slice) -> None:
         with replay_case(trace, f"{name}, case {number}", case):
             prompts, new = case["prompt_ids"], settings["max_new_tokens"]
             single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
-            sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
+            sampler, request = llada2(name, single | {"threshold": settings["threshold"]}, len(prompts[0]))
             for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
                 assert calls == decided(their_calls(case, row)), f"{name}, case {number}, row {row}"
                 assert canvas == case["final_ids"][row]
@@ -266,7 +240,6 @@ def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
     settings, length = trace["settings"], trace["settings"]["block_length"]
     model = model_of(trace, length)
     pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=length))
-    pipe.set_progress_bar_config(disable=True)
     for number, case in cases(trace, numbers):
         with replay_case(trace, f"{name}, case {number}", case):
             ids, mask = torch.tensor(case["prompt_ids"]), torch.tensor(case["attention_mask"])
