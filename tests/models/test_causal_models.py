@@ -121,12 +121,6 @@ def test_shards_and_dtypes(tmp_path: Path) -> None:
     refuses(lambda: paradec.load(tmp_path), r"has no model-00002-of-.*, which its index names", paradec.CheckpointError)
 
 
-def changed(folder: Path, **config: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
@@ -146,7 +140,8 @@ def changed(folder: Path, **config: Any) -> Path:
 def test_what_does_not_fit_is_one_line(
     tmp_path: Path, config: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
-    folder = changed(saved(tmp_path), **config)
+    folder = saved(tmp_path)
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
     assert "\n" not in refuses(lambda: paradec.load(folder, **given), message)
 
 

@@ -35,12 +35,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def golden_copy(name: str, to: Path, **fields: Any) -> Path:
-    shutil.copytree(GOLDEN / name, to)
-    (to / "config.json").write_text(json.dumps(changed(json.loads((to / "config.json").read_text()), **fields)))
-    return to
-
-
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_logits(name: str, attn_implementation: str) -> None:
@@ -150,7 +144,10 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
     with torch.inference_mode():
         cos, _ = half.module.model.rotary_emb(torch.zeros(1, 1, dtype=torch.bfloat16), torch.arange(9)[None])
     assert cos.dtype == torch.float32
-    low = paradec.load(golden_copy("llada-tiny", tmp_path / "low", rope_full_precision=False), dtype="bfloat16")
+    folder = shutil.copytree(GOLDEN / "llada-tiny", tmp_path / "low")
+    config = json.loads((folder / "config.json").read_text()) | {"rope_full_precision": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    low = paradec.load(folder, dtype="bfloat16")
     errors = [(logits(model, ids).double() - exact).abs().mean() for model in (half, low)]
     assert errors[0] < errors[1]
 
@@ -315,16 +312,14 @@ def test_generation_config(tmp_path: Path) -> None:
     refuses(lambda: paradec.load(folder), "generation_config.json of .* holds a list", paradec.CheckpointError)
 
 
-def tokenizer_json(words: list[str]) -> dict[str, Any]:
+def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
+    words = ["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": i, "content": w, "special": True, **plain} for i, w in enumerate(words) if w.startswith("<")]
     vocab = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": words[0]}
-    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": vocab}
-
-
-def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=...))
-    good = json.dumps(tokenizer_json(["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]))
+    fields = {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": vocab}
+    good = json.dumps(fields)
     (folder / "tokenizer.json").write_text(good)
     (folder / "tokenizer_config.json").write_text('{"mask_token": "<mask>"}')
     model = paradec.load(folder)

@@ -34,12 +34,6 @@ def saved(value: Any) -> Any:
 WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved}
 
 
-def zero(model: Any) -> None:
-    with torch.no_grad():
-        for parameter in model.module.parameters():
-            parameter.zero_()
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
@@ -53,7 +47,9 @@ def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
     for copied in copies[1:-1]:
         if hasattr(model, "unwrap"):
             assert copied.unwrap() is copied.module
-        zero(copied)
+        with torch.no_grad():
+            for parameter in copied.module.parameters():
+                parameter.zero_()
     for left in (copies[-1], model):
         assert torch.equal(decoded(left, kind), tokens)
 

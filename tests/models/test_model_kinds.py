@@ -22,12 +22,6 @@ def causal() -> Model:
     return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
 
 
-def calls_of(module: nn.Module) -> list[int]:
-    calls: list[int] = []
-    module.register_forward_pre_hook(lambda *args: calls.append(1))
-    return calls
-
-
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     from pipelines import dit_pipeline
@@ -52,7 +46,9 @@ OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 
 def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
     module = getattr(given, "module", None)
-    calls = calls_of(module) if isinstance(module, nn.Module) else []
+    calls: list[int] = []
+    if isinstance(module, nn.Module):
+        module.register_forward_pre_hook(lambda *args: calls.append(1))
     with pytest.raises(TypeError) as raised:
         call(given)
     text = str(raised.value)

@@ -39,10 +39,6 @@ class Dropping(Opaque):
         return super().forward(ids) + self.drop(torch.ones((), dtype=torch.float64))
 
 
-def wrapping(kind: str, module: Any) -> Model:
-    return paradec.wrap(module, **({} if kind == "encoder" else TOPOLOGIES["bidirectional"]), **WRAP_IDS)
-
-
 IDS9 = random_ids(2, 9)
 
 
@@ -54,19 +50,6 @@ def logits(model: Model, **more: Any) -> Tensor:
 def plain(module: Any) -> Tensor:
     with torch.inference_mode():
         return module(input_ids=IDS9).logits
-
-
-def in_threads(*works: Callable[[], Any]) -> list[Any]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        found = run_in_threads(*works)
-    finally:
-        sys.setswitchinterval(before)
-    for error in found:
-        if isinstance(error, BaseException):
-            raise error
-    return found
 
 
 def test_models_of_one_module() -> None:
@@ -95,7 +78,7 @@ WITH_DROPOUT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", WITH_DROPOUT)
 def test_a_module_in_training_mode_is_refused(kind: str) -> None:
     module = WITH_DROPOUT[kind]()
-    model = wrapping(kind, module)
+    model = paradec.wrap(module, **({} if kind == "encoder" else TOPOLOGIES["bidirectional"]), **WRAP_IDS)
     tokens = paradec.generate(model, ROWS, max_new_tokens=6).new_tokens
     module.train()
     refuses(lambda: paradec.generate(model, ROWS, max_new_tokens=6), r"is in training mode", RuntimeError)
@@ -116,9 +99,13 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_two_threads_on_one_model(kind: str) -> None:
-    model = shared(kind)
-    found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
-    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
+    model, interval = shared(kind), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        found = run_in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1)))), found
 
 
 def offloaded(module: Any) -> Any:

@@ -52,22 +52,17 @@ def test_encoders_compute_what_they_compute(name: str) -> None:
     torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-12)
 
 
-def hand_made(topology: str, length: int, block: int) -> Tensor:
-    """[1, 1, L, L]: 0 where a query sees a key, -inf where it does not."""
-    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
-    masks = {"bidirectional": query >= 0, "causal": key <= query, "block_causal": key // block <= query // block}
-    sees = masks[topology].expand(length, length)
-    return torch.zeros(length, length, dtype=torch.float64).masked_fill(~sees, -torch.inf)[None, None]
-
-
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
 def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_implementation: str) -> None:
     module, ids = decoder(name).eval(), random_ids(2, 10)
+    query, key = torch.arange(10).unsqueeze(1), torch.arange(10)
+    masks = {"bidirectional": query >= 0, "causal": key <= query, "block_causal": key // 4 <= query // 4}
+    mask = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~masks[topology], -torch.inf)
     module.set_attn_implementation("eager")  # takes an additive mask as it is
     with torch.inference_mode():
-        expected = module(input_ids=ids, attention_mask=hand_made(topology, 10, 4), use_cache=False).logits
+        expected = module(input_ids=ids, attention_mask=mask[None, None], use_cache=False).logits
     extra = {"block_length": 4} if topology == "block_causal" else {}
     options = {"prediction": "same", "topology": topology, "attn_implementation": attn_implementation}
     model = paradec.wrap(module, **options, **extra, **WRAP_IDS)

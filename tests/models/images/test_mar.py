@@ -26,17 +26,6 @@ HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
 RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" in read_head(path)]
 
 
-def recorded_model(case: dict[str, Any]) -> MARModel:
-    said = case["model"]
-    tokens = {"side": said["img_size"] // said["vae_stride"], "channels": said["vae_embed_dim"]}
-    coder = {"width": said["encoder_embed_dim"], "depth": said["encoder_depth"], "heads": said["encoder_num_heads"]}
-    counts = {"decoder_depth": said["decoder_depth"], "classes": said["class_num"], "buffer": said["buffer_size"]}
-    head = {"head_depth": said["diffloss_d"], "head_width": said["diffloss_w"], "eps": HEAD["eps"]}
-    module = MAR(**tokens, **coder, **counts, **head)
-    module.load_state_dict(load_file(find_weights(case["weights"], "recap")))
-    return MARModel(module)
-
-
 @pytest.fixture(scope="module")
 def model() -> MARModel:
     torch.manual_seed(0)
@@ -67,9 +56,16 @@ class Replayed(Sampler):
 @replays("path")
 def test_replays_the_reference(path: Path) -> None:
     case = read_json(path)
-    settings, log, model = case["settings"], case["log"], recorded_model(case)
+    settings, log, sizes = case["settings"], case["log"], case["model"]
+    tokens = {"side": sizes["img_size"] // sizes["vae_stride"], "channels": sizes["vae_embed_dim"]}
+    coder = {"width": sizes["encoder_embed_dim"], "depth": sizes["encoder_depth"], "heads": sizes["encoder_num_heads"]}
+    counts = {"decoder_depth": sizes["decoder_depth"], "classes": sizes["class_num"], "buffer": sizes["buffer_size"]}
+    head = {"head_depth": sizes["diffloss_d"], "head_width": sizes["diffloss_w"], "eps": HEAD["eps"]}
+    module = MAR(**tokens, **coder, **counts, **head)
+    module.load_state_dict(load_file(find_weights(case["weights"], "recap")))
+    model = MARModel(module)
     local = {"local_steps": settings["num_cache_iters"], "full_groups": settings["pre_full_iters"]}
-    head = {"head_steps": int(case["model"]["num_sampling_steps"]), "channels": case["model"]["vae_embed_dim"]}
+    head = {"head_steps": int(sizes["num_sampling_steps"]), "channels": sizes["vae_embed_dim"]}
     drawn = {"temperature": settings["temperature"], "guidance_schedule": settings["cfg_schedule"]}
     sampler = Replayed(**local, **head, **drawn, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
     request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"]}

@@ -89,14 +89,11 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
     said, arrays = image_case("nar", name)
     model = golden_model(said["model"], said["grid"])
-    query = whole(model, torch.tensor(said["labels"]), torch.tensor(said["codes"]))
+    labels = torch.tensor(said["labels"]).unsqueeze(1)
+    tokens = torch.cat((labels + model.facts.vocab_size, torch.tensor(said["codes"])), 1)
+    query = Query(np.arange(len(tokens)), tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
     assert torch.equal(model._visible(query)[0, 0].int(), torch.tensor(said["mask"], dtype=torch.int))
     assert (of_cells(model(query), model.grid(), 1) - arrays["logits"]).abs().max() < 1e-4
-
-
-def whole(model: NARModel, labels: Tensor, codes: Tensor) -> Query:
-    tokens = torch.cat((labels.unsqueeze(1) + model.facts.vocab_size, codes), 1)
-    return Query(np.arange(len(tokens)), tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
 
 def of_cells(heads: Tensor, grid: Grid, prompt: int) -> Tensor:

@@ -29,10 +29,6 @@ def structure_of(case: dict[str, Any]) -> Structure:
     return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
 
 
-def weights_of(case: dict[str, Any]) -> Path:
-    return find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
-
-
 def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
     """[L, 21] probabilities of the structure's own letters in an order."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
@@ -49,7 +45,8 @@ def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtyp
     if "atoms" in case:
         assert len(structure.elements) == case["atoms"]
         assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
-    model = load_protein_mpnn(weights_of(case), structure, dtype=dtype)
+    weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
+    model = load_protein_mpnn(weights, structure, dtype=dtype)
     found, expected = said(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
     assert (found - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
     # the weights are such that what is told of the structure matters

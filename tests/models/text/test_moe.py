@@ -214,20 +214,15 @@ def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> d
     return seen
 
 
-def padded_batch() -> tuple[Tensor, Tensor]:
-    width = max(map(len, PROMPTS))
-    ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
-    for row, prompt in enumerate(PROMPTS):
-        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
-    return ids, mask
-
-
 @pytest.mark.parametrize(
     ("name", "sampler"), [*((name, "threshold") for name in MOE_NAMES), ("llada2-tiny", "editing")]
 )
 def test_rows_alone_and_caches(name: str, sampler: str) -> None:
     model = golden_moe(name, "float64")
-    ids, mask = padded_batch()
+    width = max(map(len, PROMPTS))
+    ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
     new = 11 if sampler == "threshold" else 6
     request: dict[str, Any] = {"sampler": sampler, "max_new_tokens": new, "eos_early_stop": False}
     out = paradec.generate(model, ids, attention_mask=mask, trace=True, **request)

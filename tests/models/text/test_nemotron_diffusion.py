@@ -45,12 +45,9 @@ def some() -> Model:
 
 
 def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int]]:
-    usual = [token for token in range(20, model.facts.vocab_size) if token not in special(model)]
+    special = {model.facts.mask_id, *model.facts.eos_token_ids}
+    usual = [token for token in range(20, model.facts.vocab_size) if token not in special]
     return [usual[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
-
-
-def special(model: Model) -> set[int | None]:
-    return {model.facts.mask_id, *model.facts.eos_token_ids}
 
 
 def forwards() -> list[Any]:
