@@ -180,18 +180,13 @@ def test_large_vocabularies_in_float32(name: str) -> None:
     assert found[:2] == found[2:]
 
 
-def branches(positions: int = 40, vocab: int = 12) -> tuple[Tensor, Tensor]:
-    """Logits of which a third is excluded in each branch; the first token is excluded in neither."""
-    draw = torch.Generator().manual_seed(0)
-    conditional, unconditional = torch.randn(2, 2, positions, vocab, generator=draw, dtype=torch.float64)
-    for logits in (conditional, unconditional):
-        logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
-    return conditional, unconditional
-
-
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 1.5, 7.0])
 def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
-    conditional, unconditional = branches()
+    # a third is excluded in each branch, the first token in neither
+    draw = torch.Generator().manual_seed(0)
+    conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
+    for logits in (conditional, unconditional):
+        logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
     found = guided(torch.cat((conditional, unconditional)), scale).softmax(-1)
     low = torch.full((), -1e6, dtype=torch.float64)
     c, u = (logits.maximum(low) for logits in (conditional, unconditional))

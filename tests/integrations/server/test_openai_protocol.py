@@ -74,10 +74,6 @@ def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
-def gemma_call(text: str) -> str:
-    return f'<|tool_call>call:f{{x:<|"|>{text}<|"|>,list:[1,{{a:true}}]}}<tool_call|>'
-
-
 FAMILIES: list[Any] = [
     (SCRIPT_TEMPLATE, ("<tool_call>", "</tool_call>"), CALL, {"x": "é"}),
     (SCRIPT_TEMPLATE, (), CALL, {"x": "é"}),
@@ -86,7 +82,8 @@ FAMILIES: list[Any] = [
         "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>", {"x": "é 1"},
     ),
     (
-        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"), GEMMA, gemma_call('é, {"a": b}:\n'),
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"), GEMMA,
+        '<|tool_call>call:f{x:<|"|>é, {"a": b}:\n<|"|>,list:[1,{a:true}]}<tool_call|>',
         {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
     ),
 ]  # fmt: skip

@@ -18,7 +18,6 @@ import paradec
 from paradec.core.protocol import decode
 from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.causal.jacobi import Jacobi
-from paradec.samplers.causal.state import CausalState
 
 CASES = [(name, recorded.image_case("ceed", name)[0]) for name in recorded.image_cases("ceed", "blocks")]
 KEEPING = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}
@@ -33,11 +32,6 @@ def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
     module = LlamaForCausalLM(LlamaConfig(**config))
     module.load_state_dict(weights)
     return module.eval()
-
-
-def opened(state: CausalState, guesses: list[int]) -> None:
-    """Put a block's first iterate in. The slot after it is what the block says of the next one: it is fed nowhere."""
-    state.memory.write("drafts", np.arange(1), torch.tensor([[*guesses, 0]]))
 
 
 @pytest.mark.parametrize("case", DROPS)
@@ -68,7 +62,8 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
         assert int(state.canvas[0, start - 1]) == block["first"]
         assert len(block["calls"]) == len(block["trajectory"]) == block["iterations"] + block["converged"]
         assert block["cached_after"] == block["calls"][-1]["positions"][1]
-        opened(state, block["random"])
+        # the first iterate; the slot after it is what the block says of the next one, and fed nowhere
+        state.memory.write("drafts", np.arange(1), torch.tensor([[*block["random"], 0]]))
         for iterate, call in zip([*block["trajectory"], None], block["calls"], strict=False):
             assert int(state.store.valid.sum()) == call["cached_before"]
             (query,) = sampler.query(state)

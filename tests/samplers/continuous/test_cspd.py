@@ -78,8 +78,13 @@ class Recorded:
         return self.again[commit - self.first][number]  # of all tokens, row by row
 
 
-def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
-    return CSpD(
+@pytest.mark.parametrize("name", image_cases("cspd", "steps"))
+@replays("name", "cspd/")
+def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, arrays = image_case("cspd", name)
+    settings = case["settings"]
+    target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
+    sampler = CSpD(
         draft=draft,
         num_draft=settings["num_draft"],
         ratio=settings["ratio"],
@@ -89,15 +94,6 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
         temperature=settings["temperature"],
         guidance_schedule=settings["cfg_schedule"],
     )
-
-
-@pytest.mark.parametrize("name", image_cases("cspd", "steps"))
-@replays("name", "cspd/")
-def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, arrays = image_case("cspd", name)
-    settings = case["settings"]
-    target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
-    sampler = sampler_of(settings, draft)
     wild = float(arrays["latent"].abs().max()) > 100  # a chain of random networks that begins at the last step
 
     def near(found: Tensor, expected: Tensor) -> None:

@@ -18,7 +18,6 @@ and the number of forwards are compared there.
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -68,16 +67,12 @@ def models_of_methods() -> dict[str, set[str]]:
     return found
 
 
-def refuse_others(family: str, names: Iterable[str]) -> None:
-    """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
-    for name in names:
-        assert not is_packaged(family), name
-        refuse(name, "of a kind that paradec does not have (docs/fidelity.md)")
-
-
 def test_no_method_without_a_replay() -> None:
-    names = trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE)
-    refuse_others("traces", [case for name in names for case, _ in some_cases(head_of(name) | {"file": name}, None)])
+    """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
+    for name in trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE):
+        for case, _ in some_cases(head_of(name) | {"file": name}, None):
+            assert not is_packaged("traces"), case
+            refuse(case, "of a kind that paradec does not have (docs/fidelity.md)")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -29,10 +29,6 @@ ROOT = TESTS.parent
 SOME = ("sort", "shuffle", "latin_square")
 
 
-def asked(*entries: tuple[Any, ...]) -> list[Any]:
-    return [SimpleNamespace(args=entry) for entry in entries]
-
-
 def test_the_built_in_models_are_still_listed() -> None:
     code = (
         "import paradec.tools.evaluation.harness as ours\n"
@@ -165,7 +161,8 @@ def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -
     assert len(ids) == 6
     windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # 5 tokens each, none judged twice
     expected = sum(found.value for found in log_likelihoods(packaged64, windows, method="chain"))
-    assert lm.loglikelihood_rolling(asked(("kiwi goat fox pear fig apple",)))[0] == pytest.approx(expected, abs=1e-9)
+    entry: Any = SimpleNamespace(args=("kiwi goat fox pear fig apple",))
+    assert lm.loglikelihood_rolling([entry])[0] == pytest.approx(expected, abs=1e-9)
     assert lm.check_greedy
 
 

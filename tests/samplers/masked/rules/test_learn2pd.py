@@ -297,23 +297,19 @@ def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> Non
         training.collect(llada64, PROMPTS, **request | {"caches": ["kv"]})
 
 
-def planted(rule: str, length: int, count: int) -> Records:
-    """Records of 40 prompts in which the neighbour's confidence, or the margin, says whether a position is final."""
+@pytest.mark.parametrize(
+    ("kind", "rule", "length", "count", "epochs"),
+    [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
+)
+def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
+    """The neighbour's confidence, or the margin, says whether a position is final."""
     features = torch.rand(count, len(FEATURES), length, generator=torch.Generator().manual_seed(0))
     by_margin = rule == "margin"
     source = features[:, FEATURES.index("margin" if by_margin else "confidence")]
     final = (source if by_margin else source.roll(1, 1)) > 0.6
     flags = torch.ones_like(final)
     setup = {"model": "llada-tiny", "vocab_size": 64, "block_length": length, "caches": ["none"]}
-    return Records(setup, 40, features, final, flags, flags, torch.arange(len(features)) % 40)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rule", "length", "count", "epochs"),
-    [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
-)
-def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
-    records = planted(rule, length, count)
+    records = Records(setup, 40, features, final, flags, flags, torch.arange(len(features)) % 40)
     facts, network = training.train(records, kind=kind, epochs=epochs, threshold=0.5, lr=1e-2)
     assert facts.held_out["precision"] > 0.8 and facts.held_out["recall"] > 0.7  # 0.4 of the positions are final
     assert facts.held_out["records"] == count // 10 and facts.held_out["undecided"] == length * count // 10

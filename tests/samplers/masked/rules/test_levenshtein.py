@@ -147,25 +147,19 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
         assert case["forwards"] == prefill + sum(len(recorded["steps"]) for recorded in case["blocks"])
 
 
-def shown(model: Model, prompt: list[int], **request: Any) -> tuple[list[list[int]], Any]:
-    """What the canvas of a request holds after each step, and the output."""
-    seen: list[list[int]] = []
-    out = paradec.generate(
-        model, [prompt], trace=True, callback=lambda state, commit: seen.append(state.canvas[0].tolist()), **request
-    )
-    return seen, out
-
-
 def test_a_trace_follows_what_moves(tiny22: Model) -> None:
     moved = 0
     for case in ANSWERS[:4]:
-        prompt = case["prompt_ids"]
-        request = {
-            "max_new_tokens": case["max_new_tokens"],
-            "sampler": create(case["settings"]),
-            "eos_early_stop": False,
-        }
-        seen, out = shown(tiny22, prompt, **request)
+        prompt, seen = case["prompt_ids"], list[list[int]]()
+        out = paradec.generate(
+            tiny22,
+            [prompt],
+            max_new_tokens=case["max_new_tokens"],
+            sampler=create(case["settings"]),
+            eos_early_stop=False,
+            trace=True,
+            callback=lambda state, commit, seen=seen: seen.append(state.canvas[0].tolist()),
+        )
         text = prompt + [FACTS["mask"]] * (len(seen[0]) - len(prompt))
         for step, after in zip(out.trace.steps, seen, strict=True):
             for _, position, token, _ in step.commits:
