@@ -18,6 +18,7 @@ import pytest
 from decoding import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structured import nested_arrays, nested_objects
 from tokenized_models import TOKENIZER, VOCAB, ids_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -217,27 +218,6 @@ def test_schemas_that_are_refused(schema: Any, part: str) -> None:
         paradec.JsonSchema(schema)
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
-
-
-def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema, **limits}
-    return schema
-
-
-def nested_fields(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": {"type": "null"}, "b": schema}}
-    return schema
-
-
 @pytest.mark.parametrize("limits", [{}, {"minItems": 1}, {"maxItems": 2}, {"minItems": 2, "maxItems": 3}])
 def test_arrays_hold_all_their_texts(limits: dict[str, int]) -> None:
     schema = nested_arrays(2, **limits)
@@ -261,7 +241,7 @@ def test_work_does_not_double_with_each_level_of_arrays() -> None:
 
 
 HOSTILE: dict[str, Any] = {
-    "deep": nested(300),
+    "deep": nested_objects(300),
     "recursive": {
         "$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}},
         "$ref": "#/$defs/t",
@@ -271,7 +251,7 @@ HOSTILE: dict[str, Any] = {
         "$ref": "#/$defs/d0",
     },
     "counted arrays": nested_arrays(60, minItems=2),
-    "optional fields": nested_fields(60),
+    "optional fields": nested_objects(60, a={"type": "null"}),
     "many optional fields": {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(5000)}},
     "exponential": {"type": "string", "pattern": "(a|aa)*(b?.){60}c"},
     "empty parts": {"type": "string", "pattern": "(((((a|b)?){9}){9}){9}){9}"},

@@ -28,6 +28,20 @@ SETTINGS = {path.stem: read_head(path) for path in sorted(golden("structured").g
 Canvas = list[int | None]
 
 
+def nested_objects(depth: int, **fields: Any) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": fields | {"b": schema}}
+    return schema
+
+
+def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, **limits}
+    return schema
+
+
 def named(*kinds: str) -> list[str]:
     return [name for name, case in SETTINGS.items() if case["kind"] in kinds]
 

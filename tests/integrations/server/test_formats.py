@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from serving import NAME, Running, chat, running
+from structured import nested_arrays, nested_objects
 from tokenized_models import VOCAB, byte_level_tokenizer
 from torch import Tensor, nn
 
@@ -160,20 +161,6 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: 
     assert arguments == {} if name == "go" else 5 <= arguments["n"] <= 120
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
-
-
-def nested_arrays(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema, "minItems": 2}
-    return schema
-
-
 def of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
@@ -182,8 +169,8 @@ def of_schema(schema: Any) -> dict[str, Any]:
     ("extra", "status", "part"),
     [
         ({"response_format": {"type": "xml"}}, 422, "must have the type"),
-        (of_schema(nested(200)), 422, "nested too deeply|more than|parts"),
-        (of_schema(nested_arrays(22)), 422, "more than"),
+        (of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
+        (of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
         ({"guided_choice": [f"{at:09d} {at * 7919 % 10**12:012d}" for at in range(30_000)]}, 422, "choices take more"),
         ({"structured_outputs": {"structural_tag": "x"}}, 422, "unknown key of constraint: 'structural_tag'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "unknown key of constraint: 'choice'"),
