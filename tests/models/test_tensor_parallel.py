@@ -157,7 +157,7 @@ def requests(rank: int) -> dict[str, Any]:
         "save_pretrained": lambda: model.save_pretrained("nowhere"),
         "a copy or pickle": lambda: copy.deepcopy(model),
         "too long": lambda: asked(cache="dual", max_new_tokens=10**6),
-        "thread": lambda: in_thread(asked),
+        "thread": lambda: ThreadPoolExecutor(1).submit(asked).result(),
     }.items():
         found[name] = refused(call)
 
@@ -176,11 +176,6 @@ def requests(rank: int) -> dict[str, Any]:
     if rank:
         found["after"] = refused(asked)
     return found
-
-
-def in_thread(call: Callable[[], Any]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
 
 
 def command(rank: int, words: list[str]) -> list[Any]:
