@@ -122,7 +122,6 @@ def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) 
 
 def test_accelerate_by_name() -> None:
     pipe = dit_pipeline()
-    pipe.set_progress_bar_config(disable=True)
     with paradec.accelerate(pipe, "taylorseer") as session:
         pipe([1], num_inference_steps=6, generator=torch.Generator().manual_seed(0), output_type="np")
         report = session.report()

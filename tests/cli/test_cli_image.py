@@ -90,7 +90,6 @@ def test_packaged_dit(tmp_path: Path) -> None:
     picture = Image.open(sheet)
     assert picture.size == (2 * 28 + 2, 2 * 28 + 2)
     pipe = PixelDiTPipeline.digits()
-    pipe.set_progress_bar_config(disable=True)
     draw = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     with paradec.accelerate(pipe, TaylorSeer(interval=3)):
         expected = pipe([3, 8], num_inference_steps=6, generator=draw).images

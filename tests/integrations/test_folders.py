@@ -66,7 +66,6 @@ def test_pipeline_s_folder(tmp_path: Path) -> None:
     assert "PixelDiTPipeline with paradec" in (out / "README.md").read_text()
     pipe = module_of(out / "pipeline.py").AcceleratedPipeline(**paradec.PixelDiTPipeline.digits().components)
     assert pipe.paradec.transformers[0].settings.when == paradec.EasyCache(0.1)
-    pipe.set_progress_bar_config(disable=True)
     pipe(3, num_inference_steps=3)
     assert pipe.paradec.report().short.startswith("run 1: 3 calls")
     pipe.paradec.detach()

@@ -608,9 +608,6 @@ def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) ->
     loaded = paradec.load(tmp_path / "model")
     again = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)
     request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}
-    texts = []
-    for each in (pipe, again):
-        each.set_progress_bar_config(disable=True)
-        texts.append(each("w1 w2 w3", use_chat_template=False, **request).texts)
+    texts = [pipeline("w1 w2 w3", use_chat_template=False, **request).texts for pipeline in (pipe, again)]
     assert texts[0] == texts[1]
     refuses(lambda: LLaDA2Pipeline.from_pretrained(tmp_path, tokenizer=loaded.tokenizer), "expected .*model")

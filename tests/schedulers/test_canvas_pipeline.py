@@ -29,9 +29,7 @@ def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
             return build(**arguments)
 
         decoder.create_diffusion_decoder_attention_mask = build_mask
-    pipeline = diffusers.DiffusionGemmaPipeline(module, scheduler, processor)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return diffusers.DiffusionGemmaPipeline(module, scheduler, processor)
 
 
 class Prompts:

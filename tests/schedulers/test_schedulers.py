@@ -34,9 +34,7 @@ def model() -> Model:
 
 @pytest.fixture
 def pipe(model: Model) -> LLaDA2Pipeline:
-    pipeline = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +286,6 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
     model = pipe.model
     plain = [run_text(pipe, row) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(model, BlockRefinementScheduler(block_length=BLOCK))
-    beside.set_progress_bar_config(disable=True)
     mask = torch.ones(2, 6, dtype=torch.int64)
     positions = torch.arange(6).expand(2, 6)
     direct = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -328,7 +325,6 @@ def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor,
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
-    beside.set_progress_bar_config(disable=True)
     second = lambda: found.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
     nested = lambda: found.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
     found: list[Any] = []
@@ -377,7 +373,6 @@ def amused() -> AmusedPipeline:
     pipeline = AmusedPipeline(
         vqvae=vqvae, tokenizer=None, text_encoder=None, transformer=transformer.eval(), scheduler=scheduler
     )
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
@@ -492,7 +487,6 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
     config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
     amused.scheduler = cls.from_config(config)
     beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
-    beside.set_progress_bar_config(disable=True)
     plain = latents(amused)
     found: list[Any] = []
 
@@ -657,7 +651,6 @@ def test_a_saved_pipeline_loads_in_a_fresh_process(tmp_path: Path) -> None:
         max_position_embeddings=32, initializer_range=0.4,
     )  # fmt: skip
     pipeline = LLaDA2Pipeline(BertForMaskedLM(config).eval(), BlockRefinementScheduler())
-    pipeline.set_progress_bar_config(disable=True)
     pipeline.scheduler = schedulers.LocalLeapScheduler.from_config(pipeline.scheduler.config, radius=3)
     ids = torch.tensor([[1, 2, 3]])
     out = pipeline(input_ids=ids, gen_length=13, block_length=8, mask_token_id=MASK, output_type="seq")
@@ -685,7 +678,6 @@ def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_pat
     paradec.Request(sampler=sampler, block_length=BLOCK, max_new_tokens=8).save(tmp_path / "p.json")
     ids = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
-    pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = schedulers.from_preset(tmp_path / "p.json")
     called = schedulers.call_arguments(tmp_path / "p.json")
     assert called == {"gen_length": 8}
@@ -703,7 +695,6 @@ def test_steps_are_a_block_s(model: Model) -> None:
     assert schedulers.from_preset(preset, block_length=2).config.block_length == 2
     ids = torch.randint(0, MASK - 1, (1, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), made)
-    pipe.set_progress_bar_config(disable=True)
     greedy = {**called, "temperature": 0.0}
     expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
     assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
@@ -712,7 +703,6 @@ def test_steps_are_a_block_s(model: Model) -> None:
 def test_a_seed_is_a_generator(model: Model) -> None:
     preset = paradec.Request(sampler="threshold", block_length=BLOCK, max_new_tokens=8, temperature=0.8, seed=3)
     pipe = LLaDA2Pipeline(BlockCausal(model), schedulers.from_preset(preset))
-    pipe.set_progress_bar_config(disable=True)
     ids = torch.randint(0, MASK - 1, (2, 8), generator=torch.Generator().manual_seed(2))
     first, again = (run_text(pipe, ids, **schedulers.call_arguments(preset)) for _ in range(2))
     called = {**schedulers.call_arguments(preset), "generator": torch.Generator().manual_seed(3)}

@@ -50,9 +50,7 @@ def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden
     module = DiTTransformer2DModel(**facts["dit"]["transformer"])
     module.load_state_dict(load_file(weights))
     torch.manual_seed(facts["dit"]["vae_seed"])
-    pipe = DiTPipeline(module.eval(), AutoencoderKL(**facts["dit"]["vae"]).eval(), DDIMScheduler())
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return DiTPipeline(module.eval(), AutoencoderKL(**facts["dit"]["vae"]).eval(), DDIMScheduler())
 
 
 def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
@@ -75,9 +73,7 @@ def flux_pipeline(
     torch.manual_seed(facts["flux"]["vae_seed"])
     vae = AutoencoderKL(**facts["flux"]["vae"]).eval()
     absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, transformer=module.eval(), **absent)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, transformer=module.eval(), **absent)
 
 
 def run_flux(pipe: FluxPipeline, steps: int = 16, **options: Any) -> Tensor:
@@ -238,9 +234,7 @@ def wan_pipeline() -> Any:
         latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
     )  # fmt: skip
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=module)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=module)
 
 
 def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
@@ -309,7 +303,6 @@ def glm_image_pipeline(folder: Path) -> Any:
             use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
         ),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
@@ -319,7 +312,6 @@ class LoopPipeline(DiffusionPipeline):
     def __init__(self, transformer: Any, scheduler: Any):
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
-        self.set_progress_bar_config(disable=True)
 
     @torch.no_grad()
     def __call__(

@@ -280,7 +280,6 @@ def flow() -> UniPCMultistepScheduler:
 def test_loops_that_do_not_step_the_scheduler(is_own: bool) -> None:
     module = wan(0, models.SkyReelsV2Transformer3DModel, inject_sample_info=False)
     pipe = SkyReelsV2DiffusionForcingPipeline(None, None, module, wan_vae(), flow())
-    pipe.set_progress_bar_config(disable=True)
     text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(5))
 
     def run() -> Tensor:
@@ -315,7 +314,6 @@ def test_loops_that_do_not_step_the_scheduler(is_own: bool) -> None:
 @pytest.fixture
 def two() -> Iterator[tuple[Any, Callable[[int], Any]]]:
     pipe = WanPipeline(None, None, wan_vae(), flow(), wan(0), wan(1), boundary_ratio=0.8)
-    pipe.set_progress_bar_config(disable=True)
     text = torch.randn(1, 7, 16)
     yield pipe, lambda steps: pipe(
         prompt_embeds=text, negative_prompt_embeds=-text, height=16, width=16, num_frames=5, num_inference_steps=steps,
@@ -351,7 +349,6 @@ def test_magcache_takes_the_last_part_of_its_table() -> None:
         use_post_quant_conv=False, shift_factor=0.06, scaling_factor=1.5,
     ).eval()  # fmt: skip
     pipe = FluxImg2ImgPipeline.from_pipe(pipe, vae=vae)
-    pipe.set_progress_bar_config(disable=True)
     image = Image.fromarray((np.random.RandomState(0).rand(16, 16, 3) * 255).astype("uint8"))
     with accelerate(pipe, MagCache([1.0] * 10 + [0.5] * 10, retention_ratio=0.0)) as session:
         for strength, kinds in ((1.0, "F---F---F-" + "F" * 10), (0.5, "F" * 10)):
@@ -393,7 +390,6 @@ def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
     )  # fmt: skip
     module.eval().requires_grad_(False)
     pipe = QwenImage21Pipeline(FlowMatchEulerDiscreteScheduler(), None, None, Processor(), module)
-    pipe.set_progress_bar_config(disable=True)
     pipe.latent_channels = 8
     with accelerate(pipe, rule) as session:
         for keeps in (True, False):

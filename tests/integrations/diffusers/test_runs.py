@@ -69,9 +69,7 @@ class Case:
 
     def beside(self) -> Any:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
-        pipe = type(self.pipe)(**self.pipe.components | {"scheduler": scheduler})
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
+        return type(self.pipe)(**self.pipe.components | {"scheduler": scheduler})
 
     def share(self) -> Any:
         if self.name == "FluxPipeline":
@@ -79,7 +77,6 @@ class Case:
             pipe = FluxPipeline.from_pipe(pipe)
         else:
             pipe = type(self.pipe)(**self.pipe.components)
-        pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def direct(self) -> Tensor:
@@ -308,7 +305,6 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
         case.pipe.save_pretrained(tmp_path / "pipe")
         missing = {name: None for name, value in case.pipe.components.items() if value is None}
         other = type(case.pipe).from_pretrained(tmp_path / "pipe", **missing)
-        other.set_progress_bar_config(disable=True)
         torch.testing.assert_close(case.run(other), case.plain)
     assert torch.equal(case.run(case.pipe), case.fast)
 

@@ -20,9 +20,7 @@ from paradec.samplers.forecast.step_schedule import StepSchedule
 
 @pytest.fixture(scope="module")
 def digits() -> Any:
-    pipe = paradec.PixelDiTPipeline.digits()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return paradec.PixelDiTPipeline.digits()
 
 
 def run_digits(pipe: Any, seed: int, steps: int = 5) -> Any:
