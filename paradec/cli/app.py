@@ -183,9 +183,9 @@ def _main(
 
 
 # In the order of `paradec --help`. The commands import what is heavy when they run.
-for _title, _commands in COMMANDS.items():
+for _commands in COMMANDS.values():
     for _function, _name, _short_help, _example in _commands:
-        _options: dict[str, Any] = {"cls": GroupedOptions, "short_help": _short_help, "rich_help_panel": _title}
-        app.command(_name, epilog=f"Example: paradec {_name} {_example}".rstrip(), **_options)(_function)
+        _epilog = f"Example: paradec {_name} {_example}".rstrip()
+        app.command(_name, cls=GroupedOptions, short_help=_short_help, epilog=_epilog)(_function)
 app.add_typer(bench, name="bench", short_help="Measure what parallel decoding costs.")
 app.add_typer(learn2pd, name="learn2pd", short_help="Train a filter for the sampler learn2pd.")

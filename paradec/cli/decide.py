@@ -50,12 +50,12 @@ def decide(
     state, as_json = options.read_text(text), shared.pop("as_json")
     with show.waiting("loading"):
         model = options.load(shared)
-    found = decide_questions(model, state, questions, temperature=temperature)
+    decisions = decide_questions(model, state, questions, temperature=temperature)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+        typer.echo(json.dumps(decisions.to_dict(), ensure_ascii=False))
         return
     rows = []
-    for name, answer in found.items():
+    for name, answer in decisions.items():
         likeliest = sorted(answer.probabilities.items(), key=lambda pair: -pair[1])[:5]
         listed = ", ".join(f"{value} {probability:.3f}" for value, probability in likeliest)
         rows.append([name, f"{answer.value}", f"{answer.confidence:.3f}", f"{answer.mass:.3f}", listed])

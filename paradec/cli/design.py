@@ -115,10 +115,10 @@ def design(
                     model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
-                    kept = places(structure, fixed, "--fixed")
+                    fixed_places = places(structure, fixed, "--fixed")
                     if redesign is not None:
-                        kept += sorted({*range(len(structure))} - {*places(structure, redesign, "--redesign")})
-                    prompt = model.prompt(fixed=kept, chains=chain_names)
+                        fixed_places += sorted({*range(len(structure))} - {*places(structure, redesign, "--redesign")})
+                    prompt = model.prompt(fixed=fixed_places, chains=chain_names)
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
                         bar.among(file_index * designs + first - seed, len(several), designs * len(files))

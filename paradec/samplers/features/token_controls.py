@@ -27,7 +27,7 @@ class TokenControls(Feature):
     before `min_new_tokens`. Then for a token that is final c times in prompt and answer, and a times in the answer:
     logit > 0 is divided by `repetition_penalty`, another multiplied by it, if c > 0; and `frequency_penalty` * a is
     subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section 4.1; OpenAI's formulas).
-    Of masked models, tokens that are final when the step begins count, and holes' neighbours are the prompt.
+    In a masked model the tokens count that are final when the step begins; given tokens around holes are the prompt.
     """
 
     request: Any
