@@ -2,6 +2,7 @@
 
     python benchmarks/server.py                              # minutes on two cores
     python benchmarks/server.py --requests 300 --out runs/server.json
+    python benchmarks/server.py --url http://127.0.0.1:8000/v1 --requests 100 --at-once 16   # any server, see below
 
 One at a time first, then 200 at once (half of them as streams), then a mixture of good requests and clients that
 vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all; then --hostile bodies
@@ -9,6 +10,10 @@ vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to -
 them. Checked: no good request is lost, every answer is that of `paradec.generate`, every bad one gets its status, no
 body stops the server, and afterwards it has no row, thread or file more than before, and at most 300 MB more memory.
 Exits with 1 where one does not hold.
+
+--url measures a running server with OpenAI's chat API instead: throughput, and medians and 95th percentiles of the
+latency and of the time to the first token, of streams. --model is the first that the server lists, the key is
+OPENAI_API_KEY. Exits with 1 where a request fails.
 """
 
 from __future__ import annotations
@@ -26,11 +31,11 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hostile
 import numpy as np
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 from provenance import write_result
 
 import paradec
@@ -39,6 +44,7 @@ from paradec.core.packaged import WORDS
 KEY = "key-of-the-benchmark"
 MODEL = "packaged"
 AT_ONCE = 200
+REASONING = ("reasoning_content", "reasoning")
 RESULT = Path(__file__).parent / "results" / "server.json"
 
 
@@ -62,6 +68,7 @@ class Server:
         found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         assert found, f"the server did not start: {line!r}"
         self.port = int(found[1])
+        self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says, without labels' help."""
@@ -104,29 +111,57 @@ class Server:
         self.process.wait(30)
 
 
-async def ask(client: AsyncOpenAI, prompt: str, stream: bool) -> tuple[str, int, float]:
-    """One answer: its text, its tokens, the seconds that it took."""
+class Answer(NamedTuple):
+    """One answer. Times are in seconds from the request's start."""
+
+    text: str
+    tokens: int
+    seconds: float
+    first_token: float | None = None
+    """Time of the first text or reasoning of a stream."""
+
+
+async def ask(client: AsyncOpenAI, prompt: str, stream: bool, **fields: Any) -> Answer:
+    """Send a prompt. fields: further ones of the request."""
     began = time.perf_counter()
-    chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": prompt}]}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], **fields}
     if not stream:
         whole = await client.chat.completions.create(**chat)
-        return whole.choices[0].message.content, whole.usage.completion_tokens, time.perf_counter() - began
-    text, tokens = "", 0
+        return Answer(whole.choices[0].message.content, whole.usage.completion_tokens, time.perf_counter() - began)
+    text, tokens, first_token = "", 0, None
     more: Any = {"stream": True, "stream_options": {"include_usage": True}}
     async for chunk in await client.chat.completions.create(**chat, **more):
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        deltas = [choice.delta for choice in chunk.choices]
+        text += "".join(delta.content or "" for delta in deltas)
+        if first_token is None and any(
+            delta.content or any(getattr(delta, name, None) for name in REASONING) for delta in deltas
+        ):
+            first_token = time.perf_counter() - began
         tokens = chunk.usage.completion_tokens if chunk.usage else tokens
-    return text, tokens, time.perf_counter() - began
+    return Answer(text, tokens, time.perf_counter() - began, first_token)
 
 
-async def load(port: int, prompts: list[str], texts: list[str], at_once: int) -> dict[str, Any]:
-    """So many requests at once until all prompts are answered."""
+async def load(
+    url: str,
+    prompts: list[str],
+    texts: list[str] | None,
+    at_once: int,
+    *,
+    model: str | None = MODEL,
+    key: str = KEY,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Send prompts, `at_once` at a time, until all are answered: half as streams, or all where no texts are expected.
+
+    model: its name; None takes the first that the server lists. fields: further ones of each request.
+    """
     limit = asyncio.Semaphore(at_once)
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=600) as client:
+    async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=600) as client:
+        fields["model"] = model or (await client.models.list()).data[0].id
 
-        async def one(number: int) -> tuple[str, int, float]:
+        async def one(number: int) -> Answer:
             async with limit:
-                return await ask(client, prompts[number], stream=number % 2 == 1)
+                return await ask(client, prompts[number], stream=texts is None or number % 2 == 1, **fields)
 
         began = time.perf_counter()
         found = await asyncio.gather(*(one(number) for number in range(len(prompts))), return_exceptions=True)
@@ -134,18 +169,29 @@ async def load(port: int, prompts: list[str], texts: list[str], at_once: int) ->
     lost = [answer for answer in found if isinstance(answer, BaseException)]
     good = [answer for answer in found if not isinstance(answer, BaseException)]
     wrong = sum(
-        not isinstance(answer, BaseException) and answer[0] != text for answer, text in zip(found, texts, strict=True)
+        not isinstance(answer, BaseException) and answer.text != text
+        for answer, text in zip(found, texts or (), strict=texts is not None)
     )
-    took = [answer[2] for answer in good]
+    took = [answer.seconds for answer in good]
+    first = [answer.first_token for answer in good if answer.first_token is not None]
+
+    def percentile(times: list[float], percent: int) -> float | None:
+        return round(float(np.percentile(times, percent)), 4) if times else None
+
     return {
         "requests": len(prompts),
         "at_once": at_once,
         "lost": len(lost),
         "first_loss": repr(lost[0]) if lost else None,
         "differ": wrong,
-        "p50_seconds": round(float(np.percentile(took, 50)), 4),
-        "p99_seconds": round(float(np.percentile(took, 99)), 4),
-        "tokens_per_second": round(sum(answer[1] for answer in good) / seconds, 1),
+        "p50_seconds": percentile(took, 50),
+        "p95_seconds": percentile(took, 95),
+        "p99_seconds": percentile(took, 99),
+        "p50_first_token_seconds": percentile(first, 50),
+        "p95_first_token_seconds": percentile(first, 95),
+        "requests_per_second": round(len(good) / seconds, 2),
+        # 0 where the server reports no usage
+        "tokens_per_second": round(sum(answer.tokens for answer in good) / seconds, 1),
         "seconds": round(seconds, 2),
     }
 
@@ -229,23 +275,36 @@ def main() -> None:
     parser.add_argument("--hostile", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--url", help="a running server, http://HOST:PORT/v1, to measure instead")
+    parser.add_argument("--model", help="with --url: the model's name there")
+    parser.add_argument("--at-once", type=int, default=8, help="with --url: requests at a time")
+    parser.add_argument("--max-tokens", type=int, help="with --url: of an answer; by default the server's")
     args = parser.parse_args()
+    if args.url:
+        key, asked = os.environ.get("OPENAI_API_KEY") or "none", prompts_of(args.requests)
+        options = {"model": args.model, "key": key} | ({"max_tokens": args.max_tokens} if args.max_tokens else {})
+        try:
+            measured = asyncio.run(load(args.url, asked, None, args.at_once, **options))
+        except OpenAIError as error:
+            parser.error(f"--url {args.url}: {error}")
+        print(json.dumps({name: value for name, value in measured.items() if name != "differ"}))
+        sys.exit(1 if measured["lost"] else 0)
 
     model, prompts = paradec.load(), prompts_of(AT_ONCE)
     texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
     server = Server(args.batch)
     try:
-        asyncio.run(load(server.port, prompts, texts, 64))  # what is made once is made, threads that read prompts too
+        asyncio.run(load(server.url, prompts, texts, 64))  # what is made once is made, threads that read prompts too
         before = server.left()
-        alone = asyncio.run(load(server.port, prompts[:40], texts[:40], 1))
+        alone = asyncio.run(load(server.url, prompts[:40], texts[:40], 1))
         print("one at a time:", json.dumps(alone), flush=True)
-        together = asyncio.run(load(server.port, prompts, texts, AT_ONCE))
+        together = asyncio.run(load(server.url, prompts, texts, AT_ONCE))
         print("together:", json.dumps(together), flush=True)
 
         async def both(count: int, bad: Any) -> dict[str, Any]:
             asked = [prompts[number % AT_ONCE] for number in range(count)]
             answers = [texts[number % AT_ONCE] for number in range(count)]
-            good, _ = await asyncio.gather(load(server.port, asked, answers, 16), bad(asked))
+            good, _ = await asyncio.gather(load(server.url, asked, answers, 16), bad(asked))
             return good
 
         counts: dict[str, int] = {}

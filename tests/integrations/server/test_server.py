@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from decoding import refuses
+from places import load_script
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
 
@@ -167,6 +168,25 @@ def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Run
     assert said(client, SORT, tools=[tool]) == "apple fig pear"
     assert said(client, SORT, extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == "apple fig pear"
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
+
+
+def test_the_benchmark_measures_a_running_server(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = load_script("benchmarks/server.py")
+    arguments = ["server.py", "--url", f"{server.address}/v1", "--requests", "6", "--at-once", "3"]
+    for options, lost in ((["--model", "another"], 6), ([], 0)):
+        monkeypatch.setattr("sys.argv", [*arguments, *options])
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main()
+        found = json.loads(capsys.readouterr().out)
+        assert (ended.value.code, found["requests"], found["lost"]) == (bool(lost), 6, lost)
+    assert 0 < found["p50_first_token_seconds"] <= found["p50_seconds"] <= found["p95_seconds"] <= found["seconds"]
+    assert found["tokens_per_second"] > found["requests_per_second"] > 0
+    monkeypatch.setattr("sys.argv", ["server.py", "--url", "http://127.0.0.1:1/v1"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert "--url http://127.0.0.1:1/v1: Connection error" in capsys.readouterr().err
 
 
 def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
