@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
-NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(-?\d+)([A-Za-z]?))?")
-"""Chain, which a colon ends where it is longer than a letter, number and insertion code; or a range."""
-LAST_CODE = "~"
-"""After all insertion codes: a range holds those of its last number."""
 FASTA = (
     ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
     "{sequence}"
@@ -115,10 +111,9 @@ def design(
                     model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
-                    fixed_places = places(structure, fixed, "--fixed")
-                    if redesign is not None:
-                        fixed_places += sorted({*range(len(structure))} - {*places(structure, redesign, "--redesign")})
-                    prompt = model.prompt(fixed=fixed_places, chains=chain_names)
+                    fixed_places = structure.find_residues(fixed or "", "--fixed")
+                    redesigned = None if redesign is None else structure.find_residues(redesign, "--redesign")
+                    prompt = model.prompt(fixed=fixed_places, chains=chain_names, redesign=redesigned)
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
                         bar.among(file_index * designs + first - seed, len(several), designs * len(files))
@@ -170,26 +165,6 @@ def designed(
     return entries
 
 
-def places(structure: Structure, text: str | None, option: str) -> list[int]:
-    """The residues, from 0, that an option names. Raises ValueError for a text that names none, or other residues."""
-    positions: list[int] = []
-    labels = list(zip(structure.chains or (), structure.numbers or (), structure.insertions or (), strict=True))
-    chains = {chain for chain, *_ in labels}
-    for part in text.split(",") if text else ():
-        match = NAMED_RESIDUES.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"{option} {part!r} is no residue: chain and number, like A12, H100A, A20-24 or AA:12")
-        chain, first = match[1] or match[2], (int(match[3]), match[4].upper())
-        last = first if match[5] is None else (int(match[5]), match[6].upper() or LAST_CODE)
-        if not chain and len(chains) > 1:
-            raise ValueError(f"{option} {part!r} names no chain, and {structure.name} has {', '.join(sorted(chains))}")
-        several = [i for i, (of, *label) in enumerate(labels) if chain in ("", of) and first <= tuple(label) <= last]
-        if not several:
-            raise ValueError(f"{option} {part!r}: {structure.name} has no such residue")
-        positions += several
-    return positions
-
-
 def bias_of(text: str | None) -> dict[str, float]:
     """The numbers of `--bias`. Raises ValueError for a text that is none, or a letter twice."""
     biases: dict[str, float] = {}
@@ -211,7 +186,7 @@ def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None,
     weights: list[list[float] | None] = [None] * len(ties)
     for part in tie.split(",") if tie else ():
         named = [side.partition("*") for side in part.split("=")]
-        sides = [places(structure, residues, "--tie") for residues, *_ in named]
+        sides = [structure.find_residues(residues, "--tie") for residues, *_ in named]
         if len(sides) < 2 or len({len(side) for side in sides}) > 1:
             raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
         try:
@@ -232,9 +207,9 @@ def labelled(structure: Structure, buried: str | None, interface: str | None, tr
     if not (transmembrane or buried or interface):
         return structure
     labels: Any = [int(transmembrane)] * len(structure)
-    for residue in places(structure, buried, "--buried"):
+    for residue in structure.find_residues(buried or "", "--buried"):
         labels[residue] = 2
-    for residue in places(structure, interface, "--interface"):
+    for residue in structure.find_residues(interface or "", "--interface"):
         if labels[residue] == 2:
             raise ValueError(f"--interface names a residue that --buried names too: number {residue} from 0")
         labels[residue] = 1

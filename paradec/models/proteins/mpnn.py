@@ -193,13 +193,20 @@ class ProteinMPNNModel(Opaque):
         return type(self)(self.module, structures, self.facts.name, rules)
 
     def prompt(
-        self, structure: int | str = 0, *, fixed: Iterable[int] = (), chains: Iterable[str] | None = None
+        self,
+        structure: int | str = 0,
+        *,
+        fixed: str | Iterable[str | int] = (),
+        redesign: str | Iterable[str | int] | None = None,
+        chains: Iterable[str] | None = None,
     ) -> list[int]:
         """A row for `paradec.generate`: a structure with masks where residues are to be designed. Residues whose
         backbone is incomplete keep their letter, as in the public code.
 
         structure: its number or name.
-        fixed: residues that keep the structure's letter, from 0 over all chains; the others of a tie get it too.
+        fixed: residues that keep the structure's letter, by names (`Structure.find_residues`) or from 0 over all
+            chains; the others of a tie get it too.
+        redesign: residues that are designed, likewise, unless they are fixed; all others keep their letter.
         chains: those to design, by default all; the others keep their letters.
         Raises ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
@@ -209,9 +216,9 @@ class ProteinMPNNModel(Opaque):
         check_int("structure", structure, low=0, high=len(self.structures) - 1)
         target_index = int(structure)
         target = self.structures[target_index]
-        frozen = {*fixed}
-        for residue in frozen:
-            check_int("fixed", residue, low=0, high=len(target) - 1)
+        frozen = {*target.find_residues(fixed, "fixed")}
+        if redesign is not None:
+            frozen |= {*range(len(target))} - {*target.find_residues(redesign, "redesign")}
         designed = target.select_chains(chains)
         row = [FIRST_STRUCTURE + target_index]
         is_complete, chain_of = target.complete.tolist(), target.chains or ()
@@ -228,7 +235,9 @@ class ProteinMPNNModel(Opaque):
                 )
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
-            raise ValueError(f"fixed, chains and the backbone of {self.names[target_index]} leave no residue to design")
+            raise ValueError(
+                f"fixed, redesign, chains and the backbone of {self.names[target_index]} leave no residue to design"
+            )
         return row
 
     def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:

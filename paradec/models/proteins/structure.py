@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ ELEMENTS = (
     *"RF DB SG BH HS MT DS RG CN NH FL MC LV TS OG".split(),
 )
 """Symbols of the elements by their numbers, from 1."""
+NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(?:\1:|\2)?(-?\d+)([A-Za-z]?))?")
+"""Chain, which a colon ends where it is longer than a letter, number and insertion code; or a range."""
+LAST_CODE = "~"
+"""After all insertion codes: a range holds those of its last number."""
 MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
 """Labels of residues for the models of membrane proteins; the model with one label for all takes 0 (soluble) and 1."""
 
@@ -136,6 +141,40 @@ class Structure:
             indices.append(number + num_repeated)
             previous = number
         return indices
+
+    def find_residues(self, names: str | Iterable[str | int], argument: str = "names") -> list[int]:
+        """Return the places of residues, from 0, that have names: `find_residues("H100A, H95-H102")`.
+
+        names: chain, number and insertion code as in the file, or ranges of these ("A20-24"; "AA:12" for a chain of
+            several letters), in a text with commas or a list. Integers are places.
+        argument: what an error calls the names.
+        Raises ValueError for another name, or residues that are not there.
+        """
+        places: list[int] = []
+        labels = list(zip(self.chains or (), self.numbers or (), self.insertions or (), strict=True))
+        chains = {chain for chain, *_ in labels}
+        parts = names.split(",") if isinstance(names, str) and names else names
+        for part in parts:
+            if not isinstance(part, str):
+                check_int(argument, part, low=0, high=len(self) - 1)
+                places.append(part)
+                continue
+            match = NAMED_RESIDUES.fullmatch(part.strip())
+            if match is None:
+                raise ValueError(
+                    f"{argument} {part!r} is no residue: chain and number, like A12, H100A, A20-24 or AA:12"
+                )
+            chain, first = match[1] or match[2], (int(match[3]), match[4].upper())
+            last = first if match[5] is None else (int(match[5]), match[6].upper() or LAST_CODE)
+            if not chain and len(chains) > 1:
+                raise ValueError(f"{argument} {part!r} names no chain, and {self.name} has {', '.join(sorted(chains))}")
+            several = [
+                i for i, (of, *label) in enumerate(labels) if chain in ("", of) and first <= tuple(label) <= last
+            ]
+            if not several:
+                raise ValueError(f"{argument} {part!r}: {self.name} has no such residue")
+            places += several
+        return places
 
     def select_chains(self, chains: Iterable[str] | None) -> list[str]:
         """List chains; None takes all. Raises ValueError for an unknown one."""

@@ -179,6 +179,26 @@ def test_prompts(model: ProteinMPNNModel) -> None:
     assert model.tokenizer.decode(row) == f"<long>{long.sequence[0]}-{long.sequence[2]}" + 21 * "-"
 
 
+def test_residues_have_the_files_names() -> None:
+    numbers, codes = [95, 96, 100, 100, 100, 101, 102, 1, 2, 3], ["", "", "", "A", "B", "", "", "", "", ""]
+    antibody = piece(0, 10, "antibody", chains="H" * 7 + "L" * 3, numbers=numbers, insertions=codes)
+    assert antibody.find_residues("H100A") == antibody.find_residues(["H100A"]) == [3]
+    assert antibody.find_residues(["H100-H102", 0, "L:2"]) == [2, 3, 4, 5, 6, 0, 8]
+    model = load_protein_mpnn(WEIGHTS, antibody)
+    rows = {
+        tuple(model.prompt(redesign=residues))
+        for residues in (["H95-H100A"], "H95-100A", range(4), ["H95", "H96", "H100-100A"])
+    }
+    assert rows == {tuple(model.prompt(fixed=["H100B-102", "L1-3"]))} == {tuple(model.prompt(fixed=range(4, 10)))}
+    assert [token == MASK_ID for token in rows.pop()[1:]] == [True] * 4 + [False] * 6
+    assert model.prompt(redesign=range(4), fixed="H95").count(MASK_ID) == 3
+    refuses(lambda: model.prompt(redesign=["H99"]), "redesign 'H99': antibody has no such residue")
+    refuses(lambda: model.prompt(fixed=["H95-L2"]), "fixed 'H95-L2' is no residue: chain and number")
+    refuses(lambda: antibody.find_residues("95"), "names '95' names no chain, and antibody has H, L")
+    refuses(lambda: model.prompt(redesign=[10]), "redesign=10 must be an integer from 0 to 9")
+    refuses(lambda: model.prompt(redesign=[]), "leave no residue to design")
+
+
 def test_chains_and_incomplete_residues() -> None:
     broken = read_structure(UBIQUITIN).coordinates[:12].clone()
     broken[4, 0] = torch.nan
