@@ -46,7 +46,9 @@ class FirstBlock(Probe):
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         residual = (probe - first).detach()
         full = forced or progress.index < self.first_enhance or self.threshold == 0
-        full = full or relative_change(residual, progress.memory["residual"]) > self.threshold
+        if not full:
+            progress.change = relative_change(residual, progress.memory["residual"])
+            full = progress.change > self.threshold
         if full:
             progress.memory["residual"] = residual
         return full
@@ -92,7 +94,8 @@ class DBCache(Probe):
             or threshold == 0
         )
         if not full and threshold < 1:
-            full = not relative_change(residual, progress.memory["residual"]) < threshold
+            progress.change = relative_change(residual, progress.memory["residual"])
+            full = not progress.change < threshold
         if full:
             progress.memory["residual"] = residual
         return full

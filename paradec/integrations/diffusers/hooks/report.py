@@ -52,6 +52,7 @@ class Report:
     runs: int
     calls: list[CallRecord]
     notes: list[str]  # automatic decisions
+    changes: list[float] = field(default_factory=list)  # which rules with a probe compared with their threshold
 
     @property
     def full_steps(self) -> list[int]:
@@ -91,6 +92,9 @@ class Report:
             why = f"the schedule evaluates each of these {steps} steps"
         else:
             why = f"{rule.name} asked for an evaluation at each of {steps} steps; a larger threshold skips"
+            if self.changes and rule.name in ("first_block", "dbcache"):
+                least = min(self.changes)
+                why += f": the smallest change was {least:.3g}, so a threshold of {1.01 * least:.3g} would"
         return f"nothing was skipped: {why}"
 
     @property

@@ -63,6 +63,7 @@ class Session(Attached):
             runs=self.clock.runs,
             calls=sorted(calls, key=lambda call: call.step),
             notes=notes,
+            changes=[change for state in run.states.values() for change in state.changes],
         )
 
     def reset(self) -> None:

@@ -132,6 +132,7 @@ class Stack:
             state.latent, state.level = owner.latent, owner.level
             entry = walk.entry[main_stream_name(walk.entry)]
             full = rule.is_full(state, entry, entry if walk.probe is None else walk.probe, is_fresh)
+            owner.state.changes += [state.change] if state.change else []
             walk.step = progress.index if full else rule.forecast_at(state)
             state.finish_step(full)
             state.latent = None

@@ -58,6 +58,7 @@ class RunState:
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
     is_deciding: bool = False  # whether the present call decided for its step
+    changes: list[float] = field(default_factory=list)  # as in `Report`
 
     def advance_to_step(self, index: int) -> None:
         """Begin a call at this solver step; the first one ends the step before."""
