@@ -64,15 +64,17 @@ def _component(name: str, value: Any) -> Any:
     registry = Registry.by_kind[name]
     if isinstance(value, Mapping) and name in value:
         return registry.from_dict(value)
+    hint = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
     if isinstance(value, str) and name == "attention":
         check_choice(name, value, ["dense", *registry.names()])
     elif isinstance(value, str):
         registry.check(value)
     elif name == "sampler" and not isinstance(value, import_lazily("paradec.core.protocol:Sampler")):
-        hint = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
         raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create{hint}")
     elif name == "cache" and not isinstance(value, import_lazily("paradec.caches.base:Cache")):
-        raise ValueError(f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create")
+        raise ValueError(
+            f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create{hint}"
+        )
     return None
 
 

@@ -291,7 +291,8 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
             f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={own_preset!r}, ...)"
         )
     if not isinstance(sampler, Sampler):
-        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+        hint = f"; call it: {sampler.__name__}()" if isinstance(sampler, type) else ""
+        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create{hint}")
     if sampler.family != model.family:
         allowed = [name for name in samplers.names() if samplers.get(name).family == model.family]
         raise ValueError(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
+from paradec.core.checks import plain_name, unknown_name
+
+Make = TypeVar("Make", bound=Callable[..., Any])
 COMPONENTS: Mapping[str, Mapping[str, str]] = {
     "sampler": {
         "creditdecoding": "credit",
@@ -33,8 +40,15 @@ PIPELINE_METHODS = {
     "blockcache": "first_block",
     "firstblockcache": "first_block",
     "cachedit": "dbcache",
+    "fora": "taylorseer(order=0)",
+    "deepcache": "taylorseer(order=0)",
+    "fastercache": "taylorseer(order=0)",
+    "pyramidattentionbroadcast": "taylorseer(order=0)",
+    "pab": "taylorseer(order=0)",
 }
-"""Methods for diffusers pipelines, by `plain_name`."""
+"""Methods for diffusers pipelines, by `plain_name`. The last five reuse features at some steps."""
+BLOCK_COUNTS = re.compile(r"(?:dbcache_?)?f(\d+)b(\d+)", re.IGNORECASE)
+"""How cache-dit names the blocks that DBCache evaluates: "F8B0"."""
 PIPELINE_SETTINGS = {
     "cache_interval": ("interval",),
     "fresh_threshold": ("interval",),
@@ -43,12 +57,16 @@ PIPELINE_SETTINGS = {
     "disable_cache_before_step": ("first_enhance",),
     "max_warmup_steps": ("first_enhance", "retention_steps"),
     "residual_diff_threshold": ("threshold",),
+    "threshold": ("base_threshold", "residual_diff_threshold"),
     "rel_l1_thresh": ("threshold",),
-    "refresh": ("when",),
-    "basis": ("how",),
-    "target": ("where",),
 }
 """Settings of these methods."""
+METHOD_OF_SETTING = {
+    "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
+    "rel_l1_thresh": "'teacache', threshold=...",
+    "threshold": "'first_block', threshold=...",
+}
+"""What to give to `paradec.accelerate` for settings that the default method does not have."""
 REQUEST_FIELDS = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
     "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
@@ -83,8 +101,48 @@ LOAD_ARGUMENTS = {
 """Arguments of `paradec.load`, and what to do instead."""
 
 
-def check_setting_name(method: str, name: str, allowed: Collection[str]) -> None:
-    """Raise ValueError for a setting of other tools that has another name here."""
-    name_here = next((known for known in PIPELINE_SETTINGS.get(name, ()) if known in allowed), None)
-    if name not in allowed and name_here is not None:
-        raise ValueError(f"{method} has no setting {name!r}; it is called {name_here!r} here")
+def check_setting_names(
+    method: str, names: Iterable[str], allowed: Collection[str], error: type[Exception] = TypeError
+) -> None:
+    """Raise an error for a setting that a method for pipelines does not have; it says what to write."""
+    for name in names:
+        if name in allowed:
+            continue
+        name_here = next((known for known in PIPELINE_SETTINGS.get(name, ()) if known in allowed), None)
+        counts = BLOCK_COUNTS.fullmatch(name) if "Fn_compute_blocks" in allowed else None
+        if name_here is not None:
+            hint = f"it is called {name_here!r} here"
+        elif counts is not None:
+            hint = f"write Fn_compute_blocks={counts[1]}, Bn_compute_blocks={counts[2]}"
+        elif name in METHOD_OF_SETTING:
+            hint = f"write accelerate(pipe, {METHOD_OF_SETTING[name]})"
+        else:
+            raise error(unknown_name(f"setting of {method}", name, allowed))
+        raise error(f"{method} has no setting {name!r}; {hint}")
+
+
+def with_checked_names(make: Make) -> Make:
+    """Make a function that makes a method check the names of its settings as `check_setting_names` does."""
+
+    @functools.wraps(make)
+    def checked(*args: Any, **settings: Any) -> Any:
+        check_setting_names(make.__name__, settings, inspect.signature(make).parameters)
+        return make(*args, **settings)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_method(value: Any) -> None:
+    """Raise ValueError for a method for pipelines that has another name here, or a config of one; TypeError for a class
+    or a function in the place of its result."""
+    if isinstance(value, type) or inspect.isfunction(value):
+        raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
+    name = value.partition("(")[0].strip() if isinstance(value, str) else type(value).__name__
+    plain = plain_name(name).removesuffix("config")
+    if counts := BLOCK_COUNTS.fullmatch(plain):
+        settings = f"Fn_compute_blocks={counts[1]}, Bn_compute_blocks={counts[2]}"
+        raise ValueError(f"sampler={name!r} is called 'dbcache({settings})' here")
+    if plain in PIPELINE_METHODS:
+        method = PIPELINE_METHODS[plain]
+        verb = "reuses features; the nearest is" if "(" in method else "is called"
+        raise ValueError(f"sampler={name!r} {verb} {method!r} here")

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from diffusers import FasterCacheConfig, PyramidAttentionBroadcastConfig
 
 import paradec
+from paradec import DBCache
+from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 PROMPT = "Sort: pear fig apple"
 CODES = "digits-ar"
@@ -50,6 +53,12 @@ def model() -> Any:
         pytest.param(lambda _: paradec.load(revison="main"), "'revision'", id="near option"),
         pytest.param(lambda _: paradec.load("digits_ar"), "'digits-ar'", id="digits_ar"),
         pytest.param(lambda _: paradec.load("digits-dit"), "PixelDiTPipeline.digits()", id="digits-dit"),
+        pytest.param(_generate(cache=paradec.caches.get("dual")), "call it: Dual", id="class of a cache"),
+        pytest.param(
+            lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1, sampler=paradec.samplers.get("sjd")),
+            "call it: SJD()",
+            id="class of a sampler of codes",
+        ),
         pytest.param(lambda model: model(PROMPT), "paradec.generate(", id="call"),
         pytest.param(lambda model: model.generate(PROMPT), "paradec.generate(", id="generate"),
         pytest.param(lambda _: paradec.load(CODES).generate(3), "paradec.generate_images(", id="generate of codes"),
@@ -65,6 +74,50 @@ def test_the_error_names_what_to_write(use: Callable[[Any], Any], name: str, mod
     with pytest.raises((TypeError, ValueError)) as error:
         use(model)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "name"),
+    [
+        (lambda _: paradec.TeaCache(rel_l1_thresh=0.2), TypeError, "TeaCache .* 'threshold' here"),
+        (lambda _: paradec.SpeCa(threshold=0.2), TypeError, "SpeCa .* 'base_threshold' here"),
+        (lambda _: paradec.FirstBlock(rel_l1_thresh=0.2), TypeError, "'threshold' here"),
+        (lambda _: paradec.TaylorSeer(how="newton"), TypeError, r"write paradec.Forecast\(when=..., how=...\)"),
+        (lambda _: paradec.TaylorSeer(treshold=2), TypeError, "unknown setting of TaylorSeer: 'treshold'.*interval"),
+        (lambda _: DBCache(F8B0=True), TypeError, "write Fn_compute_blocks=8, Bn_compute_blocks=0"),
+        (lambda pipe: paradec.accelerate(pipe, "DBCache_F8B0"), ValueError, r"'dbcache\(Fn_compute_blocks=8, Bn_c"),
+        (lambda pipe: paradec.accelerate(pipe, residual_diff_threshold=0.1), ValueError, "accelerate.pipe, 'dbcache'"),
+        (
+            lambda pipe: paradec.accelerate(pipe, rel_l1_thresh=0.1),
+            ValueError,
+            "accelerate.pipe, 'teacache', threshold=",
+        ),
+        (lambda pipe: paradec.accelerate(pipe, FasterCacheConfig()), ValueError, "'FasterCacheConfig' .* 'taylorseer"),
+        (
+            lambda pipe: paradec.accelerate(pipe, PyramidAttentionBroadcastConfig()),
+            ValueError,
+            "nearest is 'taylorseer",
+        ),
+        (lambda pipe: paradec.accelerate(pipe, "DeepCache"), ValueError, r"nearest is 'taylorseer\(order=0\)' here"),
+        (lambda pipe: paradec.accelerate(pipe, "fora"), ValueError, r"'taylorseer\(order=0\)' here"),
+        (
+            lambda _: _generate(sampler="fora")(paradec.load()),
+            ValueError,
+            r"accelerate\(pipeline, 'taylorseer\(order=0",
+        ),
+        (lambda pipe: paradec.accelerate("teacache", pipe), TypeError, "^pipe='teacache' must be a diffusers pipeline"),
+        (lambda pipe: paradec.accelerate(paradec.TeaCache(), pipe), TypeError, "^pipe=Forecast.* must be a diffusers"),
+        (lambda pipe: paradec.accelerate(type(pipe), "teacache"), TypeError, "^pipe=<class .* must be a diffusers pip"),
+        (lambda pipe: paradec.accelerate(pipe, paradec.FirstBlock), TypeError, r"must be called: FirstBlock\("),
+        (lambda pipe: paradec.accelerate(pipe, paradec.TeaCache), TypeError, r"must be called: TeaCache\("),
+    ],
+)
+def test_methods_for_pipelines_are_named_as_here(use: Callable[[Any], Any], error: type[Exception], name: str) -> None:
+    pipe = PixelDiTPipeline.digits()
+    with pytest.raises(error, match=name):
+        use(pipe)
+    with paradec.accelerate(pipe, paradec.TeaCache(0.1)):  # nothing was attached
+        pass
 
 
 def test_tools_that_look_at_all_attributes_read_an_output_without_a_trace(model: Any) -> None:

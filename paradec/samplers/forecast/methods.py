@@ -8,9 +8,9 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, plain_name, shown, unknown_name
+from paradec.core.checks import plain_name, shown, unknown_name
 from paradec.core.component_text import parse_component
-from paradec.core.other_names import PIPELINE_METHODS, check_setting_name
+from paradec.core.other_names import PIPELINE_METHODS, check_method, check_setting_names, with_checked_names
 from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.forecast import RULES, FeatureForecast, Forecast
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
@@ -59,19 +59,9 @@ class TaylorSeer(FeatureForecast):
     }
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        others = [name for name in settings if name not in cls.__dataclass_fields__]
-        names = {"refresh": "when", "basis": "how", "target": "where"}
-        for name in (name for name in others if name not in names):
-            check_setting_name(cls.__name__, name, cls.__dataclass_fields__)
-        if others:
-            general = {names.get(name, name): value for name, value in settings.items() if name in (*others, "where")}
-            if "interval" in settings and "when" not in general:
-                general["when"] = f"every(interval={settings['interval']})"
-            text = ", ".join(f"{name}={value!r}" for name, value in general.items())
-            raise TypeError(
-                f"TaylorSeer takes interval, order, first_enhance, where and max_memory, not {', '.join(others)}; "
-                f"write paradec.Forecast({text})"
-            )
+        if "when" in settings or "how" in settings:
+            raise TypeError("TaylorSeer has no settings 'when' and 'how'; write paradec.Forecast(when=..., how=...)")
+        check_setting_names(cls.__name__, settings, [field.name for field in fields(cls)])
         return super().__new__(cls, *args, **settings)
 
     def __post_init__(self) -> None:
@@ -84,6 +74,7 @@ class TaylorSeer(FeatureForecast):
         return Forecast(when, Taylor(self.order), self.where, max_memory=self.max_memory)
 
 
+@with_checked_names
 def TeaCache(
     threshold: float = 0.2, coefficients: Sequence[float] = (1.0, 0.0), max_forecasts: int | None = None
 ) -> Forecast:
@@ -102,6 +93,7 @@ def TeaCache(
     return Forecast(rule, "reuse", "stack")
 
 
+@with_checked_names
 def SpeCa(
     base_threshold: float = 0.3,
     decay_rate: float = 0.3,
@@ -118,6 +110,7 @@ def SpeCa(
     return Forecast(rule, Taylor(order), "module")
 
 
+@with_checked_names
 def FoCa(interval: int | None = None, first_enhance: int = 1) -> Forecast:
     """FoCa in cache-dit's form: `Every(interval, first_enhance)`, and forecasts corrected by those before them."""
     return Forecast(Every(interval, first_enhance), "foca", "module")
@@ -151,8 +144,6 @@ def method_called(name: str) -> str | None:
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """Make the sampler or rule of a name, with settings in it: "taylorseer(interval=3)". Others are a ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    if plain_name(name) in PIPELINE_METHODS:
-        raise ValueError(f"sampler={name!r} is called {PIPELINE_METHODS[plain_name(name)]!r} here")
     method = method_called(name)
     if method is None:
         raise ValueError(unknown_name("sampler", name, METHODS))
@@ -162,9 +153,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
             allowed = [field.name for field in fields(make)]
-        for key in settings:
-            check_setting_name(method, key, allowed)
-            check_choice(f"setting of {method}", key, allowed)
+        check_setting_names(method, settings, allowed, ValueError)
     return make(**settings)
 
 
@@ -176,11 +165,11 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
     """
     if settings and not isinstance(value, str | None):
         raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")
-    method = value
-    if isinstance(value, str | None):
-        method = method_from(value or "taylorseer", settings or {})
-    elif type(value).__name__ in CONFIGS:
-        method = CONFIGS[type(value).__name__](value)
+    if type(value).__name__ in CONFIGS:
+        method: Any = CONFIGS[type(value).__name__](value)
+    else:
+        check_method(value)
+        method = method_from(value or "taylorseer", settings or {}) if isinstance(value, str | None) else value
     if isinstance(method, Rule):
         method = Forecast(method)
     if not isinstance(method, FeatureForecast) and getattr(method, "name", None) != "recap":

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
-from paradec.core.other_names import check_setting_name
+from paradec.core.other_names import check_setting_names
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
@@ -72,8 +72,7 @@ class Checked:
     """Base of dataclasses with settings that are declared by `number`, `integer` and `choice`."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        for name in settings:
-            check_setting_name(cls.__name__, name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        check_setting_names(cls.__name__, settings, [field.name for field in fields(cls)])  # type: ignore[arg-type]
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -418,8 +418,8 @@ def test_presets_and_short_forms_have_their_rules() -> None:
     with pytest.raises(ValueError, match=r"when=5.*Every\(5\)"):
         Forecast(5)
     for settings, text in (
-        ({"refresh": "seacache", "target": "stack"}, r"Forecast\(when='seacache', where='stack'\)"),
-        ({"interval": 3, "basis": "foca"}, r"Forecast\(how='foca', when='every\(interval=3\)'\)"),
+        ({"when": "seacache", "where": "stack"}, r"write paradec.Forecast\(when=..., how=...\)"),
+        ({"interval": 3, "how": "foca"}, r"write paradec.Forecast\(when=..., how=...\)"),
     ):
         with pytest.raises(TypeError, match=text):
             TaylorSeer(**settings)

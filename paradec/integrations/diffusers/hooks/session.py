@@ -121,6 +121,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             session.detach()
             raise
         return session
+    find_transformers(pipe)  # raises, before the sampler is read
     method = sampler_from(sampler, settings)
     if isinstance(method, FeatureForecast):
         return Session(pipe, method)
