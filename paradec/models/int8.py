@@ -66,6 +66,12 @@ class Int8Quantizer(HfQuantizer):
         settings, head = self.quantization_config, model.get_output_embeddings()
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         names = [name for name, layer in model.named_modules() if is_converted(name, layer, settings.min_weights)]
+        for name, layer in model.named_modules():
+            sizes = [weight.numel() for weight in layer.parameters(recurse=False) if weight.ndim == 3]
+            is_large = min(sizes, default=0) >= settings.min_weights and not isinstance(layer, nn.Conv1d)
+            if is_large and name not in names and not self.pre_quantized:
+                kind = type(layer).__name__
+                raise CheckpointError(f"quantization='int8' does not work for mixtures with {kind}: leave it out")
         for name in names:
             layer = model.get_submodule(name)
             if layer is head and f"{name}.weight" in tied:

@@ -14,7 +14,7 @@ import torch
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import paradec
 from paradec.batching.batch import Batch
@@ -153,6 +153,15 @@ def test_causal_models(tied: bool, causal: dict[bool, Path], tmp_path: Path) -> 
     assert decode(again) == decode(model)
     assert str(model).split(":")[1] == str(again).split(":")[1]
     assert (again.facts.eos_token_ids, again.facts.pad_token_id) == (model.facts.eos_token_ids, 0)
+
+
+def test_mixtures_that_would_stay_float_are_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    config = GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    assert paradec.load(tmp_path).facts.topology == "causal"
+    with pytest.raises(CheckpointError, match="quantization='int8' does not work for mixtures with GptOssExperts"):
+        paradec.load(tmp_path, quantization=SMALL)
 
 
 def test_sizes_settings_and_dtypes(tmp_path: Path) -> None:
