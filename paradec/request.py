@@ -361,7 +361,9 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
         raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
     for name, value in request.changes().items():
         if name in sampler.unsupported and not (name == "attention" and value == "dense"):
-            raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")
+            is_ahead = name != "order" and getattr(getattr(sampler, "needs", None), "multi_step", False)
+            why = ", which drafts steps ahead before these tokens are final" if is_ahead else ""
+            raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}{why}: leave it out")
     return request
 
 

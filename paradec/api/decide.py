@@ -128,7 +128,8 @@ def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
         value = [*string.ascii_uppercase[:count]]
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
     if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-        raise ValueError(f"{name}={shown(value)} must be different texts, none of them empty, and at least one")
+        how = f'write {name}=["red", "blue"]'
+        raise ValueError(f"{name}={shown(value)} must be different texts, none of them empty, and at least one: {how}")
     if count is not None and len(texts) != count:
         raise ValueError(f"{name}={shown(value)} must be one for each of {count} options; None gives 26 letters")
     check_json(name, texts)

@@ -102,10 +102,10 @@ class ImageOutput:
         """[B, 4 h w] int64: what GlmImagePipeline takes, from GLM-Image's prior.
 
         Raises:
-            ValueError: another model's pictures, or one that is not whole.
+            AttributeError: another model's pictures, or one that is not whole.
         """
         if not hasattr(self.grid, "prior_token_ids") or self.codes is None:
-            raise ValueError("prior_token_ids: only whole pictures of GLM-Image's prior have them")
+            raise AttributeError("prior_token_ids: only whole pictures of GLM-Image's prior have them")
         return self.grid.prior_token_ids(self.tokens)
 
     @property

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
 from paradec.constraints.regex import parse
 from paradec.constraints.spelling import Encode, Spelling, lift, spell_texts, spelling_of
 from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
+from paradec.core.packaged import vocabulary_hint
 
 MAX_KEPT_BYTES = 2**28
 """Limit of the automata cached per tokenizer."""
@@ -138,12 +139,20 @@ class Choice(Constraint):
     choices: tuple[str, ...]
     spells_literals = True
 
+    def __new__(cls, *choices: Any, **_: Any) -> Self:
+        if len(choices) > 1:
+            raise TypeError(f"Choice takes its texts in one list: write Choice({shown([*choices])})")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         choices = self.choices
         texts = () if isinstance(choices, str) or not isinstance(choices, Sequence) else tuple(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-            raise ValueError(f"choices={shown(choices)} must be a sequence of different texts, none of them empty")
+            raise ValueError(
+                f"choices={shown(choices)} must be a sequence of different texts, none of them empty: "
+                'write Choice(["yes", "no"])'
+            )
         for text in texts:
             check_text("choices", text)
         object.__setattr__(self, "choices", texts)
@@ -166,7 +175,8 @@ class Choice(Constraint):
             for text in self.choices:
                 ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
                 if tokenizer.decode(ids, skip_special_tokens=True) != text:
-                    raise ValueError(f"choices: the tokenizer cannot write {text!r}")
+                    hint = vocabulary_hint(text.split(), tokenizer)
+                    raise ValueError(f"choices: the tokenizer cannot write {text!r}{hint}")
                 yield ids
 
         return of_sequences(spelled(), vocab_size)

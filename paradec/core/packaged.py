@@ -46,8 +46,9 @@ def example_prompt(task: str) -> str:
     return TEMPLATES[task].format(**EXAMPLE if task != "latin_square" else {"items": "A B C"})
 
 
-def vocabulary_hint(words: Sequence[str], vocabulary: Container[str]) -> str:
-    """Advice on `words` that the packaged model does not know; empty for other vocabularies."""
+def vocabulary_hint(words: Sequence[str], tokenizer: Any) -> str:
+    """Advice on `words` that the packaged model does not know; empty for other tokenizers."""
+    vocabulary: Container[str] = getattr(tokenizer, "get_vocab", dict)()
     if not all(word in vocabulary for word in WORDS):
         return ""
     suggestions = [(word, difflib.get_close_matches(word.lower(), WORDS, n=1, cutoff=0.7)) for word in words]
@@ -69,10 +70,9 @@ def describe_lengths(task: str) -> str:
 def unknown_words_error(tokenizer: Any, text: str) -> ValueError:
     """Make the error that names the words of a text that a tokenizer cannot express."""
     unk = tokenizer.unk_token_id
-    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     plain_text = text
     for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
         plain_text = plain_text.replace(special, " ")
     words = sorted({w for w in plain_text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
     quoted = repr(", ".join(words) or text)
-    return ValueError(f"prompt has words outside the model's vocabulary: {quoted}{vocabulary_hint(words, vocabulary)}")
+    return ValueError(f"prompt has words outside the model's vocabulary: {quoted}{vocabulary_hint(words, tokenizer)}")

@@ -13,6 +13,7 @@ from diffusers import FasterCacheConfig, PyramidAttentionBroadcastConfig
 import paradec
 from paradec import DBCache
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.tools.evaluation.likelihood import log_likelihoods
 
 PROMPT = "Sort: pear fig apple"
 CODES = "digits-ar"
@@ -58,6 +59,22 @@ def model() -> Any:
             lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1, sampler=paradec.samplers.get("sjd")),
             "call it: SJD()",
             id="class of a sampler of codes",
+        ),
+        pytest.param(lambda _: paradec.Choice("yes", "no"), "write Choice(['yes', 'no'])", id="texts of a Choice"),
+        pytest.param(lambda _: paradec.Choice("yes"), 'write Choice(["yes", "no"])', id="text of a Choice"),
+        pytest.param(lambda _: paradec.Span(["red", "blue"]), 'write texts=["', id="texts of a Span"),
+        pytest.param(lambda _: paradec.Pick(["red", "blue"]), 'write options=["', id="options of a Pick"),
+        pytest.param(
+            _generate(sampler="freedave", repetition_penalty=1.2), "which drafts steps ahead", id="penalty of freedave"
+        ),
+        pytest.param(_generate(constraint=paradec.Regex("yes|no")), "words (ant, apple,", id="words of a pattern"),
+        pytest.param(
+            _generate(constraint=paradec.Choice(["appel"])), "'apple' for 'appel'", id="near word of a Choice"
+        ),
+        pytest.param(
+            lambda model: next(log_likelihoods(model, [(PROMPT, "apple fig pear")])),
+            "model.tokenizer(text, add_special_tokens=False)['input_ids']",
+            id="likelihoods of texts",
         ),
         pytest.param(lambda model: model(PROMPT), "paradec.generate(", id="call"),
         pytest.param(lambda model: model.generate(PROMPT), "paradec.generate(", id="generate"),
@@ -125,7 +142,7 @@ def test_tools_that_look_at_all_attributes_read_an_output_without_a_trace(model:
         assert not hasattr(output, "trace")
         for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output)), dataclasses.replace(output)):
             assert repr(copied) == repr(output) and not hasattr(copied, "trace")
-    assert "tokens" in dict(inspect.getmembers(_generate()(model)))
+        assert "tokens" in dict(inspect.getmembers(output))
 
 
 @pytest.mark.parametrize("number", [-1, 0, False])

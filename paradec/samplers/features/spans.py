@@ -11,6 +11,7 @@ from paradec.constraints import passes
 from paradec.constraints.automaton import MAX_TABLE_BYTES, ConstraintSizeError, TokenAutomaton
 from paradec.constraints.values import Choice, Constraint, token_automaton
 from paradec.core.checks import shown
+from paradec.core.packaged import vocabulary_hint
 
 LENGTHS = 4096
 """Longest text length searched for an error message."""
@@ -180,6 +181,7 @@ def automaton_of(
     automaton = token_automaton(value, tokenizer, size, end_ids, tuple(sorted({*suppressed, *used_ids} - {*end_ids})))
     if not automaton.states:
         suffix = f" without {name_used()}" if used_ids and texts.states else ""
+        suffix += vocabulary_hint((), tokenizer)
         raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{suffix}")
     return automaton
 

@@ -284,6 +284,9 @@ def log_likelihoods(
 def _check_pair(model: Any, index: int, pair: Pair) -> None:
     """Raise ValueError for a pair that cannot be judged."""
     context, continuation = pair
+    if isinstance(context, str) or isinstance(continuation, str):
+        ids = "model.tokenizer(text, add_special_tokens=False)['input_ids']"
+        raise TypeError(f"pair {index} must hold ids, not texts: write {ids}")
     facts = model.facts
     if not len(continuation):
         raise ValueError(f"continuation {index} is empty; give at least one token")
