@@ -171,12 +171,13 @@ class Bar:
 
     delay = 1.0
     interval = 0.1  # the progress of a state may have to come from a GPU
+    line_interval = 30.0  # seconds between the lines of `work` without a terminal
 
     def __init__(self) -> None:
         self.enabled = on_terminal(sys.stderr)
         self.progress: Any = None
         self.task: Any = None
-        self.due = time.monotonic() + self.delay
+        self.due = time.monotonic() + (self.delay if self.enabled else self.line_interval)
         self.first, self.rows, self.total = 0, 1, 1
 
     def __enter__(self) -> Bar:
@@ -203,9 +204,14 @@ class Bar:
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
     def work(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
-        """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many."""
+        """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many.
+        Without a terminal it prints a line from time to time."""
+        text = f"{label}: {num_answered} of {num_total} prompts" if num_total else label
         if self._is_due():
-            self._show(f"{label}: {num_answered} of {num_total} prompts" if num_total else label, share)
+            self._show(text, share)
+        elif not self.enabled and time.monotonic() >= self.due:
+            self.due = time.monotonic() + self.line_interval
+            print(f"{text} ({share:.0%})", file=sys.stderr, flush=True)
 
     def _is_due(self) -> bool:
         time_now = time.monotonic()

@@ -327,6 +327,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(again.stdout)["results"] == json.loads(file.read_text())["results"]
 
 
+def test_long_comparisons_print_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paradec.cli.show.Bar.line_interval", 0.0)
+    result = run(*FEW)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s are of a busy machine")]
+    assert result.exit_code == 0 and len(lines) >= 4 and all(": " in line and " prompts (" in line for line in lines)
+    assert lines[-1].startswith("factor") and lines[-1].endswith(" of 16 prompts (100%)"), lines
+    assert "prompts" not in result.stdout
+
+
 OWN = """
 from __future__ import annotations
 from dataclasses import dataclass
