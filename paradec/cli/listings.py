@@ -13,13 +13,14 @@ from paradec.caches.table import MODELS, summary, verdict
 from paradec.cli import options, show, tables
 from paradec.core import packaged
 
-SAMPLER_NAME = typer.Argument(help="A sampler to describe: its effect, settings and paper.")
+SAMPLER_NAME = typer.Argument(help="A sampler to describe, or FILE.py:CLASS: its effect, settings and paper.")
 MODEL = typer.Option(help="Only for this checkpoint, a folder or a hub id; reads its config.json.")
 
 
 def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.AsList = False) -> None:
     """List the samplers and what each does, or describe one in full."""
     if name is not None:
+        name = options.import_classes("NAME", name, "sampler")
         paradec.samplers.registry.check(name)
     with show.waiting("reading the samplers"):
         cls = None if name is None else paradec.samplers.get(name)
@@ -67,7 +68,9 @@ class Facts:
 
 
 def caches(
-    name: str | None = typer.Argument(None, help="A cache to describe: its effect, settings and paper."),
+    name: str | None = typer.Argument(
+        None, help="A cache to describe, or FILE.py:CLASS: its effect, settings and paper."
+    ),
     sampler: str | None = typer.Option(None, help="Show whether each cache works with this sampler or combination."),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
@@ -76,6 +79,7 @@ def caches(
     if name is not None and (sampler is not None or model is not None):
         raise ValueError(f"give a cache's name ({name!r}), or --sampler and --model for all of them")
     if name is not None:
+        name = options.import_classes("NAME", name, "cache")
         paradec.caches.registry.check(name)
         tables.sheet("cache", name, paradec.caches.get(name), as_json, {})
         return

@@ -109,7 +109,12 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) 
     lines |= {f"preset {key}": ", ".join(f"{k}={v}" for k, v in changes.items()) for key, changes in presets.items()}
     lines = {key: str(value) for key, value in lines.items() if value}
     lines |= {f"{key}={setting['default']}": setting["about"] for key, setting in settings.items()}
-    lines["in Python"] = f"paradec.{kind}s.create({name!r}{', ' + next(iter(settings)) + '=...' if settings else ''})"
+    call = [f"{next(iter(settings))}=..."] if settings else []
+    is_own = not cls.__module__.startswith("paradec.")
+    create = (
+        f"{cls.__name__}({', '.join(call)})" if is_own else f"paradec.{kind}s.create({', '.join([repr(name), *call])})"
+    )
+    lines["in Python"] = create
     echo(f"{name}: {cls.summary}\n\n{about}\n")
     table(("", ""), lines.items(), heads=False)
 

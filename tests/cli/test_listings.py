@@ -95,6 +95,44 @@ def test_caches_of_a_sampler(sampler: str) -> None:
         assert (entry["model"], entry["verdict"]) == ("bidirectional", said.status)
 
 
+OWN = """
+from dataclasses import dataclass
+import paradec
+from paradec.samplers.masked.rules.threshold import Threshold
+
+@dataclass(frozen=True)
+class MySampler(Threshold):
+    '''Commit what is surer than most.
+
+    Args:
+        share: of the positions.
+    '''
+
+    share: float = 0.5
+    name = "sampler_of_a_listing"
+    summary = "commits a share"
+
+class MyCache(paradec.caches.get("dual")):
+    '''Another dual.'''
+
+    name = "cache_of_a_listing"
+    summary = "stores much"
+"""
+
+
+def test_own_classes_are_described_as_built_in_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (paradec.samplers.registry, paradec.caches.registry):
+        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    text = ok("samplers", f"{file}:MySampler")
+    assert text.startswith("sampler_of_a_listing: commits a share\n\nCommit what is surer than most.")
+    assert "share=0.5\tof the positions." in text and "in Python\tMySampler(threshold=...)" in text
+    data = json.loads(ok("caches", f"{file}:MyCache", "--json"))
+    assert (data["name"], data["summary"], data["about"]) == ("cache_of_a_listing", "stores much", "Another dual.")
+    assert f"NAME '{file}:MyCache' must be a class of a sampler" in refused("samplers", f"{file}:MyCache")
+
+
 def test_caches_of_a_model(tmp_path: Path) -> None:
     config = json.loads((TINY / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
