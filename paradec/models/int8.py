@@ -16,7 +16,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from paradec.core.checks import check_choice, check_int
-from paradec.kernels.int8 import ACTIVATION_BITS, MAX_INPUTS, Int8Experts, Int8Linear, quantize_weight, weight_bits
+from paradec.kernels.int8 import (
+    ACTIVATION_BITS,
+    MAX_INPUTS,
+    Int8Experts,
+    Int8Linear,
+    Int8Module,
+    is_packable,
+    pack_weight,
+    quantize_weight,
+    weight_bits,
+)
 from paradec.models.checkpoint import INT8, CheckpointError
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -92,7 +102,7 @@ class Int8Quantizer(HfQuantizer):
         path, _, name = param_name.rpartition(".")
         layer = model.get_submodule(path)
         weights = EXPERT_WEIGHTS if isinstance(layer, Int8Experts) else ("weight",)
-        return not self.pre_quantized and isinstance(layer, (Int8Linear, Int8Experts)) and name in weights
+        return not self.pre_quantized and isinstance(layer, Int8Module) and name in weights
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         return None if dtype == torch.int8 else super().get_new_dtype(converter, param, dtype)  # checked when read
@@ -102,16 +112,29 @@ class Int8Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Round a tied output matrix, which leaves the embeddings unchanged, and make the module a plain one."""
-        layers = [layer for layer in model.modules() if isinstance(layer, (Int8Linear, Int8Experts))]
+        layers = [layer for layer in model.modules() if isinstance(layer, Int8Module)]
         for name, weight in ((name, weight) for layer in layers for name, weight in layer.named_parameters()):
             expected = torch.float32 if name.endswith("scale") else torch.int8
             if name != "bias" and weight.dtype != expected:
                 raise CheckpointError(f"a {name} of int8 layers is stored as {weight.dtype}, not {expected}")
+        for layer in layers:  # transformers before 5.21 takes a weight of any shape
+            if isinstance(layer, Int8Linear) and layer.weight.shape != (layer.in_features, layer.out_features):
+                raise CheckpointError(
+                    f"mismatched weights: one is {list(layer.weight.shape)}, which {layer} cannot take"
+                )
+        stored, dtype = model.dtype, model.config.dtype
+        if self.pre_quantized and stored != dtype:  # transformers before 5.21 keeps the stored dtype
+            for name, weight in model.named_parameters():
+                if weight.dtype == stored and not name.endswith("scale"):
+                    weight.data = weight.to(dtype)
         head = model.get_output_embeddings()
         for name, layer in list(model.named_modules()):
             if layer is head and is_converted(name, layer, self.quantization_config.min_weights):
                 model.set_submodule(name, Int8Linear.from_linear(layer, self.quantization_config.activations))
                 model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        for layer in model.modules():
+            if isinstance(layer, Int8Module):
+                layer.pack()
         self.remove_quantization_config(model)
         for part in model.modules():
             getattr(getattr(part, "config", None), "__dict__", {}).pop("_is_quantized", None)
@@ -142,15 +165,18 @@ class RoundWeights(ConversionOps):
             scale_name = name.removesuffix("weight") + "scale" if name.endswith(".weight") else f"{name}_scale"
             bits = self.quantizer.quantization_config.weight_bits
             rounded, result[scale_name] = quantize_weight(weight, bits)
-            result[name] = rounded.mT.contiguous()
+            is_packed = rounded.ndim == 2 and is_packable(rounded)
+            result[name] = pack_weight(rounded) if is_packed else rounded.mT.contiguous()
         return result
 
 
 def stored_config(model: Any) -> dict[str, Any] | None:
     """The `quantization_config` of a model's config.json; None without int8 weights."""
-    layers: list[Any] = [layer for layer in model.module.modules() if isinstance(layer, (Int8Linear, Int8Experts))]
+    layers: list[Any] = [layer for layer in model.module.modules() if isinstance(layer, Int8Module)]
     if not layers:
         return None
+    for layer in layers:
+        layer.unpack()
     weights: list[Any] = [layer.down_proj if isinstance(layer, Int8Experts) else layer.weight for layer in layers]
     return {
         "quant_method": INT8,

@@ -2,15 +2,25 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from decoding import run_in_threads
 from torch import Tensor, nn
 
-from paradec.kernels.int8 import Int8Linear, int8_linear, portable, quantize_weight, reference_linear, weight_bits
+from paradec.kernels.int8 import (
+    Int8Experts,
+    Int8Linear,
+    int8_linear,
+    portable,
+    quantize_weight,
+    reference_linear,
+    weight_bits,
+)
 
 BITS = weight_bits()
+HAS_PACKED = portable.has_packed_product()
 LARGEST = 2 ** (BITS - 1) - 1
 
 
@@ -50,8 +60,10 @@ def test_plain_loop(activations: int, count: int, width: int, outputs: int) -> N
 def test_shapes_dtypes_and_bias(dtype: torch.dtype) -> None:
     linear = nn.Linear(48, 20).to(dtype)
     layer = Int8Linear.from_linear(linear)
+    layer.unpack()
     x = torch.randn(2, 5, 48, dtype=dtype)
     result = layer(x)
+    layer.unpack()
     assert (result.dtype, result.shape) == (dtype, (2, 5, 20))
     exact = linear(x).double()
     assert (result.double() - exact).norm() <= 0.02 * exact.norm() * (1 if BITS == 8 else 2)
@@ -88,7 +100,7 @@ def test_rows_alone_and_in_parts(activations: int, monkeypatch: pytest.MonkeyPat
     for row in range(0, 45, 7):
         assert torch.equal(int8_linear(x[row], weight, scale, activations=activations), together[row])
     assert torch.equal(int8_linear(x.flip(0), weight, scale, activations=activations), together.flip(0))
-    monkeypatch.setattr(portable, "ROWS_PER_PRODUCT", 8)
+    monkeypatch.setattr(portable, "SUMS_PER_PRODUCT", 8 * 70)
     assert torch.equal(int8_linear(x, weight, scale, activations=activations), together)
 
 
@@ -130,6 +142,81 @@ def test_copies_pickles_and_threads() -> None:
         assert torch.equal(other(x), expected)
         assert not any(parameter.requires_grad for parameter in other.parameters())
     assert all(torch.equal(found, expected) for found in run_in_threads(lambda: layer(x), lambda: layer(x)))
+
+
+@pytest.fixture(params=[False, True])
+def packs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Without packed weights, and with them where this processor has their products."""
+    monkeypatch.setattr(portable, "has_packed_product", lambda: request.param and HAS_PACKED)
+    return request.param and HAS_PACKED
+
+
+@pytest.mark.parametrize("activations", [15, 8])
+def test_packed_weights(packs: bool, activations: int) -> None:
+    layer = Int8Linear.from_linear(nn.Linear(130, 77), activations)
+    x = draw(45, 130)
+    weight = layer.weight.clone()
+    expected = int8_linear(x, weight.t(), layer.scale, layer.bias, activations)
+    assert torch.equal(layer(x), expected)
+    assert layer.weight.is_mkldnn == packs
+    assert sum(parameter.numel() for parameter in layer.parameters()) == 130 * 77 + 2 * 77
+    assert torch.equal(layer(x[3]), expected[3])
+    assert layer(x[:0]).shape == (0, 77)
+    assert torch.equal(layer.state_dict()["weight"], weight)
+    assert torch.equal(layer(x), expected)
+    assert layer.to(torch.float64).weight.dtype == torch.int8
+    layer(x)
+    layer.load_state_dict({"weight": -weight, "scale": layer.scale, "bias": -layer.bias})
+    assert torch.equal(layer(x), -expected)
+
+
+def test_experts(packs: bool) -> None:
+    """A loop over tokens and their experts, with the layers' product."""
+    torch.manual_seed(0)
+    stacks = {"gate_up_proj": torch.randn(3, 40, 16), "down_proj": torch.randn(3, 16, 20)}
+    experts = Int8Experts(SimpleNamespace(act_fn=nn.functional.silu, **stacks))
+    for name, stack in stacks.items():
+        weight, getattr(experts, f"{name}_scale").data = quantize_weight(stack, BITS)
+        getattr(experts, name).data = weight.mT.contiguous()
+    x, chosen, shares = torch.randn(5, 16), torch.tensor([[0, 2], [2, 1], [0, 3], [1, 0], [2, 0]]), torch.rand(5, 2)
+    plain = {name: getattr(experts, name).clone() for name in stacks}
+
+    def multiply(name: str, expert: int, row: Tensor) -> Tensor:
+        return int8_linear(row, plain[name][expert].t(), getattr(experts, f"{name}_scale")[expert])
+
+    expected = torch.zeros(5, 16)
+    for row in range(5):
+        for slot in (0, 1):
+            if (expert := int(chosen[row, slot])) < 3:
+                gate, up = multiply("gate_up_proj", expert, x[row]).chunk(2)
+                expected[row] += shares[row, slot] * multiply("down_proj", expert, nn.functional.silu(gate) * up)
+    torch.testing.assert_close(experts(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
+    assert all(not packs or isinstance(getattr(experts, name), nn.ParameterList) for name in stacks)
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(other(x, chosen, shares), experts(x, chosen, shares))
+    experts(x, chosen, shares)
+    assert all(torch.equal(experts.state_dict()[name], stack) for name, stack in plain.items())
+
+
+def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that is wrong in one sum, one that is slow, and a torch without it."""
+    check, product = portable.has_packed_product.__wrapped__, portable._packed_product
+
+    def wrong(rows: Tensor, packed: Tensor) -> Tensor:
+        result = product(rows, packed)
+        result[-1, -1] += 2
+        return result
+
+    def missing(rows: Tensor, packed: Tensor) -> Tensor:
+        raise RuntimeError("no such operator")
+
+    for other in (wrong, missing):
+        monkeypatch.setattr(portable, "_packed_product", other)
+        assert not check()
+    monkeypatch.setattr(portable, "_packed_product", product)
+    assert check() == HAS_PACKED
+    monkeypatch.setattr(portable, "SLOW", 0.0)
+    assert not check()
 
 
 def test_exactness_is_checked_with_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:

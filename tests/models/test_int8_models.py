@@ -15,6 +15,7 @@ from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.quantizers import HfQuantizer
 
 import paradec
 from paradec.batching.batch import Batch
@@ -206,7 +207,7 @@ def test_wrong_settings_and_files(tmp_path: Path) -> None:
         paradec.load("digits-maskgit", quantization="int8")
     model = load("llada", quantization=SMALL)
     with pytest.raises(ValueError, match="offloaded or quantised"):
-        model.update_weights({"lm_head.weight": torch.zeros_like(model.module.lm_head.weight)})
+        model.update_weights({"lm_head.weight": torch.zeros(model.module.lm_head.weight.shape)})
     model.save_pretrained(tmp_path / "good")
     file = "model.safetensors"
     weights = load_file(tmp_path / "good" / file)
@@ -218,6 +219,8 @@ def test_wrong_settings_and_files(tmp_path: Path) -> None:
         "mismatched weights": {weight: weights[weight][1:].clone()},
         "is stored as torch.float32, not torch.int8": {weight: weights[weight].float()},
     }
+    if not hasattr(HfQuantizer, "get_new_dtype"):  # transformers before 5.21 casts them to int8
+        del changes["is stored as torch.float32, not torch.int8"]
     for message, change in changes.items():
         folder = tmp_path / message.split()[0]
         shutil.copytree(tmp_path / "good", folder)
@@ -239,7 +242,7 @@ def test_files_for_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     load("llada", quantization=SMALL).save_pretrained(tmp_path / "eight")
     monkeypatch.setattr("paradec.models.int8.weight_bits", lambda: 7)
     model = load("llada", quantization=SMALL)
-    assert model.module.lm_head.weight.abs().max() == 63
+    assert model.module.lm_head.state_dict()["weight"].abs().max() == 63
     model.save_pretrained(tmp_path / "seven")
     with pytest.raises(CheckpointError, match="not exact on this processor"):
         paradec.load(tmp_path / "eight")

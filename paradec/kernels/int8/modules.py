@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paradec.kernels.int8.portable import int8_linear, weight_bits
+from paradec.kernels.int8.portable import int8_linear, is_packable, pack_weight, weight_bits
 from paradec.kernels.int8.reference import quantize_weight
 
+_packing = threading.Lock()
 
-class Int8Linear(nn.Module):
+
+class Int8Module(nn.Module):
+    """A module with int8 weights [..., K, N], which it packs for products on this processor (`pack_weight`). `to`,
+    `state_dict`, copies and pickles get plain weights, and the next product packs them again."""
+
+    names: tuple[str, ...]
+    """Names of the weights."""
+
+    def pack(self) -> None:
+        """Exchange plain weights for packed ones: a parameter, or a list of one for each matrix of a stack."""
+        with _packing:
+            for name in self.names:
+                weight = getattr(self, name)
+                if isinstance(weight, nn.ParameterList) or not is_packable(weight):
+                    continue
+                if weight.ndim == 2:
+                    setattr(self, name, _freeze(pack_weight(weight.t())))
+                else:
+                    delattr(self, name)
+                    setattr(self, name, nn.ParameterList(_freeze(pack_weight(matrix.t())) for matrix in weight))
+
+    def unpack(self) -> None:
+        """Exchange packed weights for plain ones."""
+        with _packing:
+            for name in self.names:
+                weight = getattr(self, name)
+                if isinstance(weight, nn.ParameterList):
+                    delattr(self, name)
+                    setattr(self, name, _freeze(torch.stack([matrix.to_dense() for matrix in weight])))
+                elif weight.is_mkldnn:
+                    setattr(self, name, _freeze(weight.to_dense()))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.unpack()
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unpack()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unpack()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.unpack()
+        return self.__dict__.copy()
+
+
+class Int8Linear(Int8Module):
     """A linear layer with int8 weights (`int8_linear`); its parameters are made empty. `weight` is [K, N], the layout
     that products of few rows read fastest.
 
     in_features, out_features: K and N. bias: whether there is one, of `dtype`. activations: bits, 15 or 8.
     """
+
+    names = ("weight",)
 
     def __init__(
         self,
@@ -29,9 +82,9 @@ class Int8Linear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
-        self.weight = _frozen(torch.int8, device, in_features, out_features)
-        self.scale = _frozen(torch.float32, device, out_features)
-        self.bias = _frozen(dtype, device, out_features) if bias else None
+        self.weight = _empty(torch.int8, device, in_features, out_features)
+        self.scale = _empty(torch.float32, device, out_features)
+        self.bias = _empty(dtype, device, out_features) if bias else None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, activations: int = 15) -> Int8Linear:
@@ -47,13 +100,15 @@ class Int8Linear(nn.Module):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.weight.t(), self.scale, self.bias, self.activations)
+        self.pack()
+        weight = self.weight if self.weight.is_mkldnn else self.weight.t()
+        return int8_linear(x, weight, self.scale, self.bias, self.activations)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, activations={self.activations}"
 
 
-class Int8Experts(nn.Module):
+class Int8Experts(Int8Module):
     """Experts of a mixture with int8 weights; its parameters are made empty.
 
     gate_up_proj [E, D, 2 I] and down_proj [E, I, D], each with scales [E, outputs]: down(act(gate(x)) * up(x)), under
@@ -61,16 +116,19 @@ class Int8Experts(nn.Module):
 
     experts: the module in whose place it stands. activations: bits, 15 or 8."""
 
+    names = ("gate_up_proj", "down_proj")
+
     def __init__(self, experts: Any, activations: int = 15):
         super().__init__()
         self.num_experts, self.activations, self.act_fn = len(experts.down_proj), activations, experts.act_fn
-        for name in ("gate_up_proj", "down_proj"):
+        for name in self.names:
             weight = getattr(experts, name)
-            setattr(self, name, _frozen(torch.int8, weight.device, *weight.mT.shape))
-            setattr(self, f"{name}_scale", _frozen(torch.float32, weight.device, *weight.shape[:-1]))
+            setattr(self, name, _empty(torch.int8, weight.device, *weight.mT.shape))
+            setattr(self, f"{name}_scale", _empty(torch.float32, weight.device, *weight.shape[:-1]))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D]: the sum over each token's experts [T, k], weighted by `top_k_weights` [T, k]."""
+        self.pack()
         output = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             if expert < self.num_experts:  # larger numbers stand for none
@@ -82,9 +140,14 @@ class Int8Experts(nn.Module):
         return output
 
     def _linear(self, name: str, expert: int, x: Tensor) -> Tensor:
-        weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        return int8_linear(x, weight[expert].t(), scale[expert], activations=self.activations)
+        weight, scale = getattr(self, name)[expert], getattr(self, f"{name}_scale")
+        weight = weight if weight.is_mkldnn else weight.t()
+        return int8_linear(x, weight, scale[expert], activations=self.activations)
 
 
-def _frozen(dtype: torch.dtype | None, device: Any, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def _freeze(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _empty(dtype: torch.dtype | None, device: Any, *shape: int) -> nn.Parameter:
+    return _freeze(torch.empty(shape, dtype=dtype, device=device))

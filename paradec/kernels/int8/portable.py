@@ -1,8 +1,12 @@
-"""Linear layers with int8 weights on `torch._int_mm`, and a check that its products are exact here."""
+"""Linear layers with int8 weights on `torch._int_mm` or oneDNN's packed weights, and checks that products are exact.
+
+oneDNN reads packed weights in one pass, where `torch._int_mm` packs them again for each product."""
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +14,14 @@ from torch.nn import functional
 
 from paradec.kernels.int8.reference import HIGH, LARGEST, quantize_rows
 
-ROWS_PER_PRODUCT = 1024
-"""Rows of activations in one product, which bounds the memory of its int32 sums."""
-MAX_INPUTS = (2**31 - 1) // LARGEST**2
-"""Width beyond which an int32 sum may overflow."""
+SUMS_PER_PRODUCT = 2**24
+"""Sums of one product, which bounds its memory."""
+MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
+"""Width beyond which an int32 sum may overflow; products of packed weights take activations as 0..255."""
 MIN_CUDA_ROWS = 32
 """`torch._int_mm` takes more than 16 rows on CUDA, and sizes in multiples of 8."""
+SLOW = 0.02
+"""Seconds of the product in `has_packed_product` that only oneDNN's reference takes: 0.1 s; fast ones take 0.1 ms."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activations: int = 15) -> Tensor:
@@ -23,7 +29,8 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 
     Args:
         x: [..., K], any float dtype; rows with NaN or infinity (also as float32) give NaN.
-        weight: int8 [N, K] in any layout, fastest as the transpose of [K, N]. scale: float32 [N].
+        weight: int8 [N, K] in any layout, fastest as the transpose of [K, N]; or packed (`pack_weight`).
+        scale: float32 [N].
         bias: [N] or None.
         activations: 15 bits in two int8 rows, or 8 bits.
 
@@ -32,22 +39,23 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     """
     flat = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu" or (x.is_cuda and not any(size % 8 for size in weight.shape)):
-        parts = [_product(part, weight, scale, activations) for part in flat.split(ROWS_PER_PRODUCT)]
+        rows = max(1, SUMS_PER_PRODUCT // len(scale))
+        parts = [_product(part, weight, scale, bias, activations).to(x.dtype) for part in flat.split(rows)]
         result = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:  # no integer product on this device
         result = functional.linear(flat.float(), weight.float()) * scale
-    if bias is not None:
-        result += bias
-    return result.to(x.dtype).view(*x.shape[:-1], len(weight))
+        result = (result if bias is None else result + bias).to(x.dtype)
+    return result.view(*x.shape[:-1], len(scale))
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, activations: int) -> Tensor:
     rows, row_scale = quantize_rows(x, activations)
-    products = _int_product(rows, weight)
+    products = _packed_product(rows, weight) if weight.is_mkldnn else _int_product(rows, weight)
     result = products[: len(x)].to(torch.float32)
     if activations != 8:
         result = result.mul_(HIGH).add_(products[len(x) :])
-    return result.mul_(row_scale.unsqueeze(-1)).mul_(scale)
+    result = result.mul_(row_scale.unsqueeze(-1)).mul_(scale)
+    return result if bias is None else result.add_(bias)
 
 
 def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -60,6 +68,46 @@ def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(rows, weight.t())[:count]
 
 
+def is_packable(weight: Tensor) -> bool:
+    """Whether an int8 weight is plain, and this processor has products of packed ones."""
+    return weight.device.type == "cpu" and not weight.is_mkldnn and has_packed_product()
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Pack an int8 matrix [N, K]. `to_dense()` of the result is [K, N]; it has no storage to copy or write."""
+    return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+
+
+def _packed_product(rows: Tensor, packed: Tensor) -> Tensor:
+    """float32 [M, N]: rows int8 [M, K] times packed [K, N], whose int32 sums are exact.
+
+    oneDNN's fast product takes unsigned rows and their zero point."""
+    if not len(rows):
+        return torch.empty(0, packed.shape[1])
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    shifted = rows.view(torch.uint8) ^ 128
+    arguments: tuple[Any, ...] = (shifted, 1.0, 128, packed, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    return torch.ops.onednn.qlinear_pointwise(*arguments)
+
+
+@lru_cache
+def has_packed_product() -> bool:
+    """Whether this processor has products of packed weights that are exact and fast. Checked once per process."""
+    try:
+        if not all(_is_exact(rows, 127, "cpu", packed=True) for rows in (1, 2, 3, 16, 67)):
+            return False
+        rows = torch.zeros(16, 512, dtype=torch.int8)
+        packed = torch.ops.onednn.qlinear_prepack(torch.zeros(512, 512, dtype=torch.int8), None)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            _packed_product(rows, packed)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) < SLOW
+    except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
+
+
 @lru_cache
 def weight_bits(device_type: str = "cpu") -> int:
     """The bits of weights for which products are exact on this kind of device: 8, or 7 where sums of two products
@@ -70,14 +118,18 @@ def weight_bits(device_type: str = "cpu") -> int:
     raise RuntimeError(f"torch._int_mm gives wrong sums on this {device_type}, so that int8 weights cannot be used")
 
 
-def _is_exact(count: int, largest: int, device_type: str) -> bool:
+def _is_exact(count: int, largest: int, device_type: str, packed: bool = False) -> bool:
     """Compare a product of extreme and random values with int64."""
     generator = torch.Generator().manual_seed(0)
     for width in (64, 1000):
         rows = torch.randint(-LARGEST, LARGEST + 1, (count, width), generator=generator)
         weight = torch.randint(-largest, largest + 1, (96, width), generator=generator)
         rows[0], weight[0], weight[1] = LARGEST, largest, -largest
-        product = _int_product(rows.to(device_type, torch.int8), weight.to(device_type, torch.int8)).cpu()
-        if not torch.equal(product.long(), rows @ weight.t()):
+        int8_rows, int8_weight = (values.to(device_type, torch.int8) for values in (rows, weight))
+        if packed:
+            product = _packed_product(int8_rows, torch.ops.onednn.qlinear_prepack(int8_weight, None))
+        else:
+            product = _int_product(int8_rows, int8_weight).cpu()
+        if not torch.equal(product, (rows @ weight.t()).to(product.dtype)):
             return False
     return True
