@@ -1,8 +1,8 @@
-"""Base classes of image models: their samplers, requests and pictures.
+"""Base classes of image models.
 
 Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, the model's outputs. Prompts
-may have ids from there on, which only the model's embedding knows: a class label, a place in a caption, other text.
-Data of a request's rows is in a copy of the adapter, made by `request`.
+may also have larger ids, which only the model's embedding knows: a class label, a position in a caption, other text.
+Each request makes a copy of the adapter, with the data of the request's rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ImageRequest:
     """The adapter, or a copy of it for this request's rows."""
     prompts: Any
     unconditional: Any = None
-    """Prompts of the guidance branch, one per row, of any length; None where guidance needs no other prompts."""
+    """Prompts of the guidance branch, one per row, of any length; None if guidance needs no prompts."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Reading:
     """A state's `B` pictures of `N` tokens after `S` steps."""
 
     tokens: Tensor
-    """[B, N] int64 on the host; [B, N, C'] float where they are continuous."""
+    """[B, N] int64 on the host; [B, N, C'] float if tokens are continuous."""
     whole: bool
     """Whether all tokens are final."""
     accepted: np.ndarray
@@ -55,8 +55,8 @@ class Reading:
 
 
 class PictureModel:
-    """Base of all image models. A kind states its samplers and conditions, and implements `grid`, `read` and others as
-    needed."""
+    """Base of all image models. A subclass states its samplers and conditions, and implements `grid`, `read` and others
+    as needed."""
 
     makes: ClassVar[str] = ""
     """The kind, one of `paradec.core.checks.MODELS`."""
@@ -64,7 +64,7 @@ class PictureModel:
     """The family of its samplers."""
     default_sampler: ClassVar[str] = ""
     sampler_names: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
-    """Aliases of samplers for this kind of model: name and preset."""
+    """Aliases of samplers for this kind of model -> (sampler, preset)."""
     sampler_settings: ClassVar[tuple[str, ...]] = ()
     """Arguments of a request that are settings of these samplers."""
     title: ClassVar[str] = ""
@@ -89,22 +89,22 @@ class PictureModel:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Options that a model which drafts for this one is loaded with."""
+        """Options for loading a model that drafts for this one."""
         return {}
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """Default fields of a request with this sampler."""
+        """Default fields of a request that uses this sampler."""
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture in pixels; by default the model's own size. Raises ValueError for another one."""
+        """The raster of a picture of this size in pixels, by default the model's. Raises ValueError for other sizes."""
         raise NotImplementedError
 
     def square_grid(
         self, side: int, codes: int, height: int | None, width: int | None, scale: int | None = None
     ) -> Grid:
-        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids, each `scale` pixels wide
-        (by default the decoder's, 16 without one). Raises ValueError for another size."""
+        """The raster of a model with a single size: `side` x `side` tokens of the first `codes` ids. Raises ValueError
+        for another size. scale: pixels along one side of a token; by default the decoder's, 16 without one."""
         if scale is None:
             scale = 16 if self.decoder is None else self.decoder.config.scale
         for name, value in (("height", height), ("width", width)):
@@ -117,8 +117,8 @@ class PictureModel:
         return Grid(side, side, range(codes))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` rows for every prompt or label, copies side by side; here for class labels
-        (an int or several) of the `facts.classes`. Raises ValueError or TypeError for other conditions."""
+        """Lay out one request: `num_images` adjacent rows for every prompt or label. Here conditions are class labels,
+        an int or several, below `facts.classes`. Raises ValueError or TypeError for other conditions."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, labels_of(conditions, self.facts.classes, num_images))
 
@@ -127,14 +127,14 @@ class PictureModel:
         return sampler.start(image_request.model, image_request.prompts, request)
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        """Read a state's pictures, also of an unfinished one."""
+        """Read the pictures of a state, finished or not."""
         raise NotImplementedError
 
     def check_decodes(self) -> None:
         """Raise ValueError without a decoder."""
         if (option := self.decoder_option) is not None and self.decoder is None:
             raise ValueError(
-                f"{self.facts.name} has no {option.upper()} decoder; load it with {option}=..., or take "
+                f"{self.facts.name} has no {option.upper()} decoder; load it with {option}=..., or request "
                 "output_type='latent'"
             )
 
@@ -182,10 +182,10 @@ class ImageModel(PictureModel, Decoder):
     supports_visibility = True
     has_head = True
 
-    # ---- what a family says ---------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------------
 
     def codebook(self) -> Tensor | None:
-        """[vocab_size, d] float: the code of every id, NaN for ids that are no image tokens; None without VQ."""
+        """[vocab_size, d] float: the code vector of every id, NaN for ids that are no image tokens; None without VQ."""
         return None if self.vq is None else self.vq.quantize.codes
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
@@ -207,7 +207,7 @@ class ImageModel(PictureModel, Decoder):
         """The output matrix alone: hidden states [R, W, d] -> logits [R, W, V]."""
         raise NotImplementedError
 
-    # ---- what all share -------------------------------------------------------------------------------------------
+    # ---- shared ---------------------------------------------------------------------------------------------------
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request over the grid, guided by the unconditional prompts."""
@@ -234,7 +234,7 @@ class ImageModel(PictureModel, Decoder):
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        """[R, 1, Q, K] bool: stored keys, and the call's own, up to each column's position."""
+        """[R, 1, Q, K] bool: the store's and the call's keys that each column sees, those up to its position."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask
@@ -265,7 +265,7 @@ def labels_of(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
 
 
 def exact_prompts(rows: list[list[int]]) -> Prompts:
-    """Build prompts of rows of ids, without anything before them."""
+    """Build prompts whose rows are exactly these ids."""
     return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
 
 
@@ -288,7 +288,7 @@ def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any,
 
 
 def request_rows(query: Query, batch: int) -> Tensor:
-    """[R] int64: the index of each row of a call in a request's `batch` rows; those of the guidance branch follow."""
+    """[R] int64: the request's row of each row of a call; rows of the guidance branch have `batch` added."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
     if isinstance(query, WindowQuery) and query.window.copies is not None:
         rows = rows.repeat_interleave(torch.as_tensor(query.window.copies, device=rows.device))

@@ -1,4 +1,4 @@
-"""The transformer block that MAR, LPD and the masked models have in common; parameter names are those of timm's."""
+"""The transformer block that MAR, LPD and the masked models share; parameter names are timm's."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class ChameleonLayout:
     start, end: ids around a picture. row_end: id after every row, or None.
     side: image tokens along one side by default.
     turn_end: id between a caption and its picture, or None. end_of_text: id after the end of the picture, or None.
-    first_size: ids from here on state height and width, in units of 32 pixels, after `start`; None allows the default
-        square alone.
+    first_size: after `start`, ids first_size + height and first_size + width state the size in units of 32 pixels; None
+        allows only the default square.
     guidance_scale, top_k: the authors' settings.
     instruction: the text before a caption; `{width}` and `{height}` are pixels."""
 
@@ -60,10 +60,10 @@ PIXELS_PER_SIZE = 32
 
 class ChameleonModel(TextToImageModel):
     """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start (and
-    its sizes); the guidance branch's begins there. Raises ValueError for a codebook or vocabulary that does not fit.
+    its sizes), which is all of the guidance branch's prompt. Raises ValueError for an unfit codebook or vocabulary.
 
     layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
-    vq: the VQ autoencoder with its decoder; None gives tokens alone. tokenizer: None takes prompts as ids alone."""
+    vq: the VQ autoencoder with its decoder; with None only tokens are made. tokenizer: with None, prompts are ids."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ChameleonModel(TextToImageModel):
                 pixels = layout.side * self.scale
                 raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {pixels} x {pixels} pixels")
             if layout.first_size is not None and side * self.scale % PIXELS_PER_SIZE:
-                raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}: sizes are named so")
+                raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}, the unit of sizes")
             sides.append(side)
         tail = (layout.end,) if layout.end_of_text is None else (layout.end, layout.end_of_text)
         rows, columns = sides
@@ -124,7 +124,7 @@ class ChameleonModel(TextToImageModel):
         if self.vq is None:
             raise ValueError(
                 f"{self.facts.name} was made without a VQ decoder, which transformers' Chameleon does not have; give "
-                "vq= (Chameleon's vqgan.ckpt), or ask for output_type='latent'"
+                "vq= (Chameleon's vqgan.ckpt), or request output_type='latent'"
             )
 
 
@@ -140,7 +140,7 @@ def load_chameleon(
     """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format. Raises CheckpointError
     for another checkpoint, ValueError for an unknown layout.
 
-    layout: "anole", "lumina-mgpt" or a custom one; None goes by the name of the source.
+    layout: "anole", "lumina-mgpt" or a custom one; None chooses by the source's name.
     vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`."""
     if layout is None:
         layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
@@ -149,7 +149,7 @@ def load_chameleon(
         layout = LAYOUTS[layout]
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq, "chameleon")
-    # the encoder is not used, nor is the codebook next to that of `vq`
+    # the encoder is never used, the codebook only without `vq`
     unused_weights = r"model\.vqmodel\.(?!quantize\.)" if vq is None else r"model\.vqmodel\."
     module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unused_weights)
     if device is not None:

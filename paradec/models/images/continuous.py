@@ -19,7 +19,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Kept:
-    """Keys and values of a full evaluation, per branch and row, for the local ones of its group."""
+    """Keys and values of a full evaluation, per branch and row, which local evaluations of its group reuse."""
 
     encoder: Keys
     decoder: Keys
@@ -27,40 +27,40 @@ class Kept:
 
 @dataclass
 class ContinuousQuery:
-    """One evaluation of encoder, decoder and head (`paradec.models.images.mar`). `B` rows; positions count row by row.
-    With `branches == 2` the model evaluates every row a second time, without its class."""
+    """One evaluation of encoder, decoder and head (`paradec.models.images.mar`) for `B` rows. Positions are in raster
+    order. With `branches == 2` the model evaluates every row a second time, without its class."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
     tokens: Tensor
-    """[B, N, channels]: what is encoded."""
+    """[B, N, channels]: tokens to encode."""
     known: Tensor
-    """[B, N] int64: where it is in the image."""
+    """[B, N] int64: their positions in the image."""
     targets: Tensor
-    """[B, M] int64: positions that are decoded: all, or a group's."""
+    """[B, M] int64: positions to decode: all, or a group's."""
     columns: Tensor
-    """[B, N] int64: where in `targets` the known ones are."""
+    """[B, N] int64: indices in `targets` of the known positions."""
     wanted: Tensor
-    """[B, W] int64: where in `targets` the positions are that the head draws."""
+    """[B, W] int64: indices in `targets` of the positions that the head draws."""
     labels: Tensor
     """[B] int64."""
     noise: Tensor
-    """[B, W, steps + 1, channels] float64 standard normal numbers for the head, with as many steps."""
+    """[B, W, steps + 1, channels] float64 standard normal numbers for `steps` steps of the head."""
     temperature: float
     guidance: float | None
     """The scale at this step; None evaluates one branch."""
     kept: Kept | None = None
     """Keys and values that a local step reads; None evaluates everything."""
     drop: Tensor | None = None
-    """[B, U] int64: positions whose keys and values a full step does not keep (the group's); None keeps nothing."""
+    """[B, U] int64: positions (the group's) whose keys and values a full step does not return; None returns none."""
     keep_buffer: bool = False
-    """Whether the class tokens' keys and values are kept too; else local steps evaluate these again."""
+    """Whether the class tokens' keys and values are reused too; else local steps evaluate these tokens again."""
     branches: int = 1
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions of the image decoded for each row in one branch."""
     kind: str = "full"
     sections: tuple[int, ...] | None = None
-    """Numbers of the head's steps in equal sections of its training steps; None spaces all evenly."""
+    """Numbers of the head's steps in equal sections of its training steps; None spaces all steps evenly."""
 
 
 @dataclass
@@ -90,8 +90,8 @@ TRAINED_STEPS = 1000
 
 
 class DiffusionHead(nn.Module):
-    """Draws a token from noise and the decoder's state: DDPM with a cosine schedule of 1000 steps, some of them taken,
-    and a learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
+    """Draws a token from noise and the decoder's state: DDPM with some of the 1000 steps of a cosine schedule, and a
+    learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
 
     def __init__(self, channels: int, condition: int, width: int, depth: int):
         super().__init__()
@@ -118,7 +118,7 @@ class DiffusionHead(nn.Module):
         noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used). Draws
             have its dtype, float32 at least.
         temperature: scales the noise of steps, not the start's.
-        guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
+        guidance: s in uncond + s (cond - uncond), only for the predicted noise; None evaluates no second branch.
         sections: as `ContinuousQuery.sections`; they sum up to `steps`."""
         times, table = solver(sections or (noise.shape[1] - 1,))
         x = noise[:, 0]
@@ -165,11 +165,11 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
     betas = np.array([min(1 - alpha_bar((t + 1) / TRAINED_STEPS) / alpha_bar(t / TRAINED_STEPS), 0.999) for t in grid])
     alphas_cumprod = np.cumprod(1 - betas)[times]
     alphas_cumprod_prev = np.append(1.0, alphas_cumprod[:-1])
-    betas = 1 - alphas_cumprod / alphas_cumprod_prev  # of the steps that are taken
+    betas = 1 - alphas_cumprod / alphas_cumprod_prev  # of the evaluated steps
     posterior = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
     table = {
         "log_beta": np.log(betas),
-        # the first one is 0; the second one replaces it
+        # the first variance is 0; the second one replaces it
         "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
         "recip": np.sqrt(1 / alphas_cumprod),
         "recip_minus_one": np.sqrt(1 / alphas_cumprod - 1),

@@ -42,7 +42,7 @@ class DiffusionModel(Adapter):
         condition or shape, or a label out of range.
 
         latent: [B, C, H, W]. branches: 1, or 2 to append the unconditional rows.
-        values: "class_labels", an int for all rows or one per row; the one after the last class is unconditional."""
+        values: "class_labels", an int for all rows or one per row; the label after the last class is unconditional."""
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):
             raise ValueError(f"latent has shape {tuple(latent.shape)}, not [batch, {self.channels}, {size}, {size}]")

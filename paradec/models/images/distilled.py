@@ -1,7 +1,7 @@
 """Distilled Decoding (Liu et al., arXiv 2412.17153): students' query, answer and adapter.
 
-A student maps one noise vector per token to its teacher's picture, in one call or few; it is a changed network of the
-teacher's kind (`distilled_llamagen`, `distilled_var`).
+A student maps one noise vector per token to its teacher's picture, in one or a few calls. Its network is a variant of
+the teacher's (`distilled_llamagen`, `distilled_var`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Stages:
     """The stages that a student was trained for. Raises ValueError for a stage out of range."""
 
     kept: tuple[int, ...]
-    """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""
+    """[T + 1]: K(t), the number of data tokens at stage t, from 0 to all; the noise after them is decoded again."""
     second: int
     """The stage of the second of two calls."""
     split: int
-    """K(split) tokens become codes at every call; those after them stay as the continuous head gives them."""
+    """The first K(split) tokens become codes at every call; later tokens remain the continuous head's vectors."""
     scales: bool = False
     """Whether a stage is a scale of VAR; otherwise it is a cell of the raster."""
 
@@ -94,7 +94,7 @@ class ContinuousHead(nn.Module):
 
 
 class DistilledModel(PictureModel, Adapter):
-    """Base of the students' adapters. A kind implements `codes`, `grid`, `latent` and `_pixels`.
+    """Base of the students' adapters. A subclass implements `codes`, `grid`, `latent` and `_pixels`.
 
     module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
     defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
@@ -113,7 +113,7 @@ class DistilledModel(PictureModel, Adapter):
         self.facts = facts
         self.defaults = merge_defaults({"steps": 2, **self.taught}, defaults)
 
-    # ---- what a kind says -----------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------------
 
     def codes(self) -> Tensor:
         """[V, C]: the code vectors as the student reads them."""
@@ -123,7 +123,7 @@ class DistilledModel(PictureModel, Adapter):
         """Raise TypeError or ValueError unless it is a teacher of this student's kind and sizes."""
         raise NotImplementedError
 
-    # ---- what all share -------------------------------------------------------------------------------------------
+    # ---- shared ---------------------------------------------------------------------------------------------------
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -144,5 +144,5 @@ class DistilledModel(PictureModel, Adapter):
 
     def read(self, state: Any, grid: Grid) -> Reading:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        prompt_lengths = [self.facts.stages.kept[-1] - grid.length] * state.batch  # of scales the last is the raster
+        prompt_lengths = [self.facts.stages.kept[-1] - grid.length] * state.batch  # VAR's last scale is the grid
         return Reading(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

@@ -82,7 +82,7 @@ class DistilledLlamaGen(nn.Module):
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
-        x = x + self.n_d_embed((column <= num_codes).long())  # the class is data
+        x = x + self.n_d_embed((column <= num_codes).long())  # the class counts as data
         rotation = angles((column - 1).expand(len(x), -1), self.config)
         for layer in self.layers:
             x = layer(x, rotation, None, None)
@@ -91,7 +91,7 @@ class DistilledLlamaGen(nn.Module):
 
 
 class DistilledLlamaGenModel(DistilledModel):
-    """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t. Raises ValueError without the right
+    """The adapter of a `DistilledLlamaGen`. A stage is a cell: K(t) = t. Raises ValueError for a missing or unfit
     codebook.
 
     vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
@@ -130,7 +130,7 @@ class DistilledLlamaGenModel(DistilledModel):
         return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Vectors [B, N, C] -> [B, C, h, w], what the decoder reads."""
+        """Vectors [B, N, C] -> [B, C, h, w], the decoder's input."""
         return tokens.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
 
     def _pixels(self, latent: Tensor) -> Tensor:

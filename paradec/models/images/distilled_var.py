@@ -42,7 +42,7 @@ class DistilledVAR(VAR):
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
         level = nn.functional.pad(1 + self.levels(0, self.ends[-1]), (1, 0))  # the class is level 0
-        mark = self.n_d_embed((column <= num_codes).long())  # [1 + L, width]; the class is data
+        mark = self.n_d_embed((column <= num_codes).long())  # [1 + L, width]; the class counts as data
         x = x + self.lvl_embed(level) + self.pos_1LC + mark
         # a token sees coarser scales and itself
         mask = (level.unsqueeze(1) > level) | (column.unsqueeze(1) == column)
@@ -54,7 +54,7 @@ class DistilledVAR(VAR):
 
 
 class DistilledVARModel(ScalePictures, DistilledModel):
-    """The adapter of a `DistilledVAR`. Its stages are scales: K(t) counts the tokens of the first t.
+    """The adapter of a `DistilledVAR`. A stage is a scale: K(t) counts the tokens of the first t scales.
 
     vq: the multi-scale VQ autoencoder of its teacher.
     defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
@@ -94,7 +94,7 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         fields = ("scales", "classes", "codebook_size", "code_dim")
         check_alike("teacher", teacher, self, teacher.module, self.module, fields)
         if not torch.equal(teacher.codes.float().cpu(), self.codes().float().cpu()):
-            raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both one vq")
+            raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both the same vq")
 
 
 def load_distilled_var(
@@ -125,5 +125,5 @@ def load_distilled_var(
 
 
 def drop_class_row(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A student's weights without the row for the class: with the sizes of its teacher's."""
+    """A student's weights without the class's row, so that they have the sizes of its teacher's."""
     return weights | {"pos_1LC": weights["pos_1LC"][:, 1:], "lvl_embed.weight": weights["lvl_embed.weight"][1:]}

@@ -29,7 +29,7 @@ class Emu3Model(TextToImageModel):
         eos = self.text_config.eos_token_id
         eos = next(iter(eos), None) if isinstance(eos, (list, tuple)) else eos
         if eos is None:
-            raise ValueError(f"eos_token_id of {self.facts.name} is not known: its text config does not say it")
+            raise ValueError(f"the text config of {self.facts.name} has no eos_token_id")
         self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), eos)
 
     def _token(self, text: str) -> int:
@@ -65,6 +65,6 @@ class Emu3Model(TextToImageModel):
 def load_emu3(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> Emu3Model:
-    """Read an Emu3 from a folder or hub repository. Raises CheckpointError where there is none."""
+    """Read an Emu3 from a folder or hub repository. Raises CheckpointError for another checkpoint."""
     module, tokenizer = pretrained(source, "Emu3ForConditionalGeneration", dtype, revision)
     return Emu3Model(module if device is None else module.to(device), tokenizer)

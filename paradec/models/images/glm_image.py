@@ -1,5 +1,5 @@
 """GLM-Image's prior (zai-org/GLM-Image, folder `vision_language_encoder`) on transformers' class: a small raster of
-codes, then the large one, which a DiT draws."""
+codes, then a large one, from which a DiT draws the picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 SCALE = 32
 """Pixels along one side of a code of the large raster."""
 PREVIEW = 16
-"""Codes along one side of the small raster, where it is a square."""
+"""Codes along one side of the small raster, if it is a square."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class PreviewGrid(Grid):
 def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, grid: Grid) -> Tensor:
     """[len(row) + grid.length, 3] int64: time, row and column of every token of a prompt and its answer.
 
-    A text's token has one number three times; a picture whose first cell has the number p has (p, p + i, p + j) at row
-    i and column j; the next token has p + max(rows, columns).
+    A text token at p has (p, p, p). A picture that starts at p has (p, p + i, p + j) at row i and column j, and the
+    next token is at p + max(rows, columns).
 
-    row: ids of the prompt, with a picture of each of `sources` (rows, columns) after an id `start`."""
+    row: ids of the prompt; the pictures `sources` (rows, columns) follow its ids `start` in order."""
     chunks, base, index, source_sizes = [], 0, 0, iter(sources)
     while index < len(row):
         chunks.append(torch.full((1, 3), base))
@@ -100,9 +100,9 @@ def _raster(base: int, height: int, width: int) -> Tensor:
 @dataclass(init=False, eq=False, repr=False)
 class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`, without guidance. Its pictures are codes
-    (`output_type="latent"`); GlmImagePipeline takes `out.prior_token_ids`. An end token is never drawn.
+    (`output_type="latent"`); GlmImagePipeline accepts `out.prior_token_ids`. An end token is never drawn.
 
-    tokenizer: the checkpoint's processor (`GlmImageProcessor`); None takes prompts as ids alone."""
+    tokenizer: the checkpoint's processor (`GlmImageProcessor`); with None, prompts are ids."""
 
     _token_positions: Tensor | None = field(default=None, metadata=ROWS)
     """[B, L, 3] int64 of a request's rows."""
@@ -114,7 +114,7 @@ class GlmImageModel(TextToImageModel):
         super().__init__(module, config.text_config.vision_vocab_size, tokenizer, name)
         if config.vq_config.num_embeddings > self.facts.vocab_size:
             raise ValueError(
-                f"the codebook has {config.vq_config.num_embeddings} entries; {self.facts.name} names "
+                f"the codebook has {config.vq_config.num_embeddings} entries; {self.facts.name} has "
                 f"{self.facts.vocab_size} ids"
             )
         self.cells = range(config.vq_config.num_embeddings)
@@ -140,13 +140,13 @@ class GlmImageModel(TextToImageModel):
         rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):
             raise ValueError(
-                "prompts hold pictures, whose rows and columns ids do not tell: edit with the pipeline, "
+                "prompts hold pictures, whose rows and columns are unknown: edit with the pipeline, "
                 "paradec.accelerate(pipe, prior=...)"
             )
         return self.lay_out(rows, [()] * len(rows), grid)
 
     def lay_out(self, rows: list[list[int]], sources: Sequence[Sequence[tuple[int, int]]], grid: Grid) -> ImageRequest:
-        """Build a request of rows of ids, and of the rows and columns of the source pictures in each."""
+        """Build a request from rows of ids and, for each of them, the source pictures' (rows, columns)."""
         self._check_prompts(rows, grid)
         positions = [token_positions(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
         table = torch.nn.utils.rnn.pad_sequence(positions, batch_first=True).to(self.device)
@@ -163,7 +163,7 @@ class GlmImageModel(TextToImageModel):
             "out.prior_token_ids to GlmImagePipeline; or attach to it with paradec.accelerate(pipe, prior=...)"
         )
 
-    # ---- what the pipeline's processor makes of prompts -------------------------------------------------------------
+    # ---- prompts from the pipeline's processor ----------------------------------------------------------------------
 
     def insert_codes(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
         """Replace the image placeholders in ids [B, L] by the codes of the source pictures.
@@ -182,8 +182,8 @@ class GlmImageModel(TextToImageModel):
     def read_grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """The grid of all rows, and each row's source pictures, as in `insert_codes`. Raises ValueError for unlike
-        targets."""
+        """The grid of all rows, and each row's source pictures; arguments as in `insert_codes`. Raises ValueError if
+        rows have different targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
         target_sets, sources, start = set(), [], 0
@@ -194,7 +194,7 @@ class GlmImageModel(TextToImageModel):
             start += count
         targets = next(iter(target_sets))
         if len(target_sets) != 1 or not 1 <= len(targets) <= 2:
-            raise ValueError(f"image_grid_thw={grids.tolist()} asks for unlike pictures; give them one by one")
+            raise ValueError(f"image_grid_thw={grids.tolist()} requests different pictures; give them one by one")
         return self.make_grid(targets[0], targets[1] if len(targets) == 2 else None), sources
 
     # ---- the network ----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class GlmImageModel(TextToImageModel):
     def _positions(self, query: Query) -> Tensor:
         """[3, R, Q] int64: the positions of a call's columns."""
         if (table := self._token_positions) is None:
-            raise ValueError(f"{self.facts.name} places its tokens by request: call the model that request() gives")
+            raise ValueError(f"{self.facts.name} needs a request's token positions: call the model from request()")
         table = table[request_rows(query, len(table)).to(table.device)]
         index = query.positions.clamp(0, table.shape[1] - 1)
         return table.gather(1, index.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
@@ -217,14 +217,14 @@ class GlmImageModel(TextToImageModel):
 def load_glm_image(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> GlmImageModel:
-    """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`, with
-    its processor there or in `processor` beside it, if any. Raises CheckpointError."""
+    """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`. A
+    processor in that folder, or in `processor` next to it, is read too. Raises CheckpointError for wrong files."""
     module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
     processor, path = None, os.fspath(source)
     for folder in (path, os.path.join(path, os.pardir, "processor")):
         if os.path.isfile(os.path.join(folder, "processor_config.json")):
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(folder)  # a tokenizer by itself does not write sizes
+            processor = AutoProcessor.from_pretrained(folder)  # a plain tokenizer adds no sizes to prompts
             break
     return GlmImageModel(module if device is None else module.to(device), processor)

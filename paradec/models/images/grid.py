@@ -15,9 +15,8 @@ from paradec.core.checks import check_int, shown
 
 @dataclass(frozen=True)
 class Grid:
-    """The layout of everything after the prompt: `head`, then `height` rows of `width` image tokens, each closed by
-    `row_end` if given, then `tail`. Offsets count from the end of the prompt. Samplers write all but image tokens
-    unchanged.
+    """The layout of all tokens after the prompt: `head`, then `height` rows of `width` image tokens, each followed by
+    `row_end` unless None, then `tail`. Offsets count from the end of the prompt. Samplers choose only the image tokens.
 
     cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
     row_end: id after every row, or None. head, tail: ids before the first row and after the last.
@@ -51,7 +50,7 @@ class Grid:
 
     @property
     def rasters(self) -> tuple[tuple[int, int, int], ...]:
-        """Each raster as the offset of its first image token, its rows and its columns, in the order of writing."""
+        """Each raster as (offset of its first image token, rows, columns), in sequence order."""
         return ((len(self.head), self.height, self.width),)
 
     def line(self, offsets: Tensor) -> tuple[Any, Any]:
@@ -64,7 +63,7 @@ class Grid:
 
     @cached_property
     def layout(self) -> Tensor:
-        """[length] int64: the id that must be at each offset, -1 where an image token is."""
+        """[length] int64: the fixed id at each offset; -1 for image tokens."""
         row = [-1] * self.width + ([] if self.row_end is None else [self.row_end])
         return torch.tensor([*self.head, *row * self.height, *self.tail])
 
@@ -90,7 +89,7 @@ class Grid:
         cell_ids = tokens[:, self.cell_offsets.to(tokens.device)]
         index = torch.searchsorted(cells[order], cell_ids).clamp(max=len(cells) - 1)
         if (cells[order][index] != cell_ids).any():
-            raise ValueError("a token in the image is none of the grid's cells")
+            raise ValueError("a token in the image is not one of the grid's cells")
         return order[index].unflatten(1, (self.height, self.width))
 
 

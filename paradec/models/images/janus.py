@@ -16,8 +16,8 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
 class JanusModel(TextToImageModel):
     """The adapter of transformers' `JanusForConditionalGeneration`. Samplers see image ids 0 to V - 1 unchanged and
-    text id t, in prompts alone, as V + t. The guidance branch reads the prompt with padding for all but its beginning
-    of text and of image. Without a tokenizer prompts are ids."""
+    text id t (only in prompts) as V + t. In the guidance branch's prompt, padding replaces all ids except the
+    beginnings of text and of image. Without a tokenizer prompts are ids."""
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 
@@ -32,7 +32,7 @@ class JanusModel(TextToImageModel):
             token_ids[field] = getattr(self.text_config, field, None) if value is None else value
         for field, value in token_ids.items():
             if value is None:
-                raise ValueError(f"{field} of {self.facts.name} is not known: its generation_config does not say it")
+                raise ValueError(f"the generation_config of {self.facts.name} has no {field}")
         self.boi, self.bos, self.pad = token_ids.values()
         self.vq = module.model.vqmodel
 
@@ -68,6 +68,6 @@ class JanusModel(TextToImageModel):
 def load_janus(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> JanusModel:
-    """Read a Janus or Janus-Pro from a folder or hub repository. Raises CheckpointError where there is none."""
+    """Read a Janus or Janus-Pro from a folder or hub repository. Raises CheckpointError for another checkpoint."""
     module, tokenizer = pretrained(source, "JanusForConditionalGeneration", dtype, revision)
     return JanusModel(module if device is None else module.to(device), tokenizer)

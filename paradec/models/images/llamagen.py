@@ -4,7 +4,7 @@ Parameter names are those of the published checkpoints. Unlike a plain Llama, th
 
 - rotates adjacent numbers of a head as pairs, half of them by the row and half by the column of the token's cell;
 - rotates condition tokens by zero in cosine and sine: their queries and keys vanish, and every query scores them 0;
-- pads captions on the left. Without the padding nothing changes, since the cell alone gives the angle.
+- pads captions on the left. Here there is no padding; results are equal, since angles depend only on the cell.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LlamaGenConfig:
         check_divides("n_kv_head", self.num_key_value_heads, "n_head", self.n_head)
 
     head_dim = property(lambda self: self.dim // self.n_head)
-    # what stores are sized by, under transformers' names
+    # sizes for stores, by transformers' names
     num_hidden_layers = property(lambda self: self.n_layer)
     num_attention_heads = property(lambda self: self.n_head)
     num_key_value_heads = property(lambda self: self.n_kv_head or self.n_head)
@@ -108,7 +108,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
     "7B": {"dim": 4096, "n_layer": 32, "n_head": 32},
 }
-"""Sizes by the authors' names; checkpoints are published of B, L, XL, XXL and 3B."""
+"""Sizes by the authors' names; published checkpoints are B, L, XL, XXL and 3B."""
 
 
 class RMSNorm(nn.Module):
@@ -214,15 +214,15 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Turns of pairs for cells [R, Q] (clamped): complex [R, 1, Q, head_dim / 2] of length 1; 0 for the condition."""
+    """Rotations of pairs for cells [R, Q] (clamped): unit complex [R, 1, Q, head_dim / 2]; 0 for the condition."""
     table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
     return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
 def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
-    """Turns of the condition's cell and all others [1 + grid * grid, half]; cached, since every call reads them."""
-    with torch.inference_mode(False):  # gradients may go through what is turned
+    """Rotations [1 + grid * grid, half] of the condition, then all cells; cached, since every call reads them."""
+    with torch.inference_mode(False):  # gradients may flow through rotated tensors
         cells = torch.arange(grid * grid, device=device)
         frequency = base ** -(torch.arange(0, half, 2, device=device).float() / half)
         coordinates = cells // grid, cells % grid
@@ -231,7 +231,7 @@ def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn the adjacent pairs of [R, heads, Q, head_dim]."""
+    """Rotate the adjacent pairs of [R, heads, Q, head_dim]."""
     pairs = torch.view_as_complex(widen(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
@@ -246,7 +246,7 @@ class Format:
     sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
     """Fields of the configuration that differ from a LlamaGen's of the same weights."""
     grid: int | None = None
-    """The grid, if the published files' names do not tell it."""
+    """The grid, if the published files' names do not state it."""
     nested: tuple[str, ...] = NESTED
 
 
@@ -260,9 +260,9 @@ LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
 class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
-    vq: its VQ autoencoder; None gives tokens alone.
-    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None takes captions as features.
-    defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, where not the published ones.
+    vq: its VQ autoencoder; with None only tokens are made.
+    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); with None, captions are features.
+    defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, if not the published ones.
     Raises ValueError: a codebook of another size than the network's vocabulary."""
 
     default_name: ClassVar[str] = "LlamaGen"
@@ -327,7 +327,7 @@ class LlamaGenModel(ImageModel):
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
         if negative_prompt is not None:
-            raise ValueError("negative_prompt: LlamaGen has an unconditional input of its own; leave it out")
+            raise ValueError("negative_prompt: LlamaGen has a fixed unconditional input; leave it out")
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes
@@ -337,7 +337,7 @@ class LlamaGenModel(ImageModel):
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
         learned, project = embedding.uncond_embedding, embedding.cap_proj
-        # captions are at the end of the published code's columns, and so do the learned features that replace them
+        # the published code pads captions on the left: the last learned features replace a caption's
         branches = captions + [learned[-len(caption) :] for caption in captions]
         with torch.no_grad():
             bound = self._copy_with(
@@ -387,7 +387,7 @@ class LlamaGenModel(ImageModel):
 
     def _rows(self, query: Query) -> Tensor:
         if self._prompt_length is None:
-            raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
+            raise ValueError(f"{self.facts.name} needs a request's captions: call the model from request()")
         return request_rows(query, self._prompt_length.shape[1])
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -408,7 +408,7 @@ class LlamaGenModel(ImageModel):
 
     def cells(self, query: Query) -> Tensor:
         """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
-        # a class label is one token; captions have lengths of their own
+        # a class label is one token; captions differ in length
         start = 1 if self._prompt_length is None else self._prompt_length.flatten()[self._rows(query)].unsqueeze(1)
         return query.positions - start
 
@@ -482,7 +482,7 @@ def _config(
     if n_head is None:
         n_head = next((sizes["n_head"] for sizes in PRESETS.values() if sizes["dim"] == dim), None)
         if n_head is None:
-            raise CheckpointError(f"{str(path)!r} is {dim} wide, which no published size is; give n_head")
+            raise CheckpointError(f"{str(path)!r} is {dim} wide, unlike all published sizes; give n_head")
     if grid is None:
         match = re.search(r"_(256|384|512)(?!\d)", path.name)
         if match is None:

@@ -1,4 +1,4 @@
-"""Image models by file or folder, and their loading options."""
+"""Loaders of image models, by file or folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paradec.core.checks import unknown_name
 
-if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
+if TYPE_CHECKING:  # `paradec.load` needs only the names in this file
     from paradec.models.images.base import PictureModel
 
 FAMILIES = {
@@ -41,7 +41,7 @@ MARKER_TENSORS = {
     "pos_1LC": "var",
     "token_emb.weight": "lpd",
 }
-"""The `model_type` of a single file, by a tensor that the types below lack."""
+"""Tensor's name -> `model_type` of a single file; the first name that is in the file decides."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
 
 PACKAGED_PIPELINES = ("digits-dit",)
@@ -76,7 +76,7 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where none tells."""
+    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's by default."""
     import torch
     from safetensors import safe_open
 
@@ -86,12 +86,12 @@ def file_type(source: str | os.PathLike[str]) -> str:
         if str(source).endswith(".safetensors"):
             with safe_open(source, framework="pt") as file:
                 names = set(file.keys())
-        else:  # mapped: nothing but names is read
+        else:  # mapped: only names are read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
             nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
             names = set(next((weights for key in nested if (weights := find_nested(data, key)) is not None), data))
-    except Exception:  # the loader says what is wrong with it
+    except Exception:  # the loader will report the error
         return "llamagen"
     return next((kind for name, kind in MARKER_TENSORS.items() if name in names), "llamagen")
 
@@ -105,17 +105,17 @@ def image_loader(model_type: Any) -> Callable[..., Any] | None:
 
 
 def image_adapter(model_type: str) -> type[PictureModel]:
-    """The adapter of checkpoints of this `model_type`, a key of `FAMILIES`: it says which samplers they take."""
+    """The adapter of this `model_type`, a key of `FAMILIES`: it states the samplers for such models."""
     module, _, name = FAMILIES[model_type]
     return getattr(importlib.import_module(f"paradec.models.images.{module}"), name)
 
 
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
-    """Load an image model. Raises ValueError for an option that its family does not take.
+    """Load an image model. Raises ValueError for an option that its family does not have.
 
-    options: the user's image options. common: dtype, device, revision, for families that take them."""
+    options: the user's image options. common: dtype, device, revision, for families that have them."""
     loader = image_loader(model_type)
-    assert loader is not None  # the caller asked
+    assert loader is not None  # checked by the caller
     parameters = inspect.signature(loader).parameters.values()
     allowed = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
     for name in options:

@@ -1,7 +1,7 @@
 """LPD (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957): codes of a picture in any order, in groups.
 
-Parameter names are those of the published checkpoints. Inputs are tokens (or the class), and masks that ask for one,
-with positions; the caller decides what each sees.
+Parameter names are those of the published checkpoints. Inputs are the class, tokens, and masks at positions to predict;
+the caller decides which inputs each of them sees.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LPDConfig:
 
     dim, n_layer, n_head: width, layers, heads. inner: width of the feed-forward; by default 4 dim.
     grid: codes along one side of a picture. vocab_size: codes.
-    num_classes: classes; the label `num_classes` is none of them (guidance)."""
+    num_classes: classes; the label `num_classes` is unconditional (for guidance)."""
 
     dim: int
     n_layer: int
@@ -56,7 +56,7 @@ class LPDConfig:
         check_number("norm_eps", self.norm_eps, low=0, open_low=True)
         check_divides("n_head", self.n_head, "dim", self.dim)
 
-    # what stores are sized by, under transformers' names
+    # sizes for stores, by transformers' names
     num_hidden_layers = property(lambda self: self.n_layer)
     num_attention_heads = property(lambda self: self.n_head)
     hidden_size = property(lambda self: self.dim)
@@ -73,9 +73,9 @@ GUIDANCE: dict[int, dict[tuple[int, int], float]] = {
     1280: {(256, 20): 4.9, (256, 32): 5.0, (1024, 48): 6.0},
     1536: {(256, 20): 5.9},
 }
-"""The authors' guidance, by width, and by cells and groups of a picture."""
+"""The authors' guidance scale, by width, and by cells and groups of a picture."""
 REPULSION = {(1536, 256, 20): 3.0}
-"""The repulsion of published models that differ from all others, by width, cells and groups."""
+"""Repulsion by width, cells and groups, for published models that do not use the order's default."""
 
 
 class LPD(nn.Module):
@@ -100,8 +100,8 @@ class LPD(nn.Module):
         """Inputs [R, Q, dim] of the blocks.
 
         Args:
-            ids: [R, Q] int64: a code; `vocab_size` for a mask; from there on 1 + a label.
-            positions: [R, Q] int64: 0 for the class, 1 + the cell for codes and masks; None leaves them out.
+            ids: [R, Q] int64: a code, `vocab_size` for a mask, or `vocab_size` + 1 + a label.
+            positions: [R, Q] int64: 0 for the class, 1 + the cell for codes and masks; None adds no positions.
         """
         codes, classes = self.config.vocab_size, self.config.num_classes
         label = (ids - codes - 1).unsqueeze(-1)
@@ -123,11 +123,11 @@ class LPD(nn.Module):
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All groups at once, as in training: logits [B, S, V], float32 or wider; place r is cell `order[:, r]`.
+        """All groups at once, as in training: logits [B, S, V], float32 or wider; entry r is cell `order[:, r]`.
 
         Args:
-            codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is no class.
-            order: [B, S] int64: the cells from the first to the last. sizes: of the groups, together S.
+            codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is unconditional.
+            order: [B, S] int64: the cells from the first to the last. sizes: of the groups, S in all.
         """
         size, device = order.shape[1], order.device
         ends = torch.tensor(sizes, device=device).cumsum(0)
@@ -137,7 +137,7 @@ class LPD(nn.Module):
         masks = torch.full_like(order, self.config.vocab_size)
         ids = torch.cat((classes, codes.gather(1, order)[:, :num_known], masks), 1)
         positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :num_known], 1 + order), 1)
-        # the class is of group -1; tokens see those up to their own group, masks those before theirs and each other
+        # the class is in group -1; tokens see tokens up to their group; masks see earlier groups and masks of theirs
         groups = torch.cat((group.new_full((1,), -1), group[:num_known], group))
         is_mask = torch.arange(len(groups), device=device) > num_known
         is_earlier = groups.unsqueeze(0) < groups.unsqueeze(1) + (~is_mask).unsqueeze(1)
@@ -156,10 +156,10 @@ class LPD(nn.Module):
 
 
 class LPDModel(ImageModel):
-    """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there on 1
-    + a label is a class, which is all of a prompt.
+    """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) is a cell to predict, and
+    `vocab_size` + 1 + a label is a class, which is the whole prompt.
 
-    vq: its VQ autoencoder (LlamaGen's); None gives codes alone.
+    vq: its VQ autoencoder (LlamaGen's); with None only codes are made.
     defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
     Raises TypeError: another kind of module. ValueError: another codebook than the network's, or an unknown default."""
 
@@ -216,7 +216,7 @@ class LPDModel(ImageModel):
         return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
 
     def check_prompts(self, name: str, rows: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError unless every row is one class, or none."""
+        """Raise ValueError unless every row is the id of one class, or of no class."""
         min_id, max_id = self.blank_id + 1, self.blank_id + 1 + self.module.config.num_classes
         for row in rows:
             if len(row) != 1:
@@ -232,7 +232,7 @@ class LPDModel(ImageModel):
             return answer_ranked(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
-        """The model as one of any order: rows are the class and a mask, `blank_id`, at every undecided cell."""
+        """The model as an any-order model: a row is the class, then all cells, with `blank_id` at undecided ones."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
         return self._copy_with(facts=facts, any_order=True, first_place=1, branches=branches)
 
@@ -252,11 +252,11 @@ class LPDModel(ImageModel):
         return self.module.logits(hidden)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        raise ValueError(f"{self.facts.name} is called over a store, with queries that say what each column sees")
+        raise ValueError(f"{self.facts.name} needs a store, and queries with `visible_end`")
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, GroupQuery) or query.visible_end is None:
-            raise ValueError(f"{self.facts.name} is called with queries that say what each column sees")
+            raise ValueError(f"{self.facts.name} needs queries with `visible_end`")
         mask, slots = store.visible(query)
         visible = (slots.unsqueeze(1) < query.visible_end.unsqueeze(2)).unsqueeze(1)
         return visible if mask is None else visible & mask
@@ -284,9 +284,9 @@ def load_lpd(
     """Read an LPD. Raises CheckpointError for a wrong file or unknown heads, ValueError for a wrong argument or
     codebook.
 
-    source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or a
-        folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the VQ's file; "defaults" of
-        requests) and `model.safetensors`.
+    source: a published `.pth` file (only its tensors are read), a `.safetensors` file with the same names, or a folder
+        with `config.json` (`n_head` and other fields of `LPDConfig`; "vq", the VQ's file; "defaults" of requests) and
+        `model.safetensors`.
     vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
     grid: codes along one side, to which the file's positions are resized.
     n_head: heads; known from the width for the published models.
@@ -341,8 +341,8 @@ def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any]
 
 def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
     """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask, 0
-    where nothing is asked. W' is the most slots of the query's rows. A token sees tokens up to its rank, a query those
-    below and itself. Keys and values are written at ranks.
+    for padding. W' is the largest number of wanted positions in a row. A token sees tokens up to its rank; a wanted
+    position sees tokens of lower rank and itself. Keys and values are stored by rank.
 
     module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`."""
     assert query.wanted is not None and query.store is not None and query.store.index is not None
@@ -370,7 +370,7 @@ def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
         uncond_tokens.masked_fill_(uncond_tokens > blank, blank + 1 + module.config.num_classes)
     slots = slots.repeat(query.branches, 1)
     call = StoreCall(row_index, slots, index, query.store.visible_length, step=query.store.step)
-    # by rank, since slots are ranks: what is evaluated here is not read from the store
+    # positions are ranks here, as slots are: the store then hides the slots that this call evaluates
     call_query = Query(query.rows, tokens, ranks, valid=valid, visible=visible, store=call, branches=query.branches)
     cache = store.bind(call_query)
     mask, _ = store.visible(call_query)

@@ -1,7 +1,7 @@
 """MAR (Li et al., arXiv 2406.11838): a masked autoencoder over continuous image tokens, drawn by a diffusion head.
 
 Parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with
-keys and values of the rest from an earlier evaluation (ReCAP, arXiv 2505.19089).
+the other positions' keys and values from an earlier evaluation (ReCAP, arXiv 2505.19089).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MAR(nn.Module):
 
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
-        classes: the label `classes` is no class (the unconditional branch of guidance).
+        classes: their number; the label `classes` is unconditional (for guidance).
         buffer: class tokens before the image's.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
         eps: of the blocks' norms. decoder_depth: by default `depth`.
@@ -125,14 +125,14 @@ class MAR(nn.Module):
         first.
 
         Args:
-            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, their indices in `positions`.
-            positions: [R, M] int64, in the image; those without a token are masks. past, buffer: as `encode`.
+            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64: the tokens' indices in `positions`.
+            positions: [R, M] int64, in the image; those without a token are masks. past, buffer: as for `encode`.
         """
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
         start = self.buffer if buffer else 0
         image = self.mask_token.expand(len(positions), positions.shape[1], -1)
-        # autocast makes x another dtype than the parameter's
+        # under autocast, x has another dtype than the parameter
         image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, start:].to(image.dtype))
         image = image + position[self.buffer + positions]
         if buffer:
@@ -175,7 +175,7 @@ class MARFacts:
 class MARModel(PictureModel, Adapter):
     """The adapter of a `MAR`.
 
-    vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
+    vae: a `paradec.models.images.vq.KLDecoder`; with None only latents are made.
     defaults: of requests: `steps`, `guidance_scale`.
     Raises TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
     """
@@ -234,7 +234,7 @@ class MARModel(PictureModel, Adapter):
             return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
 
     def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
-        """Keys and values of a full step, but for the positions [R, U] that its group decides."""
+        """Keys and values of a full step, without the positions `drop` [R, U], which its group decides."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
@@ -250,19 +250,19 @@ class MARModel(PictureModel, Adapter):
         return Kept(encoder, [gather(pair) for pair in decoder])
 
     def check_draft(self, draft: MARModel) -> None:
-        """Raise ValueError unless `draft` makes tokens that could be this model's."""
+        """Raise ValueError unless `draft` makes the same kind of tokens as this model."""
         draft_name, name = draft.facts.name, self.facts.name
         for field, unit in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
             size, count = getattr(draft.module, field), getattr(self.module, field)
             if size != count:
-                raise ValueError(f"draft {draft_name} has {size} {unit}, {name} {count}; a draft model has as many")
+                raise ValueError(f"draft {draft_name} has {size} {unit}, {name} has {count}; they must be equal")
         if draft.device != self.device:
-            raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; put both on one")
+            raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; use one device")
         if self.vae is not None and draft.vae is not None and not have_same_latents(self.vae, draft.vae):
             raise ValueError(f"draft {draft_name} has another VAE than {name}, so its tokens mean other pictures")
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        num_written = -np.diff(state.left[: state.index + 1])  # as many in every row
+        num_written = -np.diff(state.left[: state.index + 1])  # the same for all rows
         accepted = num_written.reshape(-1, 1).repeat(state.batch, 1)
         return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
 
@@ -290,8 +290,8 @@ def load_mar(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> MARModel:
-    """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
-    "model_ema", where it has them). Raises CheckpointError for wrong files.
+    """Read a published MAR checkpoint: safetensors, or a `.pth` (only its tensors are read; averaged weights,
+    "model_ema", if it has them). Raises CheckpointError for wrong files.
 
     source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
         VAE's file, and "defaults" of requests).
@@ -318,7 +318,7 @@ def load_mar(
 
 
 def read_sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sizes of `MAR` that its weights tell: all but `heads` and `eps`. Raises KeyError: a tensor is missing."""
+    """The sizes of a `MAR`, except `heads` and `eps`, from its weights. Raises KeyError for a missing tensor."""
     positions, width = weights["diffusion_pos_embed_learned"].shape[1:]
     return {
         "side": math.isqrt(positions),

@@ -84,7 +84,7 @@ class MultiScaleVQ(nn.Module):
 
     @property
     def codes(self) -> Tensor:
-        """[V, C]."""
+        """The code vectors [V, C]."""
         return self.quantize.codes
 
     def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:

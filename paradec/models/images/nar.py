@@ -59,8 +59,8 @@ class NARModel(LlamaGenModel):
     2, V]: the logits of the right and the lower neighbour. A cell sees the condition and all cells up to its own
     diagonal.
 
-    The public code loads files without a second head, and draws from a random one; here they are refused (the authors'
-    link to the 256-pixel text model is LlamaGen's own file)."""
+    The public code loads files without a second head, and draws from a random one; here such files are refused (the
+    authors' link to the 256-pixel text model leads to LlamaGen's file)."""
 
     makes = "neighbour image"
     family = "groups"
@@ -72,7 +72,7 @@ class NARModel(LlamaGenModel):
 
     @property
     def hidden_size(self) -> int:
-        """Of both heads: the hidden states of the right one, then those of the lower."""
+        """Width of both heads' hidden states: those of the right neighbour, then those of the lower."""
         return 2 * self.module.config.dim
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Base of image models on transformers' classes: text prompts, and a backbone that takes embeddings."""
+"""Base of image models on transformers' classes: text prompts, and a backbone that reads embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextToImageModel(ImageModel):
     `head`.
 
     module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
-    tokenizer: of the checkpoint; None takes prompts as ids alone."""
+    tokenizer: of the checkpoint; with None, prompts are ids."""
 
     conditions = "prompts"
     cells: Sequence[int]
@@ -42,9 +42,9 @@ class TextToImageModel(ImageModel):
         super().__init__(module.eval(), facts, tokenizer)
         levels = getattr(module.config.vq_config, "channel_multiplier", [1])
         self.scale = 2 ** (len(levels) - 1)
-        """Pixels along one side of a code; 1 where the VQ has no levels."""
+        """Pixels along one side of a code; 1 if the VQ has no levels."""
 
-    # ---- what a family says ---------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------------
 
     @property
     def _language_model(self) -> Any:
@@ -55,7 +55,7 @@ class TextToImageModel(ImageModel):
         raise NotImplementedError
 
     def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
-        """The guidance branch's prompt where the request gives no negative one."""
+        """The guidance branch's prompt for a request without a negative prompt."""
         raise NotImplementedError
 
     def _from_text_ids(self, ids: list[int]) -> list[int]:
@@ -70,7 +70,7 @@ class TextToImageModel(ImageModel):
     def codebook(self) -> Tensor | None:
         return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
 
-    # ---- what all share -------------------------------------------------------------------------------------------
+    # ---- shared ---------------------------------------------------------------------------------------------------
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: captions, one or several; or rows of the tokenizer's ids of complete prompts, up to the
@@ -94,12 +94,12 @@ class TextToImageModel(ImageModel):
         longest, max_length = max(map(len, rows)), self.facts.max_length
         if max_length is not None and longest + grid.length > max_length:
             raise ValueError(
-                f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} takes "
+                f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} allows "
                 f"({max_length}); shorten the prompt, or give a smaller height or width"
             )
 
     def _check_length(self, grid: Grid, scale: int) -> Grid:
-        """The grid of tokens that are `scale` pixels long. Raises ValueError where the model takes fewer tokens."""
+        """Return the grid. Raises ValueError if it is too long for the model. scale: pixels along a token's side."""
         max_length = self.facts.max_length
         if max_length is not None and grid.length >= max_length:
             raise ValueError(
@@ -147,7 +147,7 @@ class TextToImageModel(ImageModel):
         return query.positions
 
     def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
-        """[vocab_size, d]: row `cells[c]` holds code c of the table [codes, d], the rest NaN."""
+        """[vocab_size, d]: row `cells[c]` is row c of the table [codes, d]; other rows are NaN."""
         codes = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
         codes[torch.tensor(list(cells), device=table.device)] = table
         return codes
@@ -164,10 +164,10 @@ def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
 def pretrained(
     source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unused: str | None = None
 ) -> tuple[Any, Any]:
-    """(module, tokenizer) of a folder or hub repository by transformers' class, from safetensors. Raises
-    CheckpointError for a checkpoint that cannot be read, or weights that are missing or of a wrong dtype.
+    """Read (module, tokenizer) of transformers' class `architecture` from a folder or hub repository with safetensors.
+    Raises CheckpointError for a checkpoint that cannot be read, or weights that are missing or of a wrong dtype.
 
-    unused: a pattern of the weights that may be missing, since nothing reads them."""
+    unused: a pattern of the names of weights that may be missing, since nothing reads them."""
     import transformers
 
     from paradec.models.checkpoint import (
@@ -188,14 +188,14 @@ def pretrained(
         module, info = getattr(transformers, architecture).from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
-    # transformers makes up what is missing
+    # transformers initialises missing weights at random
     missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unused and re.match(unused, key))]
     if missing:
         raise CheckpointError(
             f"the weights of {name!r} do not fit config.json: {format_problems({'missing': missing})}"
         )
     if not any(fetch(name, file, revision) for file in VOCABULARIES):
-        return module, None  # transformers makes up a tokenizer without a vocabulary for some
+        return module, None  # for some, transformers would build a tokenizer without a vocabulary
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):

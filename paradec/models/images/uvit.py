@@ -34,8 +34,8 @@ DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": N
 
 class UViT(nn.Module):
     """Class token at position 0, image tokens at positions 1 to size ** 2. Ids below codebook_size are image tokens,
-    codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 is the null class (guidance), the
-    last one.
+    codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 means the null class (for
+    guidance), which is the last class.
 
     size: tokens per side. codebook_size: image tokens. classes: the null class included.
     width, depth, heads: of the transformer; depth counts the blocks before and after the middle one, half of each."""
@@ -61,7 +61,7 @@ class UViT(nn.Module):
         self.out_blocks = nn.ModuleList(SkipBlock(width, heads, layer) for layer in range(half + 1, depth + 1))
         self.norm = nn.LayerNorm(width)
         self.mlm_layer = Head(width, codebook_size + 1)
-        self.config = SimpleNamespace(  # what key/value stores ask for
+        self.config = SimpleNamespace(  # for key/value stores
             num_hidden_layers=depth + 1, num_attention_heads=heads, hidden_size=width, model_type="uvit"
         )
 
@@ -105,8 +105,8 @@ class UViT(nn.Module):
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for other ids (guidance
-        subtracts)."""
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size]; those of other ids are the dtype's minimum,
+        which is finite, since guidance subtracts logits."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
         num_others = self.vocab_size - self.codebook_size
         return nn.functional.pad(logits, (0, num_others), value=torch.finfo(logits.dtype).min)
@@ -136,7 +136,7 @@ class Embeddings(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block whose input is first joined with that of the block across."""
+    """A block whose input is first joined with the output of its counterpart before the middle."""
 
     def __init__(self, width: int, heads: int, layer: int):
         super().__init__(width, heads, layer, bias=False)
@@ -198,7 +198,7 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
     """Read a checkpoint by its parameter names; all sizes but the number of heads follow from the weights. Raises
     CheckpointError for a wrong file, ValueError for wrong `heads`.
 
-    source: a safetensors file, or a `.pth` of which tensors alone are read. heads: 8 in the published models."""
+    source: a safetensors file, or a `.pth` (only its tensors are read). heads: 8 in the published models."""
     weights, _ = read_weights(source)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with checkpoint_errors(f"{str(source)!r} does not hold a U-ViT's weights", KeyError):
@@ -215,7 +215,7 @@ class MaskedImageModel(PictureModel, UViTModel):
     """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
     Raises ValueError for another codebook than the network's, or an unknown default.
 
-    module: the network, whose last class is the null class. vq: its VQ autoencoder; None gives codes alone.
+    module: the network, whose last class is the null class. vq: its VQ autoencoder; with None only codes are made.
     defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`."""
 
     makes = "masked image"
@@ -245,7 +245,7 @@ class MaskedImageModel(PictureModel, UViTModel):
         return ImageRequest(self, [[self.class_token(label)] for label in labels])
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
-        """The state of one request for all codes of a picture, with a trace: they are not written in order."""
+        """The state of one request for all codes of a picture, with a trace: codes are not written in order."""
         overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
         return sampler.start(image_request.model, image_request.prompts, replace(request, **overrides))
 
@@ -275,7 +275,7 @@ def load_masked_image(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> MaskedImageModel:
-    """Read a folder. Raises CheckpointError for files that are missing or do not fit.
+    """Read a masked image model from a folder. Raises CheckpointError for files that are missing or do not fit.
 
     source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
         `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).

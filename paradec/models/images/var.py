@@ -45,8 +45,8 @@ def ends_of(scales: Sequence[int]) -> list[int]:
 
 
 class ScaleStore:
-    """Keys and values of the evaluated scales, in order. It takes 2 * layers * rows * heads * length * head_dim numbers
-    at the first call; `length` leaves out the last scale, which is never read."""
+    """Keys and values of the evaluated scales, in order. The first call allocates 2 * layers * rows * heads * length *
+    head_dim numbers; `length` excludes the last scale, whose keys and values are never read."""
 
     def __init__(
         self, layers: int, rows: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -78,7 +78,7 @@ class ScaleStore:
 @dataclass
 class ScaleQuery:
     """One call: the scales from `first` to `last`. `B` rows; under guidance (`branches == 2`) every row is also
-    evaluated without its class. A token sees its own scale and all before."""
+    evaluated without its class. A token sees its own scale and all coarser ones."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -430,8 +430,8 @@ def load_var(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> VARModel:
-    """Read a published checkpoint (`var_d16.pth` and its kin), or a folder. Raises CheckpointError or ValueError for
-    wrong files, scales or sizes.
+    """Read a published checkpoint (`var_d16.pth` to `var_d36.pth`), or a folder. Raises CheckpointError or ValueError
+    for wrong files, scales or sizes.
 
     source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally `vq`,
         the autoencoder's file, and `defaults` of requests.

@@ -30,13 +30,13 @@ class VQConfig:
     """Sizes of a VQ autoencoder; the defaults are LlamaGen's `vq_ds16`.
 
     codebook_size, codebook_embed_dim: codes, and numbers in each.
-    l2_norm: codes and latents are compared on the unit sphere, and codes normalised when looked up.
+    l2_norm: whether codes and latents are compared on the unit sphere, and codes normalised when looked up.
     channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
     res_blocks: of an encoder's level; a decoder's level has one more.
-    attention: whether the lowest resolution has attention beside each block (the middle always has).
+    attention: whether the lowest resolution has attention after each block (the middle always has).
     z_channels: feature maps between the codebook's projection and the convolutions.
     image_channels: 3, or 1 for grey images. norm_groups: of every group norm; divides all widths.
-    encoder: whether there is one; decoding needs none."""
+    encoder: whether there is an encoder; decoding needs none."""
 
     codebook_size: int = 16384
     codebook_embed_dim: int = 8
@@ -230,7 +230,7 @@ class VQModel(nn.Module):
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for others."""
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for bad ids."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
@@ -293,7 +293,7 @@ def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
-"""Other tensors of checkpoints: those of the training, and the encoder."""
+"""Prefixes of tensors that may be unused: those of training, and the encoder."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
 
 
@@ -301,7 +301,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     """Read a VQ autoencoder from a file. Raises CheckpointError for a wrong file, ValueError for an unknown name.
 
     source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
-    config: sizes, or a name of `PUBLISHED`; None takes a safetensors file's metadata, or else "vq_ds16"."""
+    config: sizes, or a name of `PUBLISHED`; None reads a safetensors file's metadata, else it is "vq_ds16"."""
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
@@ -322,14 +322,14 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
 
 
 def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> VQModel | None:
-    """A VQ autoencoder on a device, from a file unless it is one already; None stays None."""
+    """Move a VQ autoencoder to a device, reading it first if `vq` is a file. Returns None for None."""
     if vq is None:
         return None
     return (vq if isinstance(vq, VQModel) else load_vq(vq)).to(device).eval().requires_grad_(False)
 
 
 def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
-    """Raise ValueError unless a codebook, if there is one, has the entries (and `dim`) of the model called `name`."""
+    """Raise ValueError unless a codebook (if any) has `size` entries (of `dim` numbers), as the model `name` needs."""
     if vq is None:
         return
     if vq.config.codebook_size != size:
@@ -339,14 +339,14 @@ def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> Non
 
 
 DECODING = ("decoder.", "post_quant_conv.")
-"""Parts that decode; checkpoints also hold the encoder, and sometimes tensors of the training."""
+"""Prefixes of the decoding parts; checkpoints also hold the encoder, and sometimes tensors of the training."""
 
 
 class KLDecoder(nn.Module):
-    """Continuous latents to images.
+    """A decoder of continuous latents to images.
 
-    config: sizes; `z_channels` is the latents' width, and those of a codebook are unused.
-    latent_scale: factor of the latents of models; 0.2325 is MAR's for KL-16."""
+    config: sizes; `z_channels` is the latents' width, and the codebook's sizes are unused.
+    latent_scale: factor that models' latents include; 0.2325 is MAR's for KL-16."""
 
     def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
         super().__init__()

@@ -148,7 +148,7 @@ def test_prompts_as_long_as_the_model_takes(name: str) -> None:
     most = model.facts.max_length - grid.length
     longest = [prompt[0]] * (most - len(prompt)) + prompt
     assert len(model.request([longest], grid, negative_prompt=[longest]).prompts.rows[0]) == most
-    message = f"a prompt of {most + 1} tokens and a picture of {grid.length} are longer than .* takes"
+    message = f"a prompt of {most + 1} tokens and a picture of {grid.length} are longer than .* allows"
     for prompts in ([prompt, [1, *longest]], [[1, *longest]] * 2):
         for both in ((prompts, [prompt]), ([prompt], prompts[1:])):
             with pytest.raises(ValueError, match=message):

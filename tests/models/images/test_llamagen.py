@@ -310,7 +310,7 @@ class Payload:
 def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"output.weight": torch.zeros(1)}, "extra": Payload()}, tmp_path / "c2i_B_256.pt")
-    refuses(lambda: paradec.load(tmp_path / "c2i_B_256.pt"), "as tensors alone", paradec.CheckpointError)
+    refuses(lambda: paradec.load(tmp_path / "c2i_B_256.pt"), "as plain tensors", paradec.CheckpointError)
     assert not (tmp_path / "harm").exists()
 
 
@@ -318,7 +318,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     state = {name: tensor.float() for name, tensor in tiny_llamagen().module.state_dict().items()}
     file = tmp_path / "network.pt"
     torch.save(state, file)
-    refuses(lambda: paradec.load(file), "48 wide, which no published size is; give n_head", paradec.CheckpointError)
+    refuses(lambda: paradec.load(file), "48 wide, unlike all published sizes; give n_head", paradec.CheckpointError)
     refuses(lambda: paradec.load(file, n_head=4), "does not say how large its pictures are", paradec.CheckpointError)
     refuses(lambda: paradec.load(file, vqgan="x"), "unknown option of 'llamagen' models: 'vqgan'.*allowed: .*vq")
     refuses(lambda: paradec.load(file, device_map="auto"), "device_map='auto' is not for image models")

@@ -354,7 +354,7 @@ def test_the_grid_s_layout() -> None:
     tokens = torch.tensor([[0, 2, 3, 4, 8, 5, 6, 7, 8, 2, 2, 2, 8, 9, 1]])
     assert GRID.codes(tokens).tolist() == [[[0, 1, 2], [3, 4, 5], [0, 0, 0]]]
     tokens[0, 1] = 9
-    with pytest.raises(ValueError, match="none of the grid's cells"):
+    with pytest.raises(ValueError, match="not one of the grid's cells"):
         GRID.codes(tokens)
 
 
