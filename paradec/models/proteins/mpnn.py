@@ -1,9 +1,9 @@
 """ProteinMPNN as a model that masked samplers decode with: residues for a given backbone.
 
-A row is the token of a structure, then a letter or the mask for each residue (for each tie:
-`paradec.models.proteins.rules`). A call orders the given residues first, then the decided ones step by step, each in
-the order of the chain; every other residue is evaluated as if it came next. One residue a step is the published
-ancestral sampling; residues decided in one step do not see each other when they are drawn.
+A row is a structure's token, then a letter or the mask for each residue, or for each group of tied residues
+(`paradec.models.proteins.rules`). In the order of a call the prompt's residues come first, then the decided ones by
+step, each in the order of the chain; every other residue is evaluated as if it came next. One residue per step is the
+published ancestral sampling. Residues decided in the same step do not see each other when they are drawn.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from paradec.models.proteins.rules import Columns, DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 
 RESIDUES = 20
-"""Ids below are amino acids. X follows; it may be given, and is never proposed (as in the public code)."""
+"""Ids below this are amino acids. X follows: prompts may have it, but it is never proposed (as in the public code)."""
 MASK_ID = len(LETTERS)
 MASK = "-"
 FIRST_STRUCTURE = MASK_ID + 1
 
 
 class Residues:
-    """The vocabulary: a letter is a residue, "-" the mask, and "<name>" a structure of these names."""
+    """The vocabulary: letters are residues, "-" is the mask, and "<name>" is the structure of that name."""
 
     mask_token_id = MASK_ID
     eos_token_id = unk_token_id = chat_template = None
@@ -77,16 +77,16 @@ class Residues:
 class DecidedStates:
     """A store for `B` rows of `L` columns: the structure's token, then its residues.
 
-    A residue's decoder states depend on residues before it in the order, not on its own letter, so that they are final
-    once those are decided. Later calls evaluate the other residues, and those whose letter has changed.
+    A residue's decoder states depend on residues before it in the order, not on its own letter: they are final once
+    the residues before it are decided. Later calls evaluate the others, and those whose letter has changed.
 
     layers: of the decoder, without the last one. width: D, of a state.
-    extra: most residues of a row beyond its columns, where residues are tied."""
+    extra: the largest number of a row's residues minus its columns (tied residues share a column)."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: -1 after a row's end."""
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64: as in the last query that contained the column."""
+    """[B, L] int64: `decided_at` of the last query that contained the column."""
     states: tuple[Tensor, ...] = field(metadata=row_layout(columns=1))
     """[B, L - 1 + extra, D] for each layer."""
 
@@ -98,8 +98,8 @@ class DecidedStates:
         self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
-        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and whether it evaluates
-        each [R, L] bool."""
+        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and [R, L] bool, the
+        columns that it evaluates."""
         assert query.store_rows is not None
         valid = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         index, column = valid.nonzero(as_tuple=True)
@@ -112,7 +112,7 @@ class DecidedStates:
         return tokens, self.decided_at[rows], evaluated
 
     def keep(self, query: AnyOrderQuery, states: list[Tensor]) -> None:
-        """Keep the states [R, L - 1 + extra, D] of each layer of a query's rows."""
+        """Store the states [R, L - 1 + extra, D] of each layer for a query's rows."""
         for stored, computed in zip(self.states, states, strict=True):
             stored[query.store_rows] = computed
 
@@ -120,7 +120,7 @@ class DecidedStates:
     def peak_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.tokens, self.decided_at, *self.states))
 
-    # ---- as the state of a request uses stores --------------------------------------------------------------------
+    # ---- the interface that a request's state uses ----------------------------------------------------------------
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
         """Do nothing: `update` overwrites states that are no longer valid."""
@@ -130,9 +130,8 @@ class DecidedStates:
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN with a list of structures, which are encoded once, in the constructor, without guidance. The logits
-    of a decided residue are those given what came before it. Raises ValueError or TypeError for wrong structures or
-    rules.
+    """ProteinMPNN with a list of structures, which the constructor encodes once. There is no guidance. The logits of a
+    decided residue depend on the residues before it. Raises ValueError or TypeError for wrong structures or rules.
 
     structures: one or several; a repeated name gets a number.
     rules: bias, excluded letters and ties of all structures, or of each."""
@@ -183,13 +182,13 @@ class ProteinMPNNModel(Opaque):
             self.encodings = [module.encode(structure) for structure in backbones]
 
     def save_pretrained(self, folder: Any, **kwargs: Any) -> None:
-        """Raises ValueError: weights stay in their published file; `torch.save` keeps a model with its structures."""
-        raise ValueError(f"{self.facts.name} is read from its published file; torch.save(model, ...) keeps a model")
+        """Raise ValueError: weights stay in their published file; `torch.save` stores a model with its structures."""
+        raise ValueError(f"{self.facts.name} is read from its published file; use torch.save(model, ...) instead")
 
     def on(
         self, structures: Structure | Sequence[Structure], rules: DesignRules | Sequence[DesignRules] | None = None
     ) -> ProteinMPNNModel:
-        """A model of other structures, or under other rules, with the same network."""
+        """A model of these structures and rules with the same network."""
         return type(self)(self.module, structures, self.facts.name, rules)
 
     def prompt(
@@ -204,10 +203,8 @@ class ProteinMPNNModel(Opaque):
         backbone is incomplete keep their letter, as in the public code.
 
         structure: its number or name.
-        fixed: residues that keep the structure's letter, by names (`Structure.find_residues`) or from 0 over all
-            chains; the others of a tie get it too.
-        redesign: residues that are designed, likewise, unless they are fixed; all others keep their letter.
-        chains: those to design, by default all; the others keep their letters.
+        fixed: residues that keep the structure's letter, from 0 over all chains; residues tied to them get it too.
+        chains: labels of the chains to design, by default all; other chains keep their letters.
         Raises ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
         if isinstance(structure, str):
@@ -323,7 +320,7 @@ class ProteinMPNNModel(Opaque):
             lengths = (tokens >= 0).sum(1).tolist()
         targets = self._find_structures(tokens, lengths)
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
-        logits[..., :RESIDUES] = 0  # finite where nothing is asked: of the structure's own token, of padding
+        logits[..., :RESIDUES] = 0  # finite for columns that are not evaluated: structure tokens, padding
         for target in dict.fromkeys(targets):
             rows = torch.tensor([row for row, other in enumerate(targets) if other == target], device=tokens.device)
             columns, column_of = self.columns[target], self.columns[target].of.to(tokens.device)
@@ -365,7 +362,7 @@ def load_protein_mpnn(
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
     >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
 
-    LigandMPNN reads the atoms of a structure that are no protein, membrane models its labels (`Structure.membrane`).
+    LigandMPNN also reads a structure's atoms outside the protein, membrane models its labels (`Structure.membrane`).
     The side-chain model (ligandmpnn_sc_*) designs nothing, and is refused.
 
     Args:
@@ -378,7 +375,7 @@ def load_protein_mpnn(
         CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read.
     """
     if isinstance(structures, (str, os.PathLike)) and os.fspath(structures).endswith(".pt"):
-        raise ValueError(f"weights come first, then structures: {os.fspath(structures)!r} would be a structure")
+        raise ValueError(f"structures={os.fspath(structures)!r} is a file of weights: give weights first")
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
     backbones = [
         read_structure(entry) if isinstance(entry, (str, os.PathLike)) else entry
@@ -390,11 +387,11 @@ def load_protein_mpnn(
 
 
 def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The weights of a file, neighbours of a residue ("num_edges"), and LigandMPNN's atoms ("atom_context_num")."""
+    """A file's weights, and its numbers of neighbours ("num_edges") and of LigandMPNN's atoms ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
     kinds = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
-    with checkpoint_errors(f"{str(path)!r} cannot be read as tensors alone", *kinds):
+    with checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors", *kinds):
         data = torch.load(path, map_location="cpu", weights_only=True)
     weights = data.get("model_state_dict") if isinstance(data, dict) else None
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:

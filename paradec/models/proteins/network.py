@@ -1,8 +1,8 @@
 """ProteinMPNN's network: message passing over the nearest residues of a backbone, and a decoder of any order.
 
 Dauparas et al., Science 378:49 (2022), doi 10.1126/science.add2187. Parameter names are those of the published files
-(`proteinmpnn_v_48_020.pt`). The encoder sees the backbone alone. A decoder's residue sees the letters and states of
-neighbours before it in an order, and the encoder's states of all others. LigandMPNN, which sees the atoms around a
+(`proteinmpnn_v_48_020.pt`). The encoder sees only the backbone. In the decoder a residue sees the letters and states of
+neighbours before it in an order, and the encoder's states of the others. LigandMPNN, which sees the atoms around a
 protein, and the membrane models (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the encoder.
 """
 
@@ -48,9 +48,9 @@ class Encoding:
     nodes: Tensor
     """[L, D]."""
     edges: list[Tensor]
-    """[L, K, D] for each decoder layer: an edge's summand of the first product of its message."""
+    """[L, K, D] for each decoder layer: an edge's term in the first product of its message."""
     unseen: list[Tensor]
-    """[L, D] for each decoder layer: the summand of an undecoded neighbour."""
+    """[L, D] for each decoder layer: the term of an undecoded neighbour."""
     complete: Tensor
     """[L] bool: residues with all four atoms."""
 
@@ -74,7 +74,7 @@ class ProteinMPNN(nn.Module):
         return cast(Iterable[DecoderLayer], self.decoder_layers)
 
     def encode(self, structure: Structure) -> Encoding:
-        """Encode a backbone, which no letter changes. Distances are float32 at least."""
+        """Encode a backbone; its letters are not read. Distances are float32 at least."""
         weight = self.W_e.weight
         complete = structure.complete.to(weight.device)
         edges, neighbours = self.features(structure, self.neighbours, weight.device)
@@ -102,7 +102,7 @@ class ProteinMPNN(nn.Module):
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
         """Logits [R, L, 21] of every residue given the letters of those that come before it.
 
-        letters: [R, L] int64, indices into `LETTERS`; any for the last residue.
+        letters: [R, L] int64, indices into `LETTERS`; that of the last residue is not read.
         rank: [R, L] int64: a residue sees the letters of those with a lower rank."""
         row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
         return self.decode(encoding, letters, rank, row, residue).unflatten(0, letters.shape)
@@ -120,8 +120,8 @@ class ProteinMPNN(nn.Module):
         its own letter, and stay valid while these are unchanged.
 
         row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
-        states: [R, L, D] for each decoder layer but the last, written for evaluated residues and read for others; None
-            where all residues are evaluated."""
+        states: [R, L, D] for each decoder layer except the last, written for evaluated residues and read for others;
+            None if all residues are evaluated."""
         rows, size = letters.shape
         neighbours = encoding.neighbours[residue]  # [N, K]
         is_visible = rank[row.unsqueeze(1), neighbours] < rank[row, residue].unsqueeze(1)
@@ -156,7 +156,7 @@ class Features(nn.Module):
         atoms = atom_coordinates(structure, device, wide_dtype)
 
         valid = complete[:, None] & complete
-        # never quite 0
+        # 1e-6 keeps distances above 0
         pairwise = ((atoms["CA"].unsqueeze(1) - atoms["CA"]).square().sum(-1) + 1e-6).sqrt() * valid
         pairwise = torch.where(valid, pairwise, pairwise.amax(1, keepdim=True))  # incomplete residues come last
         nearest, neighbours = pairwise.topk(min(count, len(structure)), dim=1, largest=False)
@@ -219,7 +219,7 @@ class EncoderLayer(Layer):
         mask_chunks = [mask[chunk] for chunk in chunks(mask)]
         received = _messages(self.W1, self.W2, nodes, edges, neighbours)
         sums = [(message * mask_chunk).sum(-2) for message, mask_chunk in zip(received, mask_chunks, strict=True)]
-        # the last product is linear, so that messages are added up before it
+        # the last product is linear, so messages are summed before it
         messages = torch.cat(sums) @ self.W3.weight.T + mask.sum(-2) * self.W3.bias
         nodes = self.update_nodes(nodes, messages) * complete.unsqueeze(-1)
         received = _messages(self.W11, self.W12, nodes, edges, neighbours)
@@ -228,7 +228,7 @@ class EncoderLayer(Layer):
 
 class DecoderLayer(Layer):
     """Messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first product is a sum
-    of four terms, two of which stay from call to call; the last one is linear, so messages are added up before it."""
+    of four terms, two of which no call changes; the last product is linear, so messages are summed before it."""
 
     def __init__(self, width: int):
         super().__init__(width, 4)
@@ -238,7 +238,7 @@ class DecoderLayer(Layer):
         return x @ self.W1.weight.chunk(4, 1)[index].T
 
     def project_edges(self, edges: list[Tensor]) -> Tensor:
-        """[L, K, D] in parts -> [L, K, D]."""
+        """The edges' term: [L, K, D] in parts -> [L, K, D]."""
         return torch.cat([linear(chunk, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for chunk in edges])
 
     def forward(self, nodes: Tensor, table: Tensor, table_index: Tensor, edges: Tensor, residue: Tensor) -> Tensor:
@@ -256,8 +256,8 @@ class DecoderLayer(Layer):
 def _messages(
     layer1: nn.Linear, layer2: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
-    """[., K, D] of each part: two layers of residue, edge and neighbour. Two terms of the first product are per
-    residue."""
+    """Messages [., K, D] of each part: two layers over residue, edge and neighbour. Two terms of the first product are
+    computed once per residue."""
     own_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
     node_part, neighbour_part = linear(nodes, own_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
@@ -295,7 +295,7 @@ KINDS, GROUPS, PERIODS = 120, 19, 8
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
 UNSEEN = ("H", "MO")
-"""Elements that are left out; molybdenum since the public code spells its symbol otherwise."""
+"""Elements that are left out; molybdenum because the public code spells its symbol in another way."""
 PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
@@ -313,7 +313,7 @@ class LigandMPNN(ProteinMPNN):
         self.y_context_encoder_layers = nn.ModuleList([Layer(width, 2) for _ in range(2)])
 
     def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
-        """Add the atoms' summands to the nodes. Atoms do not change those of incomplete residues."""
+        """Add the atoms' terms to the nodes. Atoms do not change the nodes of incomplete residues."""
         outputs = []
         pairs = zip(self.context_encoder_layers, self.y_context_encoder_layers, strict=True)
         layers = cast("list[tuple[Layer, Layer]]", list(pairs))
@@ -354,7 +354,7 @@ class LigandFeatures(Features):
         """Yield chunks of residues with their nearest atoms, at most `count`. like: a tensor of the result's dtype."""
         wide_dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
         atom_indices = [index for index, element in enumerate(structure.elements) if element not in UNSEEN]
-        assert structure.atoms is not None  # a structure fills it in
+        assert structure.atoms is not None  # set by `Structure`
         atom_xyz = structure.atoms[atom_indices].to(device, wide_dtype)
         kinds = [_element_classes(structure.elements[index]) for index in atom_indices]
         kind = torch.tensor(kinds, dtype=torch.int64, device=device).reshape(-1, 3)
@@ -406,12 +406,12 @@ class MembraneFeatures(Features):
 
 
 def _update_context(layer: Layer, nodes: Tensor, messages: Tensor) -> Tensor:
-    """Update nodes [..., D] with messages [..., M, n D]; n is the layer's number of parts less one."""
+    """Update nodes [..., D] with messages [..., M, n D]; n is the layer's number of parts minus one."""
     width = nodes.shape[-1]
     node_weight, message_weight = layer.W1.weight.split((width, messages.shape[-1]), 1)
     hidden = gelu(linear(messages, message_weight) + linear(nodes, node_weight, layer.W1.bias).unsqueeze(-2))
     sums = gelu(layer.W2(hidden)).sum(-2)
-    # the last product is linear, so that messages are added up before it
+    # the last product is linear, so messages are summed before it
     return layer.update_nodes(nodes, sums @ layer.W3.weight.T + messages.shape[-2] * layer.W3.bias)
 
 

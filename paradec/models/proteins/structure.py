@@ -38,7 +38,7 @@ NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(?:\1:|\
 LAST_CODE = "~"
 """After all insertion codes: a range holds those of its last number."""
 MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
-"""Labels of residues for the models of membrane proteins; the model with one label for all takes 0 (soluble) and 1."""
+"""Labels of residues for models of membrane proteins; the model with one label for all accepts 0 (soluble) and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,9 @@ class Structure:
         sequence: L letters of `LETTERS` ("-" reads as "X").
         chains, numbers, insertions: L labels, residue numbers and insertion codes ("" for most) of the file.
         atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
-        elements: A symbols of `ELEMENTS`, theirs.
+        elements: the atoms' A symbols, of `ELEMENTS`.
         membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
-            with one label, 1 (transmembrane) or 0 for all. An integer is all residues' label.
+            with one label, 1 (transmembrane) or 0 for all. An integer is the label of all residues.
 
     Raises:
         ValueError, TypeError: parts that do not fit each other; the message names them.
@@ -177,7 +177,7 @@ class Structure:
         return places
 
     def select_chains(self, chains: Iterable[str] | None) -> list[str]:
-        """List chains; None takes all. Raises ValueError for an unknown one."""
+        """List chains; None is all. Raises ValueError for an unknown chain."""
         labels = dict.fromkeys(self.chains or ())
         selected = [*labels] if chains is None else list(chains)
         for chain in selected:
@@ -186,8 +186,8 @@ class Structure:
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Ties of a homo-oligomer, for `DesignRules`: residues, from 0, with a number that at least two chains (by
-        default of all) have. Raises ValueError for an unknown chain, or no number in common."""
+        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, with the same number in at least two
+        of the chains (None is all). Raises ValueError for an unknown chain, or no number in common."""
         selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
@@ -228,11 +228,11 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3), or in mmCIF format by its name
     (`.cif`, `.mmcif`; with the package gemmi). Names that end in `.gz` are unpacked.
 
-    Of several models, and of alternative locations of an atom, the first is taken. Atoms of occupancy 0 count as
-    missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); others of
-    the four atoms may be missing. Unknown names read as X. Everything else but water and hydrogen is context: ligands,
-    metals, nucleic acids. An atom without an element has that of its name; unknown elements are left out. mmCIF files
-    have two names for chains and residues: the author's are read, as in PDB files.
+    Of several models, and of alternative locations of an atom, the first is read. Atoms of occupancy 0 count as
+    missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); their
+    other three atoms may be missing. Unknown names read as X. Other molecules (ligands, metals, nucleic acids) are
+    context, without water and hydrogen. The element of an atom is by default that of its name; unknown elements are
+    left out. mmCIF files have two names for chains and residues: the author's are read, as in PDB files.
 
     Args:
         chains: labels of the chains to read, in the file's order; None reads all.
@@ -262,13 +262,13 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         if not all(map(math.isfinite, atom.xyz)):
             raise ValueError(f"an atom of residue {atom.chain}{atom.number} of {path.name} has no finite coordinates")
         symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
-        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # without one, by its name
+        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # by default the name's
         atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()
         is_residue = atom.is_residue or atom.residue in MODIFIED
         key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)
         letters.setdefault(key, NAMES.get(atom.residue, "X"))
         if is_residue and atom_name == "CA":
-            protein.add(key)  # and no ligand, even where the CA counts as missing
+            protein.add(key)  # not a ligand, even if the CA counts as missing
         if atom.occupancy > 0:
             groups.setdefault(key, {}).setdefault(atom_name, (atom.xyz, element))
     residue_keys = [key for key, atoms in groups.items() if key in protein and "CA" in atoms]

@@ -259,7 +259,7 @@ def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     refuses(lambda: load_protein_mpnn(file, structure), "there is no file", CheckpointError)
     file.write_bytes(b"PK\x03\x04")
-    refuses(lambda: load_protein_mpnn(file, structure), "cannot be read as tensors alone", CheckpointError)
+    refuses(lambda: load_protein_mpnn(file, structure), "cannot be read as plain tensors", CheckpointError)
     torch.save(data["model_state_dict"], file)
     refuses(lambda: load_protein_mpnn(file, structure), "'model_state_dict' and 'num_edges'", CheckpointError)
 
